@@ -1,0 +1,127 @@
+"""
+The settings of a script: its own defaults, then config files, then --key=value on the command line.
+
+    $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
+
+A setting is a lower-case `name = literal` line at the top of a script, right after the imports. Config files are Python and run as
+such; what they assign must be a setting of some script here, so one file serves prepare, train, sample and eval. Names that
+begin with _ are the file's own. Every unknown name, missing value or wrong type is refused, all of them at once.
+
+train.py and the others run this file with exec(), like nanoGPT: it sets their globals and leaves the result in `config`.
+"""
+import ast
+import builtins  # train.py has a setting called compile
+import sys
+import types
+from pathlib import Path
+
+from hashing import InputError, did_you_mean
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ('prepare.py', 'train.py', 'sample.py')
+
+
+def declared(script):
+    """{name: default} of the settings of a script of this repository."""
+    settings = {}
+    for node in ast.parse((HERE / script).read_text(encoding='utf-8')).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id.islower():
+            settings[node.targets[0].id] = ast.literal_eval(node.value)
+        elif settings:
+            break
+    return settings
+
+
+def known_settings():
+    return {k: v for script in SCRIPTS for k, v in declared(script).items()}
+
+
+def converted(key, value, default):
+    """`value` as the type of `default`, or InputError. A default of None takes anything: the script checks it."""
+    if default is None or type(value) is type(default):
+        return value
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if type(default) is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e5 for 100000
+    raise InputError(f'{key}={value!r} is {type(value).__name__}, expected {type(default).__name__} (like {default!r})')
+
+
+def parsed(text, default):
+    """The value of --key=text: text itself where a string is wanted, else a Python literal, else text."""
+    if isinstance(default, str):
+        return text
+    try:
+        return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _run_file(path):
+    """The names that a config file assigns."""
+    found = next((p for p in (Path(path), HERE / path) if p.is_file()), None)
+    if found is None:
+        near = did_you_mean(path, [p.relative_to(HERE) for p in HERE.glob('config/*.py')])
+        raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
+    scope = {'__file__': str(found)}
+    try:
+        exec(builtins.compile(found.read_text(encoding='utf-8'), str(found), 'exec'), scope)
+    except Exception as e:  # whatever the file's own code raises
+        tb, line = e.__traceback__, getattr(e, 'lineno', None)
+        while tb:
+            line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == str(found) else line
+            tb = tb.tb_next
+        raise InputError(f'{path}, line {line}: {type(e).__name__}: {" ".join(str(e).split())}') from None
+    return {k: v for k, v in scope.items() if k[0] != '_' and not isinstance(v, types.ModuleType)}
+
+
+def read_config(path):
+    """The settings that the config file `path` makes, checked. Raises InputError with every problem in it."""
+    known, settings, problems = known_settings(), {}, []
+    for key, value in _run_file(path).items():
+        try:
+            if key not in known:
+                raise InputError(f"unknown setting '{key}'{did_you_mean(key, known)}")
+            settings[key] = converted(key, value, known[key])
+        except InputError as e:
+            problems.append(str(e).removeprefix('error: '))
+    if problems:
+        raise InputError(f'{path}: {", and ".join(problems)}')
+    return settings
+
+
+def configure(scope, argv):
+    """
+    Overrides the settings of the script whose globals are `scope` from argv; returns them all as a dict.
+    Raises InputError with every problem in it.
+    """
+    script = Path(scope['__file__']).name
+    mine = declared(script)
+    if '--help' in argv or '-h' in argv:
+        print(scope['__doc__'].strip(), '\n\nsettings:')
+        print('\n'.join(f'  --{k}={v!r}' for k, v in mine.items()))
+        sys.exit(0)
+    settings, problems = dict(mine), []
+    for arg in argv:
+        try:
+            if not arg.startswith('--'):
+                settings |= {k: v for k, v in read_config(arg).items() if k in mine}
+                continue
+            key, equals, text = arg[2:].partition('=')
+            if key not in mine:
+                owner = next((s for s in SCRIPTS if key in declared(s)), None)
+                hint = f' ({owner} has it)' if owner else did_you_mean(key, mine)
+                raise InputError(f"unknown setting '--{key}' of {script}{hint}")
+            if not equals and not isinstance(mine[key], (bool, type(None))):
+                raise InputError(f'--{key} needs a value: --{key}=...')
+            settings[key] = converted(key, parsed(text, mine[key]) if equals else True, mine[key])
+        except InputError as e:
+            problems.append(str(e).removeprefix('error: '))
+    if problems:
+        raise InputError(', and '.join(problems))
+    scope.update(settings)
+    return settings
+
+
+if __name__ == '__main__':  # true when a script exec()s this file
+    config = configure(globals(), sys.argv[1:])

@@ -1,0 +1,283 @@
+"""
+Signatures and tokenizers: everything that turns a token's *string* into hash IDs (paper section 3.1).
+
+    from hashing import get_tokenizer, signature_table
+    tok = get_tokenizer('mistral')
+    table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
+
+    $ python hashing.py        # times the table for 32,768 and for 131,072 tokens
+"""
+import base64
+import difflib
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import mmh3
+import numpy as np
+
+MAX_BUCKETS = 65536  # a bucket id must fit in uint16
+TRIGRAM_ROWS = 16000  # rows of the LSH projection
+LSH_BITS = 512  # signs per LSH function
+
+
+class InputError(SystemExit, ValueError):
+    """Bad input from the user. Caught like a ValueError; uncaught, a script ends with this one line and exit code 1."""
+
+    def __init__(self, message):
+        super().__init__(f'error: {message}')
+
+
+def did_you_mean(word, known):
+    """'; did you mean X?' for the known word nearest to `word`, or ''."""
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ''
+
+
+# -----------------------------------------------------------------------------
+# signatures
+
+
+def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, unique=True):
+    """
+    The signature of every token: h_j(w) = mmh3.hash128(w, seed=j) % (B - 1) + 1.
+
+    tokens:      V token strings in id order (str or bytes; None for an id without a token, whose row stays zero)
+    num_hashes:  H, coordinates of a signature
+    num_buckets: B, buckets per coordinate; bucket 0 is never hashed to
+    num_lsh:     the first num_lsh coordinates come from locality-sensitive hashing of character trigrams
+    pad_id:      the padding token, whose signature is all zero
+    unique:      rehash the last coordinate until the signature is free; False is the Single-ID ablation: one hash
+                 (seed 0) on all coordinates, collisions stay. With num_lsh == num_hashes there is nothing to rehash
+                 and collisions stay too.
+    Returns (V, H) uint16. Raises InputError for H < 1, B outside 2..65536, or a prefix with no free signature.
+    """
+    if num_hashes < 1:
+        raise InputError(f'num_hashes={num_hashes}: a signature needs at least 1 hash')
+    empty = np.zeros((0, num_hashes), np.uint16)
+    return extend_table(empty, tokens, num_buckets, num_lsh, pad_id, unique)
+
+
+def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True):
+    """
+    `table` (V, H) uint16 with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are unchanged, and
+    extending in two steps gives the same table as in one. Arguments and errors as signature_table's; pad_id counts from
+    the start of the whole table.
+    """
+    V, H = table.shape
+    B = num_buckets
+    if not 2 <= B <= MAX_BUCKETS:
+        raise InputError(f'num_buckets={B}: must be from 2 to {MAX_BUCKETS} (bucket 0 is padding, ids are uint16)')
+    if not 0 <= num_lsh <= H:
+        raise InputError(f'num_lsh={num_lsh}: must be from 0 to num_hashes={H}')
+    if not unique and num_lsh:
+        raise InputError(f'num_lsh={num_lsh}: Single-ID signatures (unique=False) use one MMH3 hash; set num_lsh=0')
+    if V and int(table.max()) >= B:
+        raise InputError(f'the table to extend has bucket {int(table.max())}, num_buckets={B}: not made with this B')
+
+    real = [i for i, w in enumerate(tokens) if w is not None and V + i != pad_id]
+    words = [tokens[i] for i in real]
+    rows = np.zeros((len(tokens), H), np.uint16)
+    if not unique:
+        rows[real] = np.array([mmh3.hash128(w, 0) % (B - 1) + 1 for w in words], np.uint16).reshape(-1, 1)
+        return np.concatenate([table, rows])
+    if num_lsh:
+        rows[real, :num_lsh] = _lsh(words, num_lsh, B)
+    for j in range(num_lsh, H):
+        rows[real, j] = [mmh3.hash128(w, j) % (B - 1) + 1 for w in words]
+    table = np.concatenate([table, rows])
+    if num_lsh < H:
+        _rehash(table, V, tokens, B)
+    return table
+
+
+def _rehash(table, start, tokens, B):
+    """Make rows start.. of the table unique, in place and in id order, by rehashing the last coordinate."""
+    H = table.shape[1]
+    packed, width = table.tobytes(), 2 * H
+    nothing = bytes(width)
+    taken = set()  # signatures, as bytes
+    crowd = {}  # how many signatures begin with this prefix
+    for i in range(len(table)):
+        key = packed[i * width : (i + 1) * width]
+        if key == nothing:
+            continue
+        prefix = key[:-2]
+        if i >= start and key in taken:
+            if crowd[prefix] == B - 1:
+                raise InputError(
+                    f'token {tokens[i - start]!r} (id {i}): its hash prefix {tuple(map(int, table[i, :-1]))} is full, all '
+                    f'{B - 1} signatures in it are taken; raise num_buckets={B} or num_hashes={H}'
+                )
+            seed = H
+            while key in taken:
+                last = mmh3.hash128(tokens[i - start], seed) % (B - 1) + 1
+                key = prefix + last.to_bytes(2, 'little')
+                seed += 1
+            table[i, -1] = last
+        taken.add(key)
+        crowd[prefix] = crowd.get(prefix, 0) + 1
+
+
+def _lsh(words, num_lsh, B):
+    """LSH coordinates of `words`: (len(words), num_lsh) int64 in 1..B-1; argmax of signed random projections."""
+    import torch  # only the ablation needs it: the projections are defined by torch's generator
+
+    project = torch.randn((TRIGRAM_ROWS, num_lsh, LSH_BITS), generator=torch.Generator().manual_seed(3407))
+    rotate = torch.randn((LSH_BITS * num_lsh, num_lsh, B - 1), generator=torch.Generator().manual_seed(3408))
+    rotate /= rotate.norm(dim=-1, keepdim=True)
+    trigrams = [[w[k : k + 3] for k in range(len(w) - 2)] if len(w) >= 3 else [w] for w in words]
+    distinct = {g: n for n, g in enumerate(dict.fromkeys(g for gs in trigrams for g in gs))}
+    flat = torch.tensor([distinct[g] for gs in trigrams for g in gs])
+    offsets = torch.tensor([0] + [len(gs) for gs in trigrams]).cumsum(0)[:-1]
+    bits = torch.empty(len(words), num_lsh, LSH_BITS)
+    for j in range(num_lsh):
+        row = torch.tensor([mmh3.hash128(g, j) % TRIGRAM_ROWS for g in distinct])
+        counted = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
+        bits[:, j] = torch.where(counted >= 0, 1.0, -1.0) / LSH_BITS**0.5
+    bits = bits.flatten(1)  # (words, 512 * num_lsh)
+    return np.stack(
+        [torch.cat([(b @ rotate[:, j]).argmax(1) for b in bits.split(4096)]).numpy() + 1 for j in range(num_lsh)], 1
+    )
+
+
+def fingerprint(table):
+    """SHA-256 of the table's bytes (uint16, little endian, C order), as hex."""
+    return hashlib.sha256(np.ascontiguousarray(table, '<u2').tobytes()).hexdigest()
+
+
+def permute(index, n, seed, epoch=0):
+    """
+    A keyed bijection of 0..n-1: where `index` (int64 array) lands in the shuffle named by (seed, epoch). A Feistel network
+    over the next power of 4 with cycle walking, so that a permutation of any size needs no memory.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
+
+    def once(x):
+        left, right = x >> np.uint64(half), x & mask
+        for key in keys:
+            z = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64's finaliser as the round function
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, (left ^ z ^ (z >> np.uint64(31))) & mask
+        return left << np.uint64(half) | right
+
+    x = once(np.atleast_1d(np.asarray(index, np.uint64)))
+    while (outside := x >= n).any():
+        x[outside] = once(x[outside])
+    return x.astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# tokenizers: name, tokens (V strings in id order), bos, pad, encode(texts) -> lists of ids, decode(ids) -> str
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model: a token's string is its piece ('▁the', '<0x0A>', '<s>')."""
+
+    def __init__(self, name, model_file):
+        import sentencepiece
+
+        self.name = name
+        self.sp = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
+        self.bos = self.sp.bos_id()
+        self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.sp.eos_id()
+
+    def encode(self, texts):
+        return self.sp.encode(list(texts))
+
+    def decode(self, ids):
+        return self.sp.decode([int(i) for i in ids])
+
+
+class TiktokenTokenizer:
+    """
+    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. Where the encoding names no bos or
+    pad, its end-of-text token takes both roles. Special tokens written out in a text are encoded as plain text.
+    """
+
+    def __init__(self, name, encoding, bos=None, pad=None):
+        self.name, self.encoding = name, encoding
+        self.tokens = [None] * encoding.n_vocab
+        for i in range(encoding.n_vocab):
+            try:
+                self.tokens[i] = encoding.decode_single_token_bytes(i)
+            except KeyError:  # a gap in the encoding
+                continue
+        self.bos = encoding.eot_token if bos is None else bos
+        self.pad = encoding.eot_token if pad is None else pad
+
+    def encode(self, texts):
+        return self.encoding.encode_ordinary_batch(list(texts), num_threads=1)
+
+    def decode(self, ids):
+        special = {self.bos, self.pad}
+        return self.encoding.decode([int(i) for i in ids if int(i) not in special])
+
+
+def get_tokenizer(name):
+    """
+    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries), or
+    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use). Raises InputError.
+    """
+    import mistral_common
+    import tiktoken
+
+    data = Path(mistral_common.__file__).parent / 'data'
+    if name == 'mistral':
+        return SentencePieceTokenizer(name, data / 'mistral_instruct_tokenizer_240323.model.v3')
+    if name == 'tekken':
+        return _tekken(data / 'tekken_240911.json')
+    known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
+    if name not in known:
+        raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {', '.join(known)})")
+    try:
+        return TiktokenTokenizer(name, tiktoken.get_encoding(name))
+    except Exception as e:  # requests' many errors, or a broken cache: all mean that the file could not be had
+        reason = ' '.join(str(e).split())[:200]
+        raise InputError(
+            f"tokenizer '{name}' could not be downloaded ({type(e).__name__}: {reason}); connect once, or set "
+            'TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
+        ) from None
+
+
+def _tekken(path):
+    import tiktoken
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    spec = json.loads(Path(path).read_text(encoding='utf-8'))
+    num_special = spec['config']['default_num_special_tokens']
+    num_pieces = spec['config']['default_vocab_size'] - num_special
+    special = {Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i): i for i in range(num_special)}
+    for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:  # the named ones; this file's version does not list them itself
+        special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
+        special[getattr(entry['token_str'], 'value', entry['token_str'])] = entry['rank']
+    ranks = {base64.b64decode(p['token_bytes']): p['rank'] + num_special for p in spec['vocab'][:num_pieces]}
+    encoding = tiktoken.Encoding(
+        'tekken', pat_str=spec['config']['pattern'], mergeable_ranks=ranks, special_tokens=special
+    )
+    return TiktokenTokenizer('tekken', encoding, bos=special['<s>'], pad=special['<pad>'])
+
+
+def tokenizer_fingerprint(tok):
+    """SHA-256 over all token strings in id order: two tokenizers with the same one give the same signatures."""
+    digest = hashlib.sha256()
+    for w in tok.tokens:
+        w = w.encode() if isinstance(w, str) else w
+        digest.update(b'-' if w is None else b'%d:' % len(w) + w)
+    return digest.hexdigest()
+
+
+if __name__ == '__main__':
+    for name in ('mistral', 'tekken'):
+        tok = get_tokenizer(name)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)
+            seconds.append(time.perf_counter() - start)
+        print(f'{name}: {len(table):,} tokens, H=4, B=16,384: {min(seconds):.3f} s, fingerprint {fingerprint(table)}')

@@ -1,0 +1,487 @@
+"""
+MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash IDs instead of a row of an embedding matrix.
+
+    signature (H ids) -> Hash Encoder -> vector -> Qwen3-style decoder -> h -> Hash Decoder -> H x B bucket logits
+
+The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: it is the special case of
+one coordinate, V buckets and the token id as signature, without gate and cascade.
+
+    $ python model.py          # prints every config's parameter counts
+"""
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from hashing import InputError
+
+
+@dataclass
+class MHFConfig:
+    vocab_size: int = 32768  # V
+    block_size: int = 2048  # T, the longest context
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    hidden_size: int = 768  # d
+    intermediate_size: int = 2560
+    num_hashes: int = 4  # H; 0 is the Standard model
+    num_buckets: int = 16384  # B
+    num_lsh: int = 0  # how the table was made; the model itself only reads the table
+    bottleneck: int = 64  # z, of the gate and of the mixers
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    pad_id: int = 2  # the token whose signature is all zero
+
+    def __post_init__(self):
+        for key, least in asdict(self).items():
+            if key not in ('num_hashes', 'num_lsh', 'pad_id') and least <= 0:
+                raise InputError(f'{key}={least}: must be above 0')
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
+        if self.head_dim % 2:
+            raise InputError(f'head_dim={self.head_dim}: rotary embeddings need an even number')
+
+    @property
+    def coordinates(self):  # ids per token in the bins: H, or 1 for the Standard model
+        return self.num_hashes or 1
+
+    @property
+    def buckets(self):  # rows of the embedding per coordinate: B, or V for the Standard model
+        return self.num_buckets if self.num_hashes else self.vocab_size
+
+
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        y = at_least_float32(x)
+        return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps).to(x.dtype)
+
+
+def rope_angles(start, T, config, dtype, device):
+    """cos and sin of the rotation angles of positions start..start+T-1: two tensors (T, head_dim/2)."""
+    k = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+    frequency = config.rope_theta ** (-k / config.head_dim)
+    angle = torch.arange(start, start + T, dtype=dtype, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rope):
+    """Rotate the two halves of head_dim against each other; x (N, heads, T, head_dim)."""
+    cos, sin = rope
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention without biases; queries and keys are normalised per head, then rotated."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim, self.groups = c.head_dim, c.num_heads // c.num_kv_heads
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, rope, cache=None, start=0):
+        N, T, _ = x.shape
+        q = self.q_proj(x).view(N, T, -1, self.head_dim)
+        k = self.k_proj(x).view(N, T, -1, self.head_dim)
+        v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, kv_heads, T, head_dim)
+        q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
+        k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
+        if cache is not None:  # (2, N, kv_heads, block_size, head_dim); after a prefill, one token at a time
+            cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
+            k, v = cache[0, :, :, : start + T], cache[1, :, :, : start + T]
+        k = k.repeat_interleave(self.groups, dim=1)
+        v = v.repeat_interleave(self.groups, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x, rope, cache=None, start=0):
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class HashEncoder(nn.Module):
+    """
+    Gated sum of a signature's H bucket vectors k_i:  e = Ws (sum_i alpha_i k_i) + bs,
+    alpha = softmax over i of  W2 SiLU(W1 k_i + b1) + b2.
+    """
+
+    def __init__(self, c):
+        super().__init__()
+        d, z = c.hidden_size, c.bottleneck
+        self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1))
+        self.out = nn.Linear(d, d)
+
+    def forward(self, k):  # (N, T, H, d) -> (N, T, d)
+        alpha = at_least_float32(self.gate(k)).softmax(dim=2)  # (N, T, H, 1)
+        return self.out((alpha * k).sum(dim=2).to(k.dtype))
+
+
+class MHF(nn.Module):
+    """
+    table: (V, H) integer array, the signature of every token id (hashing.signature_table); not used by the Standard model.
+    gaps:  ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other than pad_id's
+           are gaps by definition.
+    """
+
+    def __init__(self, config, table=None, gaps=()):
+        super().__init__()
+        self.config = c = config
+        H, B, d, z = c.coordinates, c.buckets, c.hidden_size, c.bottleneck
+        self.embed = nn.Embedding(H * B, d)  # E: bucket b of coordinate i is row i*B + b; also the output head
+        self.encoder = HashEncoder(c) if c.num_hashes else None
+        self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
+        self.norm = RMSNorm(d, c.norm_eps)
+        self.mixers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in range(H - 1)]
+        )
+        for m in self.modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(m.weight, std=0.02)
+            if isinstance(m, nn.Linear) and m.bias is not None:
+                nn.init.zeros_(m.bias)
+
+        if c.num_hashes == 0:
+            table = np.arange(c.vocab_size)[:, None]
+            real = np.ones(c.vocab_size, bool)
+        else:
+            table = np.zeros((c.vocab_size, H), np.int64) if table is None else np.asarray(table, np.int64)
+            if table.shape != (c.vocab_size, H) or table.max(initial=0) >= B:
+                raise InputError(
+                    f'the signature table has shape {table.shape} and largest bucket {table.max(initial=0)}, the model '
+                    f'wants (vocab_size={c.vocab_size}, num_hashes={H}) and buckets below num_buckets={B}'
+                )
+            real = table.any(axis=1)
+            real[c.pad_id : c.pad_id + 1] = True
+        real[list(gaps)] = False
+        self.register_buffer('signatures', torch.tensor(table))  # (V, H) int64, in the checkpoint
+        self.register_buffer('is_token', torch.tensor(real))  # (V,) bool
+
+    def num_params(self):
+        """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
+        decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
+        return sum(p.numel() for p in self.parameters()) - decoder, decoder
+
+    # ---- signatures in, hidden states out
+
+    def rows(self, signatures):
+        """Signatures (..., H) -> their rows of E (..., H): coordinate i's bucket b is row i*B + b."""
+        H, B = self.config.coordinates, self.config.buckets
+        return signatures + torch.arange(0, H * B, B, device=signatures.device)
+
+    def hidden(self, x, cache=None, start=0, states=None):
+        """
+        x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: from new_cache, holding positions before start.
+        states: a list that receives the input of every block, each (N, T, d).
+        """
+        k = F.embedding(self.rows(x), self.embed.weight)  # (N, T, H, d)
+        # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
+        e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2)
+        dtype = torch.promote_types(e.dtype, torch.float32)
+        rope = rope_angles(start, x.shape[1], self.config, dtype, x.device)
+        for i, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(e)
+            e = layer(e, rope, None if cache is None else cache[i], start)
+        return self.norm(e)
+
+    def cascade(self, h):
+        """
+        The Hash Decoder: h (..., d) -> list of H bucket logits (..., B), nats.
+        o_i = E_i c_i,  e_i = E_i^T softmax(o_i),  c_{i+1} = c_i + Wup SiLU(Wdn [c_i ; e_i] + bdn) + bup,  c_1 = h
+        """
+        E = self.embed.weight.unflatten(0, (self.config.coordinates, -1))  # (H, B, d)
+        c, logits = h, []
+        for i, E_i in enumerate(E):
+            o = F.linear(c, E_i)
+            logits.append(o)
+            if i < len(self.mixers):
+                p = at_least_float32(o).softmax(dim=-1).to(E.dtype)
+                c = c + self.mixers[i](torch.cat([c, (p @ E_i).to(c.dtype)], dim=-1))
+        return logits
+
+    # ---- probabilities
+
+    def train_loss(self, x, y):
+        """
+        The paper's loss on signatures x, y (N, T, H): the mean over tokens of sum_i -log p_i[y_i], nats (section 3.3).
+        For the Standard model this is the ordinary cross-entropy.
+        """
+        logits = self.cascade(self.hidden(x))
+        return sum(F.cross_entropy(at_least_float32(o).flatten(0, 1), y[..., i].flatten()) for i, o in enumerate(logits))
+
+    forward = train_loss  # what DDP and torch.compile call
+
+    def token_logits(self, o):
+        """
+        Bucket logits o (n, H, B) -> token logits sum_i o_i[s_i(w)], (n, V), float32 or better, -inf where there is no token.
+        Their softmax is P(w): the per-coordinate normalisers are the same for every w and cancel.
+        """
+        o = at_least_float32(o).flatten(1)
+        if self.config.num_hashes:  # one row of n contiguous numbers per bucket, so that a gather moves whole rows
+            o = F.embedding_bag(self.rows(self.signatures), o.T.contiguous(), mode='sum').T
+        return o.masked_fill(~self.is_token, -torch.inf)
+
+    @torch.no_grad()
+    def nll(self, x, y, chunk=256):
+        """
+        Signatures x, y (N, T, H) -> two (N, T) in nats, float32 or better: the training loss of each token and -log P(y),
+        normalised over the vocabulary. The vocabulary's logits exist for `chunk` tokens at a time.
+        """
+        h, y = self.hidden(x).flatten(0, 1), y.flatten(0, 1)
+        parts = []
+        for h_, y_ in zip(h.split(chunk), y.split(chunk)):
+            o = at_least_float32(torch.stack(self.cascade(h_), dim=1))  # (chunk, H, B)
+            target = o.gather(2, y_[..., None])[..., 0].sum(1)
+            parts.append(torch.stack([o.logsumexp(2).sum(1) - target, self.token_logits(o).logsumexp(1) - target]))
+        return torch.cat(parts, dim=1).unflatten(1, x.shape[:2]).unbind(0)
+
+    @torch.no_grad()
+    def bucket_logits(self, ids):
+        """Token ids (N, T) -> bucket logits (N, T, H, B)."""
+        return torch.stack(self.cascade(self.hidden(self.signatures[ids])), dim=2)
+
+    @torch.no_grad()
+    def log_probs(self, ids):
+        """Token ids (N, T) -> log P(next token) (N, T, V), normalised over real tokens, float32 or better."""
+        o = self.bucket_logits(ids)
+        return self.token_logits(o.flatten(0, 1)).log_softmax(-1).unflatten(0, ids.shape)
+
+    # ---- generation
+
+    def new_cache(self, N):
+        """Room for the keys and values of N sequences: (layers, 2, N, kv_heads, block_size, head_dim)."""
+        c, w = self.config, self.embed.weight
+        autocast = torch.is_autocast_enabled(w.device.type)
+        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
+        shape = (c.num_layers, 2, N, c.num_kv_heads, c.block_size, c.head_dim)
+        return torch.empty(shape, dtype=dtype, device=w.device)
+
+    @torch.no_grad()
+    def stream(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
+        """
+        Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, sampled from P(w).
+        temperature 0 is greedy; top_k keeps the k likeliest tokens; top_p the fewest whose probability reaches p.
+        When the context is full its older half is dropped. use_cache=False recomputes everything: the slow twin.
+        """
+        block = self.config.block_size
+        ids = ids[:, -block:]
+        cache, start = (self.new_cache(len(ids)) if use_cache else None), 0
+        for _ in range(max_new_tokens):
+            if ids.shape[1] > block:
+                ids, start = ids[:, -(block + 1) // 2 :], 0
+            h = self.hidden(self.signatures[ids[:, start:]], cache, start)[:, -1]
+            start = ids.shape[1] if use_cache else 0
+            logits = self.token_logits(torch.stack(self.cascade(h), dim=1))  # (N, V)
+            token = sample_token(logits, temperature, top_k, top_p, generator)
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            yield token
+
+    def generate(self, ids, max_new_tokens, **options):
+        """Token ids (N, T) -> (N, T + max_new_tokens); options as for stream."""
+        return torch.cat([ids, *[t[:, None] for t in self.stream(ids, max_new_tokens, **options)]], dim=1)
+
+    # ---- weights from elsewhere
+
+    @classmethod
+    def from_checkpoint(cls, path, map_location='cpu'):
+        """A train.py checkpoint -> (model, the checkpoint's dict). Raises InputError."""
+        try:
+            ckpt = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            config = MHFConfig(**ckpt['model_config'])
+            with torch.device('meta'):
+                model = cls(config)
+            # copies, because the mapped file may be replaced while a training run goes on
+            model.load_state_dict({k: v.clone() for k, v in ckpt['model'].items()}, assign=True)
+        except FileNotFoundError:
+            raise InputError(f'no checkpoint at {path}; train one with: python train.py config/mhf_tiny.py') from None
+        except InputError:
+            raise
+        except Exception as e:  # torch.load's errors are many: zip, pickle, missing keys
+            reason = ' '.join(str(e).split())[:200]
+            raise InputError(f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})') from None
+        return model, ckpt
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id, revision=None):
+        """
+        The authors' released format (config.json and safetensors, one file or sharded), from a folder or from the Hugging
+        Face hub; a plain Qwen3 model with tied embeddings becomes a Standard model. float32. Raises InputError.
+        """
+        from safetensors.torch import load_file
+
+        folder = _fetch(path_or_hub_id, revision)
+        try:
+            released = json.loads((folder / 'config.json').read_text())
+        except (OSError, ValueError) as e:
+            raise InputError(f'{path_or_hub_id}: no readable config.json ({e})') from None
+        index = folder / 'model.safetensors.index.json'
+        names = ['model.safetensors']
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+        weights = {}
+        for name in names:
+            if Path(name).name != name:
+                raise InputError(f'{index} names {name!r}, which is not a file beside it')
+            try:
+                weights.update(load_file(folder / name))
+            except Exception as e:  # missing, truncated, not safetensors
+                raise InputError(f'{folder / name} cannot be read: {" ".join(str(e).split())[:200]}') from None
+        return _from_released(cls, released, weights, str(path_or_hub_id))
+
+
+# released name -> ours, by prefix; the rest of each name is the same
+RELEASED_NAMES = {
+    'model.embed_tokens.': 'embed.',
+    'model.hash_map': 'signatures',
+    'model.combiner.scorer.': 'encoder.gate.',
+    'model.combiner.output_proj.0.': 'encoder.out.',
+    'model.layers.': 'layers.',
+    'model.norm.': 'norm.',
+    'hash_head.cascade_mixer.': 'mixers.',
+}
+
+
+def _fetch(path_or_hub_id, revision):
+    folder = Path(path_or_hub_id)
+    if folder.is_dir():
+        return folder
+    if str(path_or_hub_id).count('/') != 1 or str(path_or_hub_id).startswith(('.', '/', '~')):
+        raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
+    import huggingface_hub
+
+    patterns = ['config.json', '*.safetensors', '*.safetensors.index.json']
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path_or_hub_id), revision=revision, allow_patterns=patterns))
+    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
+        reason = ' '.join(str(e).split())[:200]
+        raise InputError(f"'{path_or_hub_id}' could not be fetched from the hub ({type(e).__name__}: {reason})") from None
+
+
+def _from_released(cls, released, weights, where):
+    def want(key):
+        if key not in released:
+            raise InputError(f"{where}: config.json has no '{key}'")
+        return released[key]
+
+    if released.get('lsh_only_embed'):
+        raise InputError(f'{where}: lsh_only_embed=true is an architecture that this code does not have')
+    if released.get('attention_bias'):
+        raise InputError(f'{where}: attention_bias=true is not Qwen3; this code has no attention biases')
+    pad = released.get('pad_token_id')
+    pad = released.get('eos_token_id') if pad is None else pad
+    pad = pad[0] if isinstance(pad, list) else pad
+    rope = released.get('rope_theta') or (released.get('rope_parameters') or {}).get('rope_theta')
+    head = weights.pop('lm_head.weight', None)
+    E = weights.get('model.embed_tokens.weight')
+    if E is None:
+        raise InputError(f'{where}: the weights have no model.embed_tokens.weight')
+    if head is not None and not torch.equal(head, E):
+        raise InputError(f'{where}: lm_head.weight differs from the embedding; only tied models are supported')
+    config = MHFConfig(
+        vocab_size=want('vocab_size') if 'model.hash_map' not in weights else len(weights['model.hash_map']),
+        block_size=released.get('max_position_embeddings', 2048),
+        num_layers=want('num_hidden_layers'),
+        num_heads=want('num_attention_heads'),
+        num_kv_heads=want('num_key_value_heads'),
+        head_dim=released.get('head_dim') or want('hidden_size') // want('num_attention_heads'),
+        hidden_size=want('hidden_size'),
+        intermediate_size=want('intermediate_size'),
+        num_hashes=released.get('num_hashes') or 0,
+        num_buckets=released.get('num_buckets') or MHFConfig.num_buckets,
+        num_lsh=released.get('num_lsh') or 0,
+        bottleneck=released.get('bottle_neck_dim') or MHFConfig.bottleneck,
+        rope_theta=rope or MHFConfig.rope_theta,
+        norm_eps=released.get('rms_norm_eps', MHFConfig.norm_eps),
+        pad_id=MHFConfig.pad_id if pad is None else pad,
+    )
+    state = {}
+    for name, tensor in weights.items():
+        prefix = next((p for p in RELEASED_NAMES if name.startswith(p)), None)
+        if prefix is None:
+            raise InputError(f'{where}: unknown tensor {name}')
+        state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor
+    table = state.pop('signatures', None)
+    if config.num_hashes and table is None:
+        raise InputError(f'{where}: num_hashes={config.num_hashes} but no model.hash_map')
+    model = cls(config, None if table is None else table.numpy())
+    state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as e:
+        raise InputError(f'{where}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
+    return model
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Logits (N, V) -> sampled ids (N,). Raises InputError for settings that mean nothing."""
+    V = logits.shape[-1]
+    if temperature < 0:
+        raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')
+    if top_k is not None and not 1 <= top_k <= V:
+        raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f'top_p={top_p}: must be above 0 and at most 1')
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    p = logits.softmax(-1)
+    if top_p is not None:
+        ordered, order = p.sort(descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that reaches top_p stays
+        p = torch.zeros_like(p).scatter(1, order, ordered)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+if __name__ == '__main__':
+    from configurator import read_config
+
+    print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
+    for path in sorted(Path(__file__).parent.glob('config/*.py')):
+        settings = read_config(path)
+        with torch.device('meta'):
+            interface, decoder = MHF(
+                MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
+            ).num_params()
+        print(f'{path.stem:<20}{interface:>21,}{decoder:>16,}{interface + decoder:>16,}')

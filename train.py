@@ -1,0 +1,407 @@
+"""
+Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs.
+
+    $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
+    $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
+    $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
+
+    two machines, the first at 10.0.0.1:
+    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
+    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=1 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
+
+Needs the bins of prepare.py with the same config. Writes out_dir/ckpt.pt, ckpt_best.pt, log.jsonl and loss.png.
+"""
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
+
+from hashing import InputError, permute
+from model import MHF, MHFConfig
+from prepare import data_folder, load_meta, load_table, open_bin
+
+# The defaults train the paper's 100M H4B16K on FineWeb-Edu.
+# output
+out_dir = 'out'
+eval_interval = 1000  # steps between validations; each also writes a checkpoint
+init_from = 'scratch'  # scratch | resume (out_dir/ckpt.pt) | released:<folder or hub id>
+wandb = False  # also log to Weights & Biases, where it is installed
+wandb_project = 'multihashformer'
+wandb_run_name = ''
+# data, as in prepare.py
+dataset = 'fineweb-edu:sample-10BT'
+data_dir = ''
+tokenizer = 'mistral'
+# batch
+batch_size = 256  # sequences per update, over all processes; gradient accumulation follows from it
+micro_batch_size = 8  # sequences per process and forward pass
+block_size = 2048  # T, tokens per sequence
+# model
+num_layers = 12
+num_heads = 12
+num_kv_heads = 2
+head_dim = 64
+hidden_size = 768  # d
+intermediate_size = 2560
+num_hashes = 4  # H; 0 is the Standard model
+num_buckets = 16384  # B
+num_lsh = 0
+single_id = False
+# optimizer: AdamW, linear warm-up, cosine to 0
+learning_rate = 5e-4  # the maximum
+max_steps = 20000  # updates
+warmup_steps = 2000
+lr_decay_steps = 0  # length of the schedule; 0 is max_steps
+weight_decay = 0.1  # on every parameter of two or more dimensions
+beta1 = 0.9
+beta2 = 0.999
+grad_clip = 1.0  # norm over all parameters; 0 is off
+seed = 42  # of the weights and of the order of the data
+# system; None takes what is there
+device = None  # cuda | cuda:1 | cpu | mps
+dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
+compile = None  # torch.compile
+backend = None  # nccl | gloo
+
+exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+
+# -----------------------------------------------------------------------------
+# processes and devices
+
+distributed = 'RANK' in os.environ  # set by torchrun
+rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+master = rank == 0
+
+if device is None:
+    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+if device == 'cuda':
+    device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+try:
+    torch.zeros(1, device=device)
+except (RuntimeError, AssertionError, TypeError) as e:
+    raise InputError(f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is') from None
+device_type = torch.device(device).type
+if device_type == 'cuda':
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision('high')
+
+if dtype is None:
+    if device_type == 'cuda':
+        fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast_bf16 = device_type == 'cpu' and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    dtype = 'bfloat16' if fast_bf16 else 'float32'
+if dtype not in ('bfloat16', 'float32'):
+    raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
+if dtype == 'bfloat16' and device_type == 'cuda' and not torch.cuda.is_bf16_supported():
+    raise InputError(f'dtype=bfloat16: {torch.cuda.get_device_name()} does not have it; use --dtype=float32')
+if compile is None:
+    compile = device_type == 'cuda'
+if type(compile) is not bool:
+    raise InputError(f'compile={compile}: must be True or False')
+autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
+
+# -----------------------------------------------------------------------------
+# settings, data and model: everything is checked before anything is written
+
+for key in ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate'):
+    if not 0 < config[key] < math.inf:
+        raise InputError(f'{key}={config[key]}: must be above 0')
+for key in ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'seed', 'num_hashes'):
+    if not 0 <= config[key] < math.inf:
+        raise InputError(f'{key}={config[key]}: must not be negative')
+if batch_size % (micro_batch_size * world_size):
+    fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0) if batch_size % world_size == 0 else None
+    raise InputError(
+        f'batch_size={batch_size} does not divide by micro_batch_size={micro_batch_size} x {world_size} processes; use '
+        + (f'--micro_batch_size={fits}' if fits else f'a batch_size that is a multiple of {world_size}')
+    )
+accumulation = batch_size // (micro_batch_size * world_size)
+schedule_steps = lr_decay_steps or max_steps
+if warmup_steps >= schedule_steps:
+    raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
+
+source, _, where = init_from.partition(':')
+if source not in ('scratch', 'resume', 'released') or (source == 'released') != bool(where):
+    raise InputError(f"init_from='{init_from}': must be scratch, resume or released:<folder or hub id>")
+out = Path(out_dir)
+ckpt, start_step, best_val = None, 0, math.inf
+if source == 'released':
+    model = MHF.from_pretrained(where)
+    config |= {k: v for k, v in asdict(model.config).items() if k in config and k != 'block_size'}  # the data must fit it
+if source == 'resume':
+    model, ckpt = MHF.from_checkpoint(out / 'ckpt.pt')
+elif (out / 'ckpt.pt').exists():
+    raise InputError(f'{out}/ckpt.pt exists; go on with it by --init_from=resume, or choose another --out_dir')
+
+meta = load_meta(config)
+train_rows, val_rows = open_bin(config, meta, 'train'), open_bin(config, meta, 'val')
+num_blocks = (len(train_rows) - 1) // block_size
+if num_blocks < 1:
+    raise InputError(f'block_size={block_size} is over the {len(train_rows):,} tokens of {data_folder(config)}/train.bin')
+
+table = load_table(config, meta)
+model_config = MHFConfig(
+    vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **{k: config[k] for k in MHFConfig.__annotations__ if k in config}
+)
+if source == 'scratch':
+    torch.manual_seed(seed)
+    model = MHF(model_config, table, meta['gaps'])
+else:
+    different = [k for k, v in asdict(model_config).items() if v != getattr(model.config, k) and k not in ('rope_theta', 'norm_eps')]
+    if source == 'released':  # its vocabulary may be rounded up with empty rows, its context is ours to choose
+        different = [k for k in different if k not in ('vocab_size', 'block_size', 'pad_id', 'num_buckets')]
+    if different:
+        listed = ', '.join(f'{k}={getattr(model.config, k)} (now {getattr(model_config, k)})' for k in different)
+        raise InputError(f'{where or out / "ckpt.pt"} is another architecture: {listed}; use its own settings')
+    V = meta['vocab_size']
+    model.config.block_size = block_size
+    if model.config.vocab_size < V:
+        raise InputError(f'the vocabulary of the bins, {V}, does not fit the vocab_size={model.config.vocab_size} of {where or out_dir}')
+    theirs = model.signatures.numpy()
+    if table is not None and not (np.array_equal(theirs[:V], table) and not theirs[V:].any()):
+        first = int(np.argmax((theirs[:V] != table).any(1)))
+        raise InputError(
+            f'{where or out_dir} has another signature table than {data_folder(config)}: id {first} is '
+            f'{theirs[first].tolist()} there, {table[first].tolist()} here'
+        )
+if ckpt:
+    start_step, best_val = ckpt['step'], ckpt['best_val']
+    there, here = ckpt['data'], {k: meta[k] for k in ckpt['data'] if k != 'train_sha256'} | dict(train_sha256=meta['splits']['train']['sha256'])
+    for key in there:
+        if there[key] != here[key]:
+            raise InputError(f'{out}/ckpt.pt was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}')
+    if start_step >= max_steps:
+        raise InputError(f'{out}/ckpt.pt is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
+if wandb and master:
+    try:
+        import wandb as wandb_module
+    except ImportError:
+        raise InputError('wandb=True, but it is not installed: pip install wandb') from None
+try:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / '.writable').touch()
+    (out / '.writable').unlink(missing_ok=True)
+except OSError as e:
+    raise InputError(f'out_dir={out_dir} cannot be written ({e})') from None
+
+# -----------------------------------------------------------------------------
+# optimizer, wrappers
+
+if distributed:
+    dist.init_process_group(backend or ('nccl' if device_type == 'cuda' else 'gloo'))
+model.to(device)
+decayed = [p for p in model.parameters() if p.dim() >= 2]
+others = [p for p in model.parameters() if p.dim() < 2]
+assert sum(p.numel() for p in decayed + others) == sum(model.num_params())
+optimizer = torch.optim.AdamW(
+    [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
+    lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=device_type in ('cuda', 'cpu'),
+)
+if ckpt:
+    optimizer.load_state_dict(ckpt['optimizer'])
+    del ckpt
+raw_model = model  # neither compiled nor wrapped: what is saved and evaluated
+if compile:
+    model = torch.compile(model)
+if distributed:
+    model = DDP(model, device_ids=[device] if device_type == 'cuda' else None, broadcast_buffers=False)
+
+
+def learning_rate_at(step):
+    """Of the update that leads from `step` to step + 1."""
+    if step < warmup_steps:
+        return learning_rate * step / warmup_steps
+    done = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
+    return learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def blocks_of(step):
+    """The batch_size blocks of update `step`, a function of (seed, step) alone: epoch after epoch, each a fresh permutation."""
+    i = np.arange(step * batch_size, (step + 1) * batch_size)
+    blocks = np.empty_like(i)
+    for epoch in np.unique(i // num_blocks):
+        here = i // num_blocks == epoch
+        blocks[here] = permute(i[here] % num_blocks, num_blocks, seed, int(epoch))
+    return blocks
+
+
+def to_device(rows):
+    """Rows (n, T + 1, H) uint16 -> inputs and targets, each (n, T, H) int64."""
+    if rows.max() >= raw_model.config.buckets:
+        raise InputError(f'{data_folder(config)} has bucket {rows.max()}, the model has {raw_model.config.buckets}: a damaged bin')
+    rows = torch.from_numpy(rows.astype(np.int64))
+    if device_type == 'cuda':
+        rows = rows.pin_memory()
+    rows = rows.to(device, non_blocking=True)
+    return rows[:, :-1], rows[:, 1:]
+
+
+@torch.no_grad()
+def evaluate():
+    """Validation over the whole of val.bin, in order, shared by all processes: three numbers."""
+    starts = np.arange(0, len(val_rows) - 1, block_size)
+    whole = [b for b in starts if b + block_size < len(val_rows)]
+    chunks = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
+    chunks += [[b] for b in starts if b + block_size >= len(val_rows)]  # the last, shorter block
+    sums = torch.zeros(2, dtype=torch.float64)
+    raw_model.eval()
+    for chunk in chunks[rank::world_size]:
+        x, y = to_device(np.stack([val_rows[b : b + block_size + 1] for b in chunk]))
+        with autocast:
+            sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.nll(x, y)])
+    raw_model.train()
+    if distributed:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+    loss, nats = (sums / (len(val_rows) - 1)).tolist()
+    bits = nats * (len(val_rows) - 1) / math.log(2) / meta['splits']['val']['bytes']
+    return dict(val_loss=loss, val_nats=nats, val_bpb=bits)
+
+
+def save(step, best):
+    """out_dir/ckpt.pt, replaced only by a whole new one; where it is the best so far, ckpt_best.pt is the same file."""
+    state = dict(
+        model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_config=asdict(raw_model.config), config=config,
+        step=step, best_val=best_val, data={k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
+        | dict(train_sha256=meta['splits']['train']['sha256']),
+    )
+    temporary = out / 'ckpt.pt.tmp'
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, out / 'ckpt.pt')
+        if best:
+            os.link(out / 'ckpt.pt', temporary)
+            os.replace(temporary, out / 'ckpt_best.pt')
+    except (OSError, RuntimeError) as e:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f'{out}/ckpt.pt could not be written ({e}); the one before is untouched') from None
+
+
+def log(**event):
+    """One line of out_dir/log.jsonl."""
+    log_file.write(json.dumps(event) + '\n')
+    log_file.flush()
+    if wandb:
+        wandb_run.log(event, step=event['step'])
+
+
+def draw(path):
+    """The loss curve of out_dir/log.jsonl."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    events = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    fig, ax = plt.subplots(figsize=(8, 5))
+    for name, style in (('loss', dict(lw=0.8, alpha=0.6)), ('val_loss', dict(marker='o')), ('val_nats', dict(marker='o'))):
+        points = [(e['tokens'], e[name]) for e in events if name in e]
+        label = dict(loss='training loss', val_loss='validation: training loss', val_nats='validation: -log P(w)')[name]
+        ax.plot(*zip(*points), label=label, **style)
+    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{out_dir}: {sum(raw_model.num_params()):,} parameters')
+    ax.grid(alpha=0.3)
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
+
+
+# -----------------------------------------------------------------------------
+# the loop
+
+if master:
+    interface, decoder = raw_model.num_params()
+    kind = f'MultiHashFormer H={num_hashes} B={num_buckets}' if raw_model.config.num_hashes else 'Standard model'
+    print(f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder = {interface + decoder:,}')
+    print(f'{device}, {dtype}, compile={compile}, {world_size} process(es) x {micro_batch_size} sequences x {accumulation} accumulated')
+    print(f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}')
+    lines = []
+    if source == 'resume':  # what the log says of later steps happens again
+        print(f'resumed at step {start_step}')
+        if (out / 'log.jsonl').exists():
+            lines = [s for s in (out / 'log.jsonl').read_text().splitlines() if json.loads(s)['step'] <= start_step]
+    (out / 'log.jsonl.tmp').write_text(''.join(s + '\n' for s in lines))
+    os.replace(out / 'log.jsonl.tmp', out / 'log.jsonl')
+    log_file = open(out / 'log.jsonl', 'a')
+    if wandb:
+        wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
+
+tokens_per_step = batch_size * block_size
+last_saved, speeds = (start_step if source == 'resume' else None), []
+bar = tqdm(
+    total=max_steps, initial=start_step, disable=not master, unit='step', desc='train',
+    mininterval=0.2 if sys.stderr.isatty() else 20,
+)
+try:
+    for step in range(start_step, max_steps):
+        began = time.perf_counter()
+        lr = learning_rate_at(step)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        blocks = blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]
+        loss = torch.zeros((), device=device)
+        for k, micro in enumerate(blocks):
+            x, y = to_device(np.stack([train_rows[b * block_size : (b + 1) * block_size + 1] for b in micro]))
+            if distributed:  # gradients are exchanged once per update
+                model.require_backward_grad_sync = k == accumulation - 1
+            with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
+                micro_loss = model(x, y) / accumulation
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        if distributed:
+            dist.all_reduce(loss)
+            loss /= world_size
+        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+        loss, norm = loss.item(), norm.item()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            good = f'the last good checkpoint is {out}/ckpt.pt, of step {last_saved}' if last_saved is not None else 'there is no checkpoint yet'
+            raise InputError(f'step {step}: loss {loss}, gradient norm {norm}; stopped before the update, {good}')
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - began
+
+        done = step + 1
+        if master:
+            speeds.append(tokens_per_step / seconds)
+            log(step=done, tokens=done * tokens_per_step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=round(speeds[-1], 1))
+            bar.set_postfix_str(f'loss {loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
+            bar.update()
+        if done % eval_interval == 0 or done == max_steps:
+            result = evaluate()
+            best = result['val_loss'] < best_val
+            best_val = min(best_val, result['val_loss'])
+            if master:
+                log(step=done, tokens=done * tokens_per_step, **result)
+                save(done, best)
+                bar.write(
+                    f'step {done}: validation loss {result["val_loss"]:.4f}, {result["val_nats"]:.4f} nats per token, '
+                    f'{result["val_bpb"]:.4f} bits per byte{" (best)" if best else ""}'
+                )
+            last_saved = done
+except KeyboardInterrupt:
+    if master:
+        kept = f'{out}/ckpt.pt is at step {last_saved}: go on with --init_from=resume' if last_saved else 'no checkpoint was written yet'
+        print(f'\ninterrupted; {kept}', file=sys.stderr)
+    sys.exit(130)
+finally:
+    bar.close()
+
+if master:
+    steady = speeds[min(5, len(speeds) - 1) :]  # without warm-up
+    print(f'{tokens_per_step * len(steady) / sum(tokens_per_step / s for s in steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png')
+    log_file.close()
+    draw(out / 'loss.png')
+if distributed:
+    dist.destroy_process_group()
