@@ -31,7 +31,7 @@ class InputError(SystemExit, ValueError):
 
 def did_you_mean(word, known):
     """'; did you mean X?' for the known word nearest to `word`, or ''."""
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ''
 
 

@@ -262,7 +262,7 @@ class MHF(nn.Module):
         return o.masked_fill(~self.is_token, -torch.inf)
 
     @torch.no_grad()
-    def nll(self, x, y, chunk=256):
+    def nll(self, x, y, chunk=128):
         """
         Signatures x, y (N, T, H) -> two (N, T) in nats, float32 or better: the training loss of each token and -log P(y),
         normalised over the vocabulary. The vocabulary's logits exist for `chunk` tokens at a time.

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import declared
 from hashing import InputError, did_you_mean, fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
 
 # what to read: stdlib | fineweb-edu:sample-10BT | fineweb-edu:sample-100BT | files or globs of .txt .jsonl .parquet, the
@@ -325,7 +326,9 @@ def load_meta(config):
     try:
         meta = json.loads((folder / 'meta.json').read_text())
     except FileNotFoundError:
-        raise InputError(f'{folder} has no prepared data; make it with: python prepare.py {" ".join(sys.argv[1:])}') from None
+        mine = declared('prepare.py')
+        args = [a for a in sys.argv[1:] if not a.startswith('--') or a[2:].partition('=')[0] in mine]
+        raise InputError(f'{folder} has no prepared data; make it with: python prepare.py {" ".join(args)}') from None
     except ValueError as e:
         raise InputError(f'{folder}/meta.json is damaged ({e}); delete the folder and prepare it again') from None
     keys = ('tokenizer', 'num_hashes', 'num_buckets', 'num_lsh', 'single_id') if config['num_hashes'] else ('tokenizer', 'num_hashes')

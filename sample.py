@@ -1,0 +1,118 @@
+"""
+Samples text from a trained model, streaming it as it is made.
+
+    $ python sample.py                                      # the newest checkpoint under this folder
+    $ python sample.py --out_dir=out/mhf_tiny --start="def main(" --temperature=0.8 --top_p=0.95
+    $ python sample.py --released=klein9692/hf_qwen3_100m-model_16384_4_0_64_twe --revision=checkpoint-20000 --start=FILE:prompt.txt
+"""
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hashing import InputError, get_tokenizer, signature_table, tokenizer_fingerprint
+from model import MHF
+
+out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
+released = ''  # or a released model: a folder, or a hub id
+revision = ''  # of the hub id
+start = ''  # the prompt, or FILE:path; '' begins a new document
+num_samples = 3
+max_new_tokens = 200
+temperature = 0.8  # 0 is greedy
+top_k = None  # sample among the k likeliest tokens
+top_p = None  # sample among the fewest tokens whose probability reaches p
+seed = 1337
+tokenizer = ''  # '' is the one the checkpoint was trained with
+device = None  # cuda | cpu | mps; None takes what is there
+dtype = None  # bfloat16 | float32; None is bfloat16 on a GPU and float32 elsewhere
+
+exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+
+# -----------------------------------------------------------------------------
+
+for key, kind in (('top_k', int), ('top_p', (int, float)), ('temperature', (int, float))):
+    if config[key] is not None and (not isinstance(config[key], kind) or isinstance(config[key], bool)):
+        raise InputError(f'{key}={config[key]!r}: must be a number')
+for key in ('num_samples', 'max_new_tokens'):
+    if config[key] < 1:
+        raise InputError(f'{key}={config[key]}: must be at least 1')
+if not temperature >= 0:
+    raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')
+if device is None:
+    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+try:
+    torch.zeros(1, device=device)
+    generator = torch.Generator(device)
+except (RuntimeError, AssertionError, TypeError) as e:
+    raise InputError(f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is') from None
+dtype = dtype or ('bfloat16' if str(device).startswith('cuda') else 'float32')
+if dtype not in ('bfloat16', 'float32'):
+    raise InputError(f'dtype={dtype}: must be bfloat16 or float32')
+if start.startswith('FILE:'):
+    try:
+        start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
+    except OSError as e:
+        raise InputError(f'--start={start}: {e.strerror}') from None
+
+if released:
+    model, trained_with = MHF.from_pretrained(released, revision or None), None
+    print(f'{released}, a released model', file=sys.stderr)
+else:
+    if not out_dir:
+        found = sorted((p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
+        out_dir = found[-1].parent
+    model, ckpt = MHF.from_checkpoint(Path(out_dir) / 'ckpt.pt')
+    trained_with = ckpt['data']
+    print(f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}', file=sys.stderr)
+
+# the tokenizer must be the one whose table is in the checkpoint
+tok = get_tokenizer(tokenizer or (trained_with['tokenizer'] if trained_with else 'mistral'))
+V, c = len(tok.tokens), model.config
+if trained_with and tokenizer_fingerprint(tok) != trained_with['tokenizer_sha256']:
+    raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{trained_with['tokenizer']}' this model was trained with")
+if V > c.vocab_size:
+    raise InputError(f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with")
+if released and c.num_hashes > c.num_lsh + 1:  # coordinates that were neither LSH nor rehashed
+    theirs = model.signatures[:V, c.num_lsh : -1].numpy()
+    ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id, unique=False)
+    if (theirs[:, :1] != theirs).any() or (theirs[:, 0] != ours[:, 0]).any():  # not Single-ID
+        ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, c.num_lsh : -1]
+        if (ours != theirs).any():
+            raise InputError(f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer")
+if top_k is not None and not 1 <= top_k <= V:
+    raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
+if top_p is not None and not 0 < top_p <= 1:
+    raise InputError(f'top_p={top_p}: must be above 0 and at most 1')
+
+model.to(device, getattr(torch, dtype)).eval()
+prompt = [tok.bos, *tok.encode([start])[0]]
+if len(prompt) > c.block_size:
+    print(f'the prompt has {len(prompt)} tokens, the context {c.block_size}: its end is used', file=sys.stderr)
+    prompt = prompt[-c.block_size :]
+generator.manual_seed(seed)
+
+made, seconds = 0, 0.0
+for n in range(num_samples):
+    print(f'----- sample {n + 1} of {num_samples}, seed {seed}')
+    text, shown, ids = tok.decode(prompt), 0, list(prompt)
+    began = time.perf_counter()
+    stream = model.stream(torch.tensor([prompt], device=device), max_new_tokens, temperature, top_k, top_p, generator)
+    try:
+        for token in stream:
+            made += 1
+            if token.item() == tok.bos:  # the document is over
+                break
+            ids.append(token.item())
+            text = tok.decode(ids)
+            whole = text.rstrip('\ufffd')  # a character may take several tokens
+            print(whole[shown:], end='', flush=True)
+            shown = max(shown, len(whole))
+    except KeyboardInterrupt:
+        sys.exit('\ninterrupted')
+    print(text[shown:])
+    seconds += time.perf_counter() - began
+print(f'{made / seconds:,.1f} tokens/s', file=sys.stderr)

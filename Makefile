@@ -1,0 +1,18 @@
+PYTHON ?= python3
+
+.PHONY: demo test
+
+# text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py
+demo: .venv/installed
+	.venv/bin/python prepare.py config/mhf_tiny.py
+	rm -rf out/mhf_tiny
+	.venv/bin/python train.py config/mhf_tiny.py $(ARGS)
+	.venv/bin/python sample.py config/mhf_tiny.py
+
+test: .venv/installed
+	.venv/bin/python -m pytest -rs test_mhf.py
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -r requirements.txt
+	touch $@

@@ -1,0 +1,1084 @@
+"""
+Tests of the whole path, on the CPU, seconds each:  pytest -rs test_mhf.py
+
+Tests that need the project's shared/ folder beside the clone skip without it; with MHF_STRICT=1 a skip is a failure.
+"""
+import gzip
+import hashlib
+import json
+import lzma
+import math
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import configurator
+import hashing
+import model as model_module
+import prepare
+from hashing import InputError, extend_table, fingerprint, get_tokenizer, permute, signature_table
+from model import MHF, MHFConfig, sample_token
+
+REPO = Path(__file__).resolve().parent
+SHARED = REPO.parent / 'shared'
+
+
+def shared(path):
+    if not (SHARED / path).exists():
+        reason = f'needs ../shared/{path}'
+        pytest.fail(reason) if os.environ.get('MHF_STRICT') == '1' else pytest.skip(reason)
+    return SHARED / path
+
+
+@pytest.fixture(scope='session')
+def mistral():
+    return get_tokenizer('mistral')
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+# -----------------------------------------------------------------------------
+# hashing.py
+
+
+@pytest.mark.parametrize(
+    'H, B, sha256',
+    [
+        (3, 10624, '5a6a5bebe0be98967f3cd69bd16fd08320354f958eeeed537e43f186267a7e51'),
+        (4, 16384, 'f9c2a68a955f6d6b8aae17ba8a403fb9f1acc58e19d444a0deaccf5a94cbb3c7'),
+        (2, 1024, 'd769f5f8831b5c8aacbb8159649a6c5f25025febe7f16b2c6fe15be3fbc82560'),  # 1,782 rehash steps
+        (3, 256, 'f6038df1bb1e58ba82be2b4f39db9e4b48516ffb55170b28aa49547f8959ba81'),  # 27 rehash steps
+    ],
+)
+def test_golden_tables(mistral, H, B, sha256):
+    """A wrong hash, seed, modulus, rehash rule or tokenizer file: no released checkpoint would read its input."""
+    table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
+    assert fingerprint(table) == sha256
+    if (H, B) == (2, 1024):
+        assert table[799].tolist() == [453, 521] and mistral.tokens[799] == '<0x1C>'  # the first rehashed row
+
+
+@pytest.mark.parametrize('H, B', [(3, 10624), (4, 16384)])
+def test_golden_table_files(mistral, H, B):
+    """The same, row by row, so that a failure shows where."""
+    golden = np.load(shared(f'golden/signature_table_H{H}B{B}.npy'))
+    np.testing.assert_array_equal(signature_table(mistral.tokens, H, B, pad_id=mistral.pad), golden)
+
+
+def test_golden_lsh(mistral):
+    """The LSH ablation: trigrams, projections, signs or their order are off."""
+    golden = np.load(shared('golden/signature_table_H4B1024_lsh2_first2000.npy'))
+    np.testing.assert_array_equal(signature_table(mistral.tokens[:2000], 4, 1024, num_lsh=2, pad_id=2), golden)
+
+
+def test_lsh_everywhere_keeps_collisions():
+    """num_lsh == H has nothing to rehash: it must neither loop nor refuse, and similar strings may share a signature."""
+    table = signature_table(['aaaa', 'aaaaa', b'aaaa', 'xyz', 'ab', ''], 2, 64, num_lsh=2)
+    assert table.shape == (6, 2) and table.min() >= 1 and (table[0] == table[2]).all()
+
+
+words = st.lists(st.one_of(st.text(max_size=4), st.binary(max_size=4), st.none()), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words, words, st.integers(1, 4), st.sampled_from([300, 65536]))
+def test_table_invariants(old, new, H, B):
+    """Two tokens share a signature, bucket 0 is hashed to, or registering more tokens moves an old one."""
+    pad = 0 if old else None
+    table = signature_table(old, H, B, pad_id=pad)
+    longer = extend_table(table, new, B, pad_id=pad)
+    np.testing.assert_array_equal(longer[: len(old)], table)
+    np.testing.assert_array_equal(longer, signature_table(old + new, H, B, pad_id=pad))
+    real = [i for i, w in enumerate(old + new) if w is not None and i != pad]
+    assert len(set(map(tuple, longer[real].tolist()))) == len(real)
+    assert (longer[real] > 0).all() and longer.sum() == longer[real].sum()
+
+
+def test_single_id_has_one_value():
+    """Single-ID is one hash (seed 0) on all coordinates, and its collisions stay."""
+    tokens = [str(i) for i in range(100)]
+    table = signature_table(tokens, 4, 32, unique=False, pad_id=3)
+    assert (table == table[:, :1]).all() and len(np.unique(table[:, 0])) < 33 and not table[3].any()
+    assert table[5, 0] == signature_table(tokens, 4, 32)[5, 0]
+
+
+def test_a_prefix_fills_to_the_last_place():
+    """A full prefix must hold all B - 1 entries and then say so, not loop forever or lose room."""
+    tokens = [str(i) for i in range(40)]
+    assert sorted(signature_table(tokens[:39], 1, 40)[:, 0]) == list(range(1, 40))
+    with pytest.raises(InputError, match='prefix .* is full'):
+        signature_table(tokens, 1, 40)
+
+
+@pytest.mark.parametrize('H, B, num_lsh', [(0, 16, 0), (2, 1, 0), (2, 65537, 0), (2, 16, 3), (2, 16, -1)])
+def test_table_refuses(H, B, num_lsh):
+    """Arguments that cannot be meant must not give a table."""
+    with pytest.raises(InputError, match='num_'):
+        signature_table(['a'], H, B, num_lsh)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 9))
+def test_permute_is_a_bijection(n, seed, epoch):
+    """An epoch would read some blocks twice and others never."""
+    assert sorted(permute(np.arange(n), n, seed, epoch)) == list(range(n))
+
+
+def test_permute_is_fixed_and_shuffles():
+    """The order of the data changes between versions (no run could be resumed), or is hardly a shuffle."""
+    assert permute(np.arange(5), 10**11, 42, 1).tolist() == [43193186363, 53595994680, 26334769426, 57026049564, 57824253611]
+    order = permute(np.arange(10000), 10000, 42)
+    assert abs(np.corrcoef(order, np.arange(10000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+
+
+SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', 'हिन्दी भाषा', '🙂 e\u0301 \x00 <s>[INST]', ' leading']
+
+
+@pytest.mark.parametrize('name, V, bos, pad', [('mistral', 32768, 1, 2), ('tekken', 131072, 1, 11)])
+def test_tokenizers_round_trip(name, V, bos, pad):
+    """decode(encode(x)) != x, special tokens read out of plain text, or entries in another order than the paper's."""
+    tok = get_tokenizer(name)
+    assert (len(tok.tokens), tok.bos, tok.pad) == (V, bos, pad)
+    ids = tok.encode(SAYINGS)
+    assert [tok.decode(i) for i in ids] == SAYINGS
+    assert not {tok.bos, tok.pad} & {i for row in ids for i in row}
+    assert tok.decode([bos, *ids[0]]) == SAYINGS[0]
+
+
+@pytest.mark.parametrize('name', ['mistral', 'tekken'])
+@pytest.mark.parametrize('file', ['ar', 'zh', 'hi', 'fineweb_300'])
+def test_tokenizers_round_trip_on_real_text(name, file):
+    """The same on real Arabic, Chinese, Hindi and web documents."""
+    with lzma.open(shared(f'data/text/{file}.jsonl.xz'), 'rt', encoding='utf-8') as lines:
+        texts = [json.loads(next(lines))['text'] for _ in range(200)]
+    tok = get_tokenizer(name)
+    assert [tok.decode(i) for i in tok.encode(texts)] == texts
+
+
+def handmade_encoding():
+    """A tiktoken encoding with a gap: ids 0..255 bytes, 256 'th', 257 'the', 260 end of text."""
+    ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257}
+    return tiktoken.Encoding('handmade', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260})
+
+
+def test_tiktoken_path(monkeypatch):
+    """A tiktoken encoding: raw bytes as token strings, end of text as bos and pad, gaps as zero rows of probability 0."""
+    monkeypatch.setattr(tiktoken, 'list_encoding_names', lambda: ['handmade'])
+    monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: handmade_encoding())
+    tok = get_tokenizer('handmade')
+    assert tok.tokens[257] == b'the' and tok.tokens[258:260] == [None, None] and tok.tokens[260] == b'<|endoftext|>'
+    assert tok.bos == tok.pad == 260 and tok.encode(['the <|endoftext|>'])[0][:2] == [257, 32]
+    assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS
+    table = signature_table(tok.tokens, 2, 64, pad_id=tok.pad)
+    assert not table[258:].any()
+    for H in (2, 0):  # the Standard model has no table to read the gaps from
+        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, gaps=[258, 259])
+        p = m.log_probs(torch.tensor([[1, 2]])).exp()
+        assert (p[..., 258:260] == 0).all() and (p[..., 260] > 0).all() and torch.allclose(p.sum(-1), torch.ones(1, 2))
+
+
+def test_tokenizer_that_cannot_be_downloaded(monkeypatch):
+    """Without a network the user sees requests' traceback instead of one line."""
+
+    def offline(name):
+        raise OSError('HTTPSConnectionPool: Max retries\nexceeded')
+
+    monkeypatch.setattr(tiktoken, 'get_encoding', offline)
+    with pytest.raises(InputError, match=r"^error: tokenizer 'gpt2' could not be downloaded .*mistral$"):
+        get_tokenizer('gpt2')
+
+
+# -----------------------------------------------------------------------------
+# model.py
+
+TINY = MHFConfig(
+    vocab_size=300, block_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=32,
+    intermediate_size=48, num_hashes=3, num_buckets=40, bottleneck=8,
+)  # fmt: skip
+
+
+def random_model(seed=0, dtype=torch.float64, **changes):
+    """A model whose weights are all large enough to matter."""
+    torch.manual_seed(seed)
+    c = replace(TINY, **changes)
+    tokens = [f'w{i}' for i in range(c.vocab_size)]
+    table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
+    m = MHF(c, table).to(dtype)
+    for p in m.parameters():
+        torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
+    return m
+
+
+def write_released(folder, m, shards=1, **extra):
+    """A model in the authors' format, from a table of names of its own."""
+    c, weights = m.config, {}
+    for name, tensor in m.state_dict().items():
+        name = re.sub(r'^embed\.', 'model.embed_tokens.', name)
+        name = re.sub(r'^encoder\.gate\.', 'model.combiner.scorer.', name)
+        name = re.sub(r'^encoder\.out\.', 'model.combiner.output_proj.0.', name)
+        name = re.sub(r'^mixers\.', 'hash_head.cascade_mixer.', name)
+        name = re.sub(r'^(layers|norm)\.', r'model.\1.', name)
+        if name == 'signatures' and c.num_hashes:
+            weights['model.hash_map'] = tensor
+        elif name not in ('signatures', 'is_token'):
+            weights[name] = tensor.contiguous()
+    config = dict(
+        model_type='qwen3', vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta, tie_word_embeddings=True,
+        eos_token_id=c.pad_id, max_position_embeddings=c.block_size, hidden_act='silu', attention_bias=False,
+    )  # fmt: skip
+    if c.num_hashes:
+        config |= dict(num_hashes=c.num_hashes, num_buckets=c.num_buckets, num_lsh=c.num_lsh, bottle_neck_dim=c.bottleneck)
+    config |= extra
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'config.json').write_text(json.dumps(config))
+    if shards == 1:
+        save_file(weights, folder / 'model.safetensors')
+        return folder
+    where = {name: f'model-{k % shards + 1:05}-of-{shards:05}.safetensors' for k, name in enumerate(weights)}
+    for file in set(where.values()):
+        save_file({n: t for n, t in weights.items() if where[n] == file}, folder / file)
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(dict(metadata={}, weight_map=where)))
+    return folder
+
+
+def test_golden_forward():
+    """Any error in encoder, backbone, cascade or renormalisation: released checkpoints would compute something else."""
+    expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
+    m, ids = MHF.from_pretrained(shared('golden/tiny_a')).double(), expect['input_ids']
+    assert relative(m.bucket_logits(ids), expect['bucket_logits']) < 1e-9
+    assert relative(m.hidden(m.signatures[ids]), expect['last_hidden']) < 1e-9
+    assert relative(m.log_probs(ids), expect['logp_inf']) < 1e-9
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-8), (torch.float32, 1e-4)])
+def test_golden_training(dtype, tolerance):
+    """An error in a gradient, the loss, the weight decay groups or the clipping."""
+    expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
+    m = MHF.from_pretrained(shared('golden/tiny_a')).to(dtype)
+    groups = [dict(params=[p for p in m.parameters() if (p.dim() >= 2) == big], weight_decay=w) for big, w in ((True, 0.1), (False, 0))]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    for ids, loss, norm in zip(expect['train_batches'], expect['train_losses'], expect['train_grad_norms']):
+        s = m.signatures[ids]
+        ours = m.train_loss(s[:, :-1], s[:, 1:])
+        ours.backward()
+        our_norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(ours.item() / loss.item() - 1) < tolerance and abs(our_norm.item() / norm.item() - 1) < tolerance
+
+
+def naive_bucket_logits(w, c, ids):
+    """The method once more in numpy, position by position, from tensors in the released layout (SPEC sections 3 to 5)."""
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    def softmax(x):
+        e = np.exp(x - x.max())
+        return e / e.sum()
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * weight
+
+    def turn(x, position):
+        half = c.head_dim // 2
+        angle = position * c.rope_theta ** (-np.arange(half) / half)
+        a, b = x[:half], x[half:]
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+
+    E = w['model.embed_tokens.weight'].reshape(c.num_hashes, c.num_buckets, c.hidden_size)
+    xs = []
+    for token in ids:
+        k = [E[i, b] for i, b in enumerate(w['model.hash_map'][token])]
+        score = [
+            w['model.combiner.scorer.2.weight'] @ silu(w['model.combiner.scorer.0.weight'] @ v + w['model.combiner.scorer.0.bias'])
+            + w['model.combiner.scorer.2.bias']
+            for v in k
+        ]
+        alpha = softmax(np.concatenate(score))
+        mixed = sum(a * v for a, v in zip(alpha, k))
+        xs.append(w['model.combiner.output_proj.0.weight'] @ mixed + w['model.combiner.output_proj.0.bias'])
+    for n in range(c.num_layers):
+        p = {k.removeprefix(f'model.layers.{n}.'): v for k, v in w.items() if k.startswith(f'model.layers.{n}.')}
+        keys, values, out = [], [], []
+        for t, x in enumerate(xs):
+            y = norm(x, p['input_layernorm.weight'])
+            q = (p['self_attn.q_proj.weight'] @ y).reshape(c.num_heads, c.head_dim)
+            key = (p['self_attn.k_proj.weight'] @ y).reshape(c.num_kv_heads, c.head_dim)
+            keys.append([turn(norm(h, p['self_attn.k_norm.weight']), t) for h in key])
+            values.append((p['self_attn.v_proj.weight'] @ y).reshape(c.num_kv_heads, c.head_dim))
+            heads = []
+            for h in range(c.num_heads):
+                g = h * c.num_kv_heads // c.num_heads
+                query = turn(norm(q[h], p['self_attn.q_norm.weight']), t)
+                weight = softmax(np.array([query @ k[g] for k in keys]) / math.sqrt(c.head_dim))
+                heads.append(sum(a * v[g] for a, v in zip(weight, values)))
+            x = x + p['self_attn.o_proj.weight'] @ np.concatenate(heads)
+            y = norm(x, p['post_attention_layernorm.weight'])
+            hidden = silu(p['mlp.gate_proj.weight'] @ y) * (p['mlp.up_proj.weight'] @ y)
+            out.append(x + p['mlp.down_proj.weight'] @ hidden)
+        xs = out
+    logits = np.zeros((len(ids), c.num_hashes, c.num_buckets))
+    for t, x in enumerate(xs):
+        v = norm(x, w['model.norm.weight'])
+        for i in range(c.num_hashes):
+            logits[t, i] = E[i] @ v
+            if i < c.num_hashes - 1:
+                m = {k.removeprefix(f'hash_head.cascade_mixer.{i}.'): u for k, u in w.items() if k.startswith(f'hash_head.cascade_mixer.{i}.')}
+                soft = E[i].T @ softmax(logits[t, i])
+                v = v + m['2.weight'] @ silu(m['0.weight'] @ np.concatenate([v, soft]) + m['0.bias']) + m['2.bias']
+    return logits
+
+
+@pytest.mark.parametrize(
+    'changes, shards',
+    [
+        (dict(num_hashes=1, num_buckets=400), 1),
+        (dict(num_hashes=2, num_heads=6, num_kv_heads=1, num_lsh=1), 3),
+        (dict(num_hashes=4, num_heads=3, num_kv_heads=3, head_dim=10, rope_theta=1e4), 2),
+    ],
+)
+def test_other_released_models(tmp_path, changes, shards):
+    """Only the golden model loads: other H, B, GQA ratios, num_lsh, RoPE bases or shards give other numbers than the method."""
+    m = random_model(**changes)
+    nested = dict(rope_theta=None, rope_parameters=dict(rope_theta=m.config.rope_theta)) if shards > 1 else {}
+    folder = write_released(tmp_path / 'm', m, shards, **nested)
+    loaded = MHF.from_pretrained(folder).double()
+    assert asdict(loaded.config) == asdict(m.config)
+    weights = {k: v.numpy() for f in folder.glob('*.safetensors') for k, v in load_file(f).items()}
+    ids = torch.randint(0, 300, (2, 7))
+    naive = np.stack([naive_bucket_logits(weights, m.config, row) for row in ids.numpy()])
+    m32 = m.float().double()  # from_pretrained gives float32
+    assert relative(loaded.bucket_logits(ids), torch.tensor(naive)) < 1e-4
+    assert relative(loaded.bucket_logits(ids), m32.bucket_logits(ids)) < 1e-12
+    assert relative(random_model(**changes).bucket_logits(ids), torch.tensor(naive)) < 1e-10
+
+
+def test_from_the_hub(tmp_path, monkeypatch):
+    """A hub id must be fetched at the given revision, without code or pickles, and an unreachable hub is one line."""
+    import huggingface_hub
+
+    folder, asked = write_released(tmp_path / 'm', random_model()), {}
+
+    def download(repo, revision=None, allow_patterns=None):
+        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    MHF.from_pretrained('klein9692/some-model', revision='checkpoint-20000')
+    assert asked['repo'] == 'klein9692/some-model' and asked['revision'] == 'checkpoint-20000'
+    assert not [p for p in asked['patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
+
+    def offline(*_, **__):
+        raise OSError('no\nnetwork')
+
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    with pytest.raises(InputError, match=r'could not be fetched from the hub \(OSError: no network\)'):
+        MHF.from_pretrained('klein9692/some-model')
+
+
+def test_released_models_that_are_refused(tmp_path):
+    """A checkpoint of another architecture is loaded as if it were ours, and samples nonsense."""
+    m = random_model()
+    for key, value in (('lsh_only_embed', True), ('attention_bias', True), ('num_hidden_layers', 3), ('hidden_size', 16)):
+        with pytest.raises(InputError, match='|'.join([key, 'disagree'])):
+            MHF.from_pretrained(write_released(tmp_path / key, m, **{key: value}))
+    folder = write_released(tmp_path / 'untied', m)
+    weights = load_file(folder / 'model.safetensors')
+    save_file(weights | {'lm_head.weight': weights['model.embed_tokens.weight'] + 1}, folder / 'model.safetensors')
+    with pytest.raises(InputError, match='lm_head'):
+        MHF.from_pretrained(folder)
+    save_file(weights | {'lm_head.weight': weights['model.embed_tokens.weight'].clone()}, folder / 'model.safetensors')
+    MHF.from_pretrained(folder)
+    (folder / 'model.safetensors').write_bytes(b'not safetensors')
+    with pytest.raises(InputError, match='cannot be read'):
+        MHF.from_pretrained(folder)
+    (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
+    with pytest.raises(InputError, match='model.safetensors'):
+        MHF.from_pretrained(folder)
+
+
+@pytest.mark.parametrize('heads, kv_heads', [(4, 2), (6, 1), (3, 3)])
+def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
+    """Our backbone or Standard baseline is not Qwen3: every comparison with it would be void."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    theirs = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=200, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=8, tie_word_embeddings=True, rope_theta=1e6, initializer_range=0.2,
+        max_position_embeddings=64, pad_token_id=2, eos_token_id=2,
+    )).eval()  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ours, ids = MHF.from_pretrained(tmp_path), torch.randint(0, 200, (2, 40))
+    assert ours.config.num_hashes == 0 and ours.config.rope_theta == 1e6
+    logits = theirs(ids).logits
+    assert relative(ours.bucket_logits(ids)[:, :, 0], logits) < 1e-5
+    assert (ours.log_probs(ids) - logits.log_softmax(-1)).abs().max() < 1e-5
+    s = ours.signatures[ids]
+    reference = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(ours.train_loss(s[:, :-1], s[:, 1:]) - reference) < 1e-5
+
+
+@pytest.mark.parametrize('path', sorted(REPO.glob('config/*.py')), ids=lambda p: p.stem)
+def test_parameter_counts(path):
+    """A config or the model has parameters that the paper's formula does not, or E is counted twice."""
+    s = configurator.read_config(path)
+    c = MHFConfig(**{k: v for k, v in s.items() if k in MHFConfig.__annotations__})
+    d, z, H = c.hidden_size, c.bottleneck, c.num_hashes
+    gate, out, mixer = z * d + z + z + 1, d * d + d, z * 2 * d + z + d * z + d
+    interface = H * c.num_buckets * d + gate + out + (H - 1) * mixer if H else c.vocab_size * d
+    attention = 2 * d * c.num_heads * c.head_dim + 2 * d * c.num_kv_heads * c.head_dim + 2 * c.head_dim
+    decoder = c.num_layers * (attention + 3 * d * c.intermediate_size + 2 * d) + d
+    with torch.device('meta'):
+        m = MHF(c)
+    assert m.num_params() == (interface, decoder)
+    assert sum(p.numel() for p in m.parameters()) == interface + decoder
+    if path.stem == 'mhf_100m':
+        assert interface + decoder == 138_731_073
+
+
+def test_vocabulary_costs_no_parameter():
+    """The paper's promise: four times the tokens, not one parameter more, and every old token keeps its signature."""
+    small, large = random_model(vocab_size=300), random_model(vocab_size=1200)
+    assert [p.shape for p in small.parameters()] == [p.shape for p in large.parameters()]
+    assert torch.equal(large.signatures[:300], small.signatures)
+
+
+@pytest.mark.parametrize('H', [0, 1, 3])
+def test_log_probs_are_the_renormalised_product(H):
+    """P(w) is not the product of the coordinates' probabilities, renormalised over the real tokens."""
+    m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
+    ids = torch.randint(0, 300, (2, 5))
+    p = torch.stack([o.softmax(-1) for o in m.bucket_logits(ids).unbind(2)], 2)
+    product = torch.stack([math.prod(p[..., i, s] for i, s in enumerate(row)) for row in m.signatures.tolist()], -1)
+    assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
+    x, y = m.signatures[ids[:, :-1]], m.signatures[ids[:, 1:]]
+    paper, exact = m.nll(x, y, chunk=3)
+    assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
+    assert torch.allclose(paper.mean(), m.train_loss(x, y), atol=1e-10)
+
+
+def test_norms_and_angles_keep_float32():
+    """Under bfloat16 the norms or the RoPE angles are computed in bfloat16: positions beyond 256 would blur."""
+    m = random_model(dtype=torch.float32, block_size=600)
+    ids = torch.randint(0, 300, (1, 600))
+    reference = m.double().log_probs(ids)
+    m.float()
+    with torch.autocast('cpu', torch.bfloat16):
+        error = (m.log_probs(ids).double() - reference).abs().mean(-1)[0]
+        assert m.hidden(m.signatures[ids]).dtype == torch.float32
+    assert error[-100:].mean() < 2 * error[:100].mean() + 0.05
+    cos, _ = model_module.rope_angles(0, 600, m.config, torch.float32, 'cpu')
+    exact, _ = model_module.rope_angles(0, 600, m.config, torch.float64, 'cpu')
+    assert exact.dtype == torch.float64 and (cos - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize('H, groups', [(3, 2), (0, 1), (1, 4)])
+def test_cached_generation_equals_uncached(H, groups):
+    """The KV cache: a wrong position, an off-by-one, or what happens when the context is full."""
+    m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40, num_kv_heads=4 // groups)
+    for length in (1, 5, 23, 24, 40):  # the context has 24
+        ids = torch.randint(0, 300, (3, length))
+        fast = m.generate(ids, 40, temperature=0)
+        assert torch.equal(fast, m.generate(ids, 40, temperature=0, use_cache=False))
+        assert torch.equal(fast[:, :length], ids) and fast.shape == (3, length + 40)
+    ids = fast = torch.randint(0, 300, (2, 4))
+    for _ in range(20):  # within the context it is plain arg max
+        ids = torch.cat([ids, m.log_probs(ids)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(m.generate(fast, 20, temperature=0), ids)
+
+
+def test_sampling_follows_p():
+    """Sampling is from something else than P(w); top_k, top_p or temperature cut wrongly."""
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
+    g = torch.Generator().manual_seed(0)
+
+    def shares(**options):
+        drawn = sample_token(logits.expand(20000, -1), generator=g, **options)
+        return torch.bincount(drawn, minlength=4) / 20000
+
+    assert torch.allclose(shares(), logits[0].exp(), atol=0.02)
+    assert torch.allclose(shares(top_k=2), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.02)
+    assert torch.allclose(shares(top_p=0.6), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.02)
+    assert torch.allclose(shares(top_p=0.4), torch.tensor([1.0, 0, 0, 0]))
+    assert torch.allclose(shares(temperature=0.5), (2 * logits[0]).softmax(0), atol=0.02)
+    assert shares(temperature=0)[0] == 1 and shares(top_k=1)[0] == 1
+
+
+# -----------------------------------------------------------------------------
+# the scripts, as a user runs them
+
+
+def run(script, *args, cwd, torchrun=None, **environment):
+    command = [sys.executable, *(['-m', 'torch.distributed.run', *torchrun] if torchrun else []), str(REPO / script), *args]
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
+    env |= dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1', **environment)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=env, stdin=subprocess.DEVNULL)
+
+
+def ok(*args, **kwargs):
+    done = run(*args, **kwargs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+CONFIG = """
+# the small run of these tests
+_d = 32  # a name of the file's own
+out_dir = 'out'
+dataset = 'docs.jsonl'
+data_dir = 'bins'
+val_fraction = 0.1
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = _d // 2
+hidden_size = _d
+intermediate_size = 64
+num_hashes = 3
+num_buckets = 256
+block_size = 64
+batch_size = 8
+micro_batch_size = 4
+learning_rate = 1e-2
+max_steps = 24
+warmup_steps = 4
+eval_interval = 12
+device = 'cpu'
+dtype = 'float32'
+max_new_tokens = 20
+num_samples = 2
+"""
+
+
+def real_documents():
+    """30 modules of the standard library: real text that every machine has."""
+    paths = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
+    return [t for t in (p.read_text(encoding='utf-8', errors='replace').strip() for p in paths) if 1000 < len(t) < 12000][:30]
+
+
+def write_jsonl(path, texts):
+    path.write_text(''.join(json.dumps({'text': t, 'id': i}) + '\n' for i, t in enumerate(texts)), encoding='utf-8')
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """A folder with documents, a config, bins and a trained checkpoint."""
+    folder = tmp_path_factory.mktemp('trained')
+    write_jsonl(folder / 'docs.jsonl', real_documents())
+    (folder / 'cfg.py').write_text(CONFIG)
+    ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
+    ok('train.py', 'cfg.py', cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / 'copy')
+    return tmp_path / 'copy'
+
+
+def events(folder, out='out'):
+    return [json.loads(line) for line in (folder / out / 'log.jsonl').read_text().splitlines()]
+
+
+def steps(folder, out='out'):
+    return [{k: e[k] for k in ('step', 'tokens', 'loss', 'lr', 'grad_norm')} for e in events(folder, out) if 'loss' in e]
+
+
+def weights(folder, out='out'):
+    return torch.load(folder / out / 'ckpt.pt', weights_only=True)
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, (dict, list, tuple)):
+        assert len(a) == len(b)
+        for k in a if isinstance(a, dict) else range(len(a)):
+            assert_same(a[k], b[k])
+    else:
+        assert a == b
+
+
+def ids_of(rows, table):
+    """Signature rows -> token ids."""
+    index = {row.tobytes(): i for i, row in enumerate(table)}
+    return [index[row.tobytes()] for row in np.ascontiguousarray(rows)]
+
+
+def test_bins_hold_the_text(trained, mistral):
+    """Documents are lost, reordered, cut, or begin without bos; or meta.json counts something else."""
+    meta, docs = json.loads((trained / 'bins/meta.json').read_text()), real_documents()
+    table = np.load(trained / 'bins/signatures.npy')
+    expected = dict(train=[t for i, t in enumerate(docs, 1) if i % 10], val=[t for i, t in enumerate(docs, 1) if i % 10 == 0])
+    for part, texts in expected.items():
+        rows = np.load(trained / f'bins/{part}.bin')
+        ids = ids_of(rows, table)
+        starts = [i for i, t in enumerate(ids) if t == mistral.bos] + [len(ids)]
+        assert [mistral.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:])] == texts
+        summary = meta['splits'][part]
+        assert (summary['tokens'], summary['documents']) == (len(rows), len(texts))
+        assert summary['bytes'] == sum(len(t.encode()) for t in texts)
+        assert summary['sha256'] == hashlib.sha256(rows.tobytes()).hexdigest()
+
+
+def test_every_format_gives_the_same_bins(trained, tmp_path):
+    """A reader of one format changes or drops text, or the order depends on the number of workers."""
+    docs = real_documents()
+    raw = (trained / 'docs.jsonl').read_bytes()
+    (tmp_path / 'a.jsonl').write_bytes(raw)
+    (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
+    (tmp_path / 'a.jsonl.xz').write_bytes(lzma.compress(raw))
+    half = raw.index(b'\n', len(raw) // 2) + 1  # two frames, as pigz-like tools write them
+    (tmp_path / 'a.jsonl.zst').write_bytes(b''.join(zstandard.compress(p) for p in (raw[:half], raw[half:])))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = dict(text=docs, id=[f'<urn:uuid:{i}>' for i in range(len(docs))], dump=['CC'] * len(docs), score=[3.5] * len(docs), int_score=[4] * len(docs))
+    half = len(docs) // 2
+    pq.write_table(pa.table({k: v[:half] for k, v in columns.items()}), tmp_path / 'p0.parquet', row_group_size=4)
+    pq.write_table(pa.table({k: v[half:] for k, v in columns.items()}), tmp_path / 'p1.parquet', row_group_size=7)
+    (tmp_path / 'txt').mkdir()
+    for i, text in enumerate(docs):
+        (tmp_path / f'txt/{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
+    digests = {}
+    sources = ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', 'p0.parquet,p1.parquet', 'txt/*.txt']
+    for k, name in enumerate(sources):
+        ok('prepare.py', f'--dataset={name}', f'--data_dir=d{k}', '--num_hashes=0', '--val_fraction=0.1', f'--num_workers={1 + k % 2}', cwd=tmp_path)
+        digests[name] = [hashlib.sha256((tmp_path / f'd{k}/{p}.bin').read_bytes()).hexdigest() for p in ('train', 'val')]
+    assert len({str(d) for d in digests.values()}) == 1, digests
+
+
+def test_a_single_text_file(tmp_path, mistral):
+    """nanoGPT's first data set is one file: it must give both splits, without loss, and invalid UTF-8 must be counted."""
+    text = 'The quick brown fox.\n' * 400
+    (tmp_path / 'input.txt').write_bytes(text.encode() + b'\xff\xfe broken \xe2\x82')
+    done = ok('prepare.py', '--dataset=input.txt', '--data_dir=d', '--num_hashes=0', cwd=tmp_path)
+    assert 'invalid UTF-8: 4 bytes' in done.stdout
+    decoded = [mistral.decode(np.load(tmp_path / f'd/{p}.bin')[:, 0]) for p in ('train', 'val')]
+    assert '\n'.join(decoded) == text + '\ufffd\ufffd broken \ufffd' and 20 < len(decoded[1]) < 200
+
+
+def test_a_large_text_file_is_read_in_pieces(tmp_path, monkeypatch):
+    """A text file of many GB must not have to fit in memory, and its pieces must be the whole text."""
+    monkeypatch.setattr(prepare, 'PIECE_CHARS', 100)
+    text = ''.join(f'line {i} ü\n' for i in range(500)) + 'x' * 950
+    (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
+    source = prepare.Source(str(tmp_path / 'a.txt'))
+    source.bar = type('Bar', (), dict(update=lambda self, n: None))()
+    pieces = list(source.read())
+    assert ''.join(pieces) == text and max(map(len, pieces)) <= 200 and pieces[0].endswith('\n')
+
+
+def test_prepare_again(copy):
+    """Running prepare.py twice makes the data twice, or leaves half-written files behind."""
+    before = snapshot(copy)
+    assert 'prepared already' in ok('prepare.py', 'cfg.py', cwd=copy).stdout
+    assert snapshot(copy) == before and not list((copy / 'bins').glob('*.tmp'))
+
+
+def test_training_learns_and_reports(trained):
+    """The loop does not learn, or its log, checkpoint or picture is missing something."""
+    log = events(trained)
+    train, val = [e for e in log if 'loss' in e], [e for e in log if 'val_loss' in e]
+    assert [e['step'] for e in train] == list(range(1, 25)) and [e['step'] for e in val] == [12, 24]
+    assert set(train[0]) == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} and train[-1]['tokens'] == 24 * 8 * 64
+    assert train[-1]['loss'] < train[0]['loss'] - 1 and val[1]['val_loss'] < val[0]['val_loss']
+    assert abs(train[0]['loss'] - 3 * math.log(256)) < 0.5  # at first every bucket is equally likely
+    ckpt = weights(trained)
+    assert ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256 and not [k for k in ckpt['model'] if 'module' in k]
+    assert (trained / 'out/loss.png').read_bytes()[:4] == b'\x89PNG' and (trained / 'out/ckpt_best.pt').exists()
+
+
+def test_learning_rate_schedule(trained):
+    """The schedule is not the paper's: linear from 0 to the maximum, cosine to 0."""
+    lr = [e['lr'] for e in steps(trained)]
+    expected = [1e-2 * t / 4 if t < 4 else 1e-2 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 20)) for t in range(24)]
+    assert lr == pytest.approx(expected, abs=1e-15) and lr[0] == 0
+
+
+def test_validation_is_the_normalised_likelihood(trained):
+    """val_nats or val_bpb is not what the model assigns to the held-out text."""
+    model, _ = MHF.from_checkpoint(trained / 'out/ckpt.pt')
+    ids = torch.tensor(ids_of(np.load(trained / 'bins/val.bin'), np.load(trained / 'bins/signatures.npy')))
+    total = 0.0
+    for b in range(0, len(ids) - 1, 64):
+        row = ids[b : b + 65]
+        total -= model.log_probs(row[None, :-1])[0].gather(1, row[1:, None]).sum().item()
+    last = events(trained)[-1]
+    size = json.loads((trained / 'bins/meta.json').read_text())['splits']['val']['bytes']
+    assert last['val_nats'] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert last['val_bpb'] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_resume_is_exact(copy):
+    """A stopped and resumed run sees other batches, another schedule or another optimizer state than a straight one."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--max_steps=12', '--lr_decay_steps=24', cwd=copy)
+    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=copy)
+    assert steps(copy, 'b') == steps(copy)
+    a, b = weights(copy), weights(copy, 'b')
+    for key in ('model', 'optimizer', 'step', 'best_val'):
+        assert_same(a[key], b[key])
+
+
+def test_validation_changes_nothing(copy):
+    """How often a run validates must not change what it learns."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=3', '--max_steps=9', '--lr_decay_steps=24', cwd=copy)
+    assert steps(copy, 'b') == steps(copy)[:9]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def test_any_world_size_sees_the_same_batches(copy):
+    """Two processes, two machines or another micro-batch train on other data or take another mean than one process."""
+    short = ('cfg.py', '--max_steps=6', '--lr_decay_steps=24', '--eval_interval=6')
+    ok('train.py', *short, '--out_dir=micro', '--micro_batch_size=2', cwd=copy)
+    ok('train.py', *short, '--out_dir=two', cwd=copy, torchrun=['--standalone', '--nproc_per_node=2'])
+    nodes = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={free_port()}']
+    with ThreadPoolExecutor(2) as pool:
+        agents = [pool.submit(run, 'train.py', *short, '--out_dir=nodes', cwd=copy, torchrun=[*nodes, f'--node_rank={k}']) for k in (0, 1)]
+    for agent in agents:
+        assert agent.result().returncode == 0, agent.result().stderr[-3000:]
+    val = [e for e in events(copy, 'micro') if 'val_loss' in e][-1]
+    for out in ('micro', 'two', 'nodes'):
+        for ours, reference in zip(steps(copy, out), steps(copy)):
+            assert ours == pytest.approx(reference, rel=1e-4), out
+        assert [e for e in events(copy, out) if 'val_loss' in e][-1] == pytest.approx(val, rel=1e-4)
+
+
+def test_batches_are_a_permutation_without_replacement(copy):
+    """Within an epoch a block comes twice, or epochs repeat the same order."""
+    text = (REPO / 'train.py').read_text()
+    body = text[text.index('def blocks_of') : text.index('def to_device')]
+    scope = dict(np=np, permute=permute, batch_size=8, num_blocks=37, seed=1)
+    exec(body, scope)
+    stream = np.concatenate([scope['blocks_of'](s) for s in range(40)])
+    epochs = [stream[e * 37 : (e + 1) * 37] for e in range(8)]
+    assert all(sorted(e) == list(range(37)) for e in epochs)
+    assert len({e.tobytes() for e in epochs}) == 8
+
+
+def test_non_finite_loss_stops_before_the_update(copy):
+    """A run that diverges goes on, or overwrites its last good checkpoint with NaNs."""
+    good = (copy / 'out/ckpt.pt').read_bytes()
+    state = torch.load(copy / 'out/ckpt.pt', weights_only=True)
+    state['model']['norm.weight'][0] = math.inf
+    (copy / 'bad').mkdir()
+    torch.save(state, copy / 'bad/ckpt.pt')
+    before = (copy / 'bad/ckpt.pt').read_bytes()
+    done = run('train.py', 'cfg.py', '--max_steps=30', '--init_from=resume', '--out_dir=bad', cwd=copy)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert re.search(r'error: step 24: loss nan.* last good checkpoint is bad/ckpt.pt, of step 24', done.stderr), done.stderr
+    assert (copy / 'bad/ckpt.pt').read_bytes() == before and (copy / 'out/ckpt.pt').read_bytes() == good
+
+
+def test_train_from_a_released_model(copy):
+    """init_from=released:... starts from other weights, another architecture or another table."""
+    model, _ = MHF.from_checkpoint(copy / 'out/ckpt.pt')
+    write_released(copy / 'released', model, shards=2)
+    # only the data has to be named: the architecture is the model's
+    args = ['--init_from=released:released', '--data_dir=bins', '--block_size=64', '--batch_size=8', '--micro_batch_size=8', '--device=cpu', '--dtype=float32']
+    ok('train.py', *args, '--max_steps=1', '--warmup_steps=0', '--learning_rate=1e-9', '--out_dir=b', cwd=copy)
+    assert events(copy, 'b')[-1]['val_loss'] == pytest.approx(events(copy)[-1]['val_loss'], rel=1e-4)
+
+
+def test_sample_from_the_checkpoint_alone(trained, tmp_path):
+    """sample.py needs the bins or the config, does not repeat itself with the same seed, or mangles the prompt."""
+    (tmp_path / 'x/y').mkdir(parents=True)
+    shutil.copy(trained / 'out/ckpt.pt', tmp_path / 'x/y/ckpt.pt')
+    args = ['--max_new_tokens=30', '--num_samples=2', '--seed=3', '--device=cpu']
+    first = ok('sample.py', *args, '--start=def main(x=1):', cwd=tmp_path)
+    assert 'x/y/ckpt.pt, step 24' in first.stderr and re.search(r'[\d.]+ tokens/s', first.stderr)
+    assert first.stdout.count('def main(x=1):') == 2
+    assert ok('sample.py', *args, '--start=def main(x=1):', cwd=tmp_path).stdout == first.stdout
+    (tmp_path / 'prompt.txt').write_text('def main(x=1):')
+    assert ok('sample.py', *args, '--start=FILE:prompt.txt', '--out_dir=x/y', cwd=tmp_path).stdout == first.stdout
+    other = ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
+    assert re.search(r'prompt has \d+ tokens, the context 64: its end is used', other.stderr)
+
+
+def test_sample_from_a_released_model(trained, tmp_path):
+    """--released samples from something else than the same weights in a checkpoint."""
+    model, _ = MHF.from_checkpoint(trained / 'out/ckpt.pt')
+    write_released(tmp_path / 'r', model)
+    args = ['--max_new_tokens=12', '--num_samples=1', '--temperature=0', '--start=import', '--device=cpu']
+    a = ok('sample.py', *args, f'--released={tmp_path}/r', cwd=tmp_path)
+    b = ok('sample.py', *args, f'--out_dir={trained}/out', cwd=tmp_path)
+    assert a.stdout.replace(str(tmp_path), '') == b.stdout
+
+
+def test_standard_and_bfloat16(copy):
+    """The Standard model does not go the same way through all scripts, or bfloat16 does not train."""
+    flags = ['--num_hashes=0', '--data_dir=ids']
+    ok('prepare.py', 'cfg.py', *flags, cwd=copy)
+    assert np.load(copy / 'ids/train.bin').shape[1] == 1
+    ok('train.py', 'cfg.py', *flags, '--out_dir=std', '--dtype=bfloat16', '--max_steps=12', '--eval_interval=6', cwd=copy)
+    last = events(copy, 'std')[-1]
+    assert last['val_loss'] == pytest.approx(last['val_nats'], rel=1e-5) and last['val_nats'] < math.log(32768) - 1
+    assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=copy).stderr
+
+
+def test_interrupt_keeps_the_checkpoint(copy):
+    """Ctrl-C prints a traceback or leaves a run that cannot go on."""
+    import signal
+    import time
+
+    command = [sys.executable, str(REPO / 'train.py'), 'cfg.py', '--out_dir=b', '--max_steps=100000', '--eval_interval=5']
+    process = subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (copy / 'b/ckpt.pt').exists() and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and 'Traceback' not in stderr and '--init_from=resume' in stderr
+    ckpt = weights(copy, 'b')
+    assert ckpt['step'] % 5 == 0
+    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', f'--max_steps={ckpt["step"] + 1}', '--lr_decay_steps=100000', cwd=copy)
+
+
+def test_a_malicious_checkpoint_is_not_run(copy):
+    """Opening a checkpoint from a stranger runs the stranger's code."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f'touch {copy}/owned',)
+
+    (copy / 'out/ckpt.pt').write_bytes(pickle.dumps(Evil()))
+    for script in ('sample.py', 'train.py'):
+        done = run(script, 'cfg.py', *(['--init_from=resume'] if script == 'train.py' else []), cwd=copy)
+        assert done.returncode == 1 and 'no checkpoint of train.py' in done.stderr and not (copy / 'owned').exists()
+
+
+# -----------------------------------------------------------------------------
+# configurator.py
+
+
+def configured(tmp_path, *argv, file=''):
+    (tmp_path / 'c.py').write_text(file)
+    scope = {'__file__': str(REPO / 'train.py'), '__doc__': 'doc'}
+    return configurator.configure(scope, [str(tmp_path / 'c.py'), *argv])
+
+
+def test_configurator_accepts(tmp_path):
+    """An int for a float, None, a value with '=', a bare --flag or a file's own names are turned away or mangled."""
+    file = 'import math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nwandb = False\nmax_new_tokens = 7\n'
+    got = configured(tmp_path, '--weight_decay=0', '--out_dir=a=b', '--wandb', '--compile=None', '--device=cpu', '--dataset=1', file=file)
+    assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
+    assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
+    assert got['device'] == 'cpu' and got['dataset'] == '1' and 'max_new_tokens' not in got and '_n' not in got
+    assert configured(tmp_path, '--compile')['compile'] is True and configured(tmp_path, '--max_steps=1e3')['max_steps'] == 1000
+    assert configured(tmp_path, '--max_steps=5', file='max_steps = 4')['max_steps'] == 5
+
+
+@pytest.mark.parametrize(
+    'argv, file, culprit',
+    [
+        (['--learningrate=1'], '', "did you mean 'learning_rate'"),
+        ([], 'num_bucket = 4', "'num_bucket'; did you mean 'num_buckets'"),
+        ([], 'max_steps = "4"', 'max_steps'),
+        (['--max_steps=1.5'], '', 'max_steps=1.5 is float, expected int'),
+        (['--max_steps=True'], '', 'max_steps=True is bool'),
+        (['--max_steps=None'], '', 'max_steps=None is NoneType'),
+        (['--max_steps'], '', '--max_steps needs a value'),
+        (['--learning_rate=fast'], '', "learning_rate='fast' is str"),
+        (['--wandb=1'], '', 'wandb=1 is int, expected bool'),
+        (['--temperature=1'], '', 'sample.py has it'),
+        (['--max_stepps=1', '--sede=1'], '', "max_steps'.*, and .*'seed'"),
+        ([], '1/0', 'line 1: ZeroDivisionError'),
+        ([], 'x = [', 'line 1: SyntaxError'),
+        ([], 'from math import pi', "unknown setting 'pi'"),
+        (['nowhere.py'], '', "no config file 'nowhere.py'"),
+    ],
+)
+def test_configurator_refuses(tmp_path, argv, file, culprit):
+    """A typo runs for a week with the default instead."""
+    with pytest.raises(InputError, match=culprit) as e:
+        configured(tmp_path, *argv, file=file)
+    assert '\n' not in str(e.value)
+
+
+def test_scripts_agree_on_defaults():
+    """A setting that two scripts share has two defaults: `prepare.py` and `train.py` alone would not fit together."""
+    all_settings = [configurator.declared(s) for s in configurator.SCRIPTS]
+    for key in {k for s in all_settings for k in s} - {'out_dir', 'tokenizer', 'seed', 'device', 'dtype'}:
+        values = [s[key] for s in all_settings if key in s]
+        assert all(v == values[0] for v in values), key
+    train, fields = configurator.declared('train.py'), asdict(MHFConfig())
+    assert {k: v for k, v in train.items() if k in fields} == {k: fields[k] for k in fields if k in train}
+
+
+# -----------------------------------------------------------------------------
+# bad input: one clear line, exit code 1, no traceback, nothing written
+
+
+def damage(path, edit):
+    def setup(folder):
+        target = folder / path
+        target.write_bytes(edit(target.read_bytes() if target.exists() else b''))
+
+    return setup
+
+
+def edit_meta(**changes):
+    return damage('bins/meta.json', lambda raw: json.dumps(json.loads(raw) | changes).encode())
+
+
+def edit_rows(raw):
+    rows = raw[128:]
+    return raw[:128] + b'\xff' * len(rows)
+
+
+def bad_parquet(folder):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(dict(content=['x'], url=['y'])), folder / 'x.parquet')
+
+
+def small_release(folder):
+    write_released(folder / 'small', random_model(num_buckets=256, dtype=torch.float32))
+
+
+P, T, S = ('prepare.py', '--data_dir=new'), ('train.py', 'cfg.py', '--out_dir=new'), ('sample.py', 'cfg.py')
+BAD = [
+    ('unknown tokenizer', *P, '--tokenizer=mistrel', "did you mean 'mistral'", None),
+    ('unknown data set', *P, '--dataset=stdlibb', "did you mean 'stdlib'", None),
+    ('missing file', *P, '--dataset=texts/*.jsonl', 'texts/*.jsonl', None),
+    ('unknown subset', *P, '--dataset=fineweb-edu:sample-11BT', "did you mean 'sample-10BT'", None),
+    ('hub out of reach', *P, '--dataset=fineweb-edu:sample-10BT', 'HuggingFaceFW/fineweb-edu', None),
+    ('unknown config', *P, 'config/mhf_tini.py', "did you mean 'config/mhf_tiny.py'", None),
+    ('config with a typo', *P, 'bad.py', "did you mean 'num_buckets'", damage('bad.py', lambda _: b'num_bucket = 9')),
+    ('config that is not python', *P, 'bad.py', 'SyntaxError', damage('bad.py', lambda _: b'num_buckets = ')),
+    ('empty file', *P, '--dataset=e.txt', 'too little text', damage('e.txt', lambda _: b'')),
+    ('only white space', *P, '--dataset=e.jsonl', 'too little text', damage('e.jsonl', lambda _: b'{"text": "  "}\n\n')),
+    ('no text field', *P, '--dataset=e.jsonl', 'there are: body, id', damage('e.jsonl', lambda _: b'{"body": "x", "id": 1}')),
+    ('text is no string', *P, '--dataset=e.jsonl', "'text' is int", damage('e.jsonl', lambda _: b'{"text": 5}')),
+    ('line that is not JSON', *P, '--dataset=e.jsonl', 'line 2: not JSON', damage('e.jsonl', lambda _: b'{"text": "x"}\n{"te')),
+    ('truncated xz', *P, '--dataset=e.jsonl.xz', 'e.jsonl.xz', damage('e.jsonl.xz', lambda _: lzma.compress(b'{"text": "x"}\n' * 999)[:-20])),
+    ('truncated gz', *P, '--dataset=e.txt.gz', 'e.txt.gz', damage('e.txt.gz', lambda _: gzip.compress(os.urandom(9999))[:-20])),
+    ('not zst', *P, '--dataset=e.txt.zst', 'e.txt.zst', damage('e.txt.zst', lambda _: b'plain text')),
+    ('unknown kind of file', *P, '--dataset=e.pdf', 'e.pdf', damage('e.pdf', lambda _: b'%PDF')),
+    ('parquet without text', *P, '--dataset=x.parquet', 'content, url', bad_parquet),
+    ('damaged parquet', *P, '--dataset=x.parquet', 'x.parquet', damage('x.parquet', lambda _: b'PAR1 no PAR1')),
+    ('B too small', *P, '--dataset=docs.jsonl', '--num_buckets=1', 'num_buckets=1', None),
+    ('B too large', *P, '--dataset=docs.jsonl', '--num_buckets=65537', 'num_buckets=65537', None),
+    ('full hash prefix', *P, '--dataset=docs.jsonl', '--num_hashes=1', '--num_buckets=1000', 'prefix () is full', None),
+    ('more LSH than hashes', *P, '--dataset=docs.jsonl', '--num_lsh=9', 'num_lsh=9', None),
+    ('val_fraction', *P, '--dataset=docs.jsonl', '--val_fraction=2', 'val_fraction=2', None),
+    ('wrong type', *P, '--num_hashes=four', "num_hashes='four'", None),
+    ('folder below a file', 'prepare.py', 'cfg.py', '--data_dir=docs.jsonl/x', 'docs.jsonl/x cannot be written', None),
+    ('folder holds other data', 'prepare.py', 'cfg.py', '--num_buckets=512', 'num_buckets=256, not 512', None),
+    ('data not prepared', *T, '--data_dir=nothing', 'python prepare.py cfg.py --data_dir=nothing', None),
+    ('bins of another tokenizer', *T, '--tokenizer=tekken', 'tokenizer=mistral', None),
+    ('bins of another B', *T, '--num_buckets=512', 'num_buckets=256', None),
+    ('bins of another H', *T, '--num_hashes=4', 'num_hashes=3', None),
+    ('bins with a table, Standard wanted', *T, '--num_hashes=0', 'num_hashes=3', None),
+    ('truncated bin', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda raw: raw[:-100])),
+    ('bin cut in its header', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda raw: raw[:20])),
+    ('foreign bin', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda _: b'nanoGPT was here' * 99)),
+    ('bin of other data', *T, 'bins/val.bin holds', lambda f: shutil.copy(f / 'bins/train.bin', f / 'bins/val.bin')),
+    ('bucket over B', *T, 'has bucket 65535', damage('bins/train.bin', edit_rows)),
+    ('missing bin', *T, 'bins/train.bin is missing', lambda f: (f / 'bins/train.bin').unlink()),
+    ('damaged meta.json', *T, 'meta.json is damaged', damage('bins/meta.json', lambda raw: raw[:50])),
+    ('changed table', *T, 'fingerprint', damage('bins/signatures.npy', lambda raw: raw[:-2] + b'\x07\x00')),
+    ('vocabulary that does not fit', *T, 'vocab_size=32000', edit_meta(vocab_size=32000)),
+    ('block_size over the data', *T, '--block_size=1000000', 'block_size=1000000', None),
+    ('batch that does not divide', *T, '--batch_size=9', '--micro_batch_size=3', None),
+    ('no such GPU', *T, '--device=cuda:7', 'cuda:7', None),
+    ('no such device', *T, '--device=abacus', 'abacus', None),
+    ('no such dtype', *T, '--dtype=float8', 'dtype=float8', None),
+    ('out_dir below a file', 'train.py', 'cfg.py', '--out_dir=docs.jsonl/x', 'docs.jsonl/x cannot be written', None),
+    ('checkpoint is there already', 'train.py', 'cfg.py', '--init_from=resume', None),
+    ('resume from nothing', *T, '--init_from=resume', 'no checkpoint at new/ckpt.pt', None),
+    ('resume from a foreign file', 'train.py', 'cfg.py', '--init_from=resume', 'ckpt.pt is no checkpoint', damage('out/ckpt.pt', lambda _: b'PK\x03\x04 zip')),
+    ('resume from half a checkpoint', 'train.py', 'cfg.py', '--init_from=resume', 'ckpt.pt is no checkpoint', damage('out/ckpt.pt', lambda raw: raw[: len(raw) // 2])),
+    ('resume another architecture', 'train.py', 'cfg.py', '--init_from=resume', '--num_layers=3', 'num_layers=2 (now 3)', None),
+    ('resume on other data', 'train.py', 'cfg.py', '--init_from=resume', '--max_steps=30', 'tokenizer_sha256', edit_meta(tokenizer_sha256='0')),
+    ('resume what is done', 'train.py', 'cfg.py', '--init_from=resume', 'max_steps=24', None),
+    ('unknown init_from', *T, '--init_from=gpt2', "init_from='gpt2'", None),
+    ('no released model', *T, '--init_from=released:nowhere', 'nowhere', None),
+    ('released model too small for the bins', *T, '--init_from=released:small', 'vocab_size=300', small_release),
+    ('no steps', *T, '--max_steps=0', 'max_steps=0', None),
+    ('warm-up over the schedule', *T, '--warmup_steps=24', 'warmup_steps=24', None),
+    ('heads that do not divide', *T, '--num_kv_heads=3', 'num_kv_heads=3', None),
+    ('wandb not installed', *T, '--wandb', 'wandb', None),
+    ('flag without value', *T, '--learning_rate', '--learning_rate needs a value', None),
+    ('setting of another script', *T, '--temperature=1', 'sample.py has it', None),
+    ('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
+    ('missing checkpoint', *S, '--out_dir=nowhere', 'nowhere/ckpt.pt', None),
+    ('foreign checkpoint', *S, 'no checkpoint of train.py', damage('out/ckpt.pt', lambda _: b'hello')),
+    ('another tokenizer than the checkpoint', *S, '--tokenizer=tekken', "'tekken'", None),
+    ('top_k of 0', *S, '--top_k=0', 'top_k=0', None),
+    ('top_k over V', *S, '--top_k=40000', 'top_k=40000', None),
+    ('top_k no number', *S, '--top_k=many', "top_k='many'", None),
+    ('top_p of 0', *S, '--top_p=0', 'top_p=0', None),
+    ('temperature below 0', *S, '--temperature=-1', 'temperature=-1', None),
+    ('missing prompt', *S, '--start=FILE:no.txt', 'no.txt', None),
+    ('no samples', *S, '--num_samples=0', 'num_samples=0', None),
+    ('sample on no such device', *S, '--device=cuda:9', 'cuda:9', None),
+    ('released of another tokenizer', *S, '--released=small', 'tokens, the model 300', small_release),
+]
+
+
+def snapshot(folder):
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob('*')) if p.is_file()} | {
+        str(p.relative_to(folder)): None for p in folder.rglob('*') if p.is_dir()
+    }
+
+
+@pytest.fixture(scope='session')
+def bad_runs(trained, request, tmp_path_factory):
+    """Every collected row of BAD, started on all cores at once: {name: future}."""
+    names = {item.callspec.params['name'] for item in request.session.items if 'bad_runs' in item.fixturenames}
+
+    def one(name, *rest):
+        *command, culprit, setup = rest
+        folder = tmp_path_factory.mktemp('bad') / 'work'
+        shutil.copytree(trained, folder)
+        if setup:
+            setup(folder)
+        before = snapshot(folder)
+        done = run(*command, cwd=folder)
+        return culprit, done, before, snapshot(folder)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {row[0]: pool.submit(one, *row) for row in BAD if row[0] in names}
+
+
+@pytest.mark.parametrize('name', [row[0] for row in BAD])
+def test_bad_input(bad_runs, name):
+    """The user sees a traceback, a riddle, or finds files changed by a command that failed."""
+    culprit, done, before, after = bad_runs[name].result()
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not re.match(r'\r?prepare .*it/s|.*B/s|\s*$', line)]
+    assert len(lines) == 1 and lines[0].startswith('error: ') and culprit in lines[0], done.stderr
+    assert before == after
