@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import multiprocessing
 import os
@@ -151,8 +152,8 @@ class Source:
         import datasets
         import huggingface_hub
 
-        huggingface_hub.logging.set_verbosity_error()  # one line at the end says it all
-        datasets.logging.set_verbosity_error()
+        huggingface_hub.logging.set_verbosity(logging.CRITICAL)  # our one line says it all
+        datasets.logging.set_verbosity(logging.CRITICAL)
         try:
             rows = datasets.load_dataset(path, split='train', streaming=True, **where)
             if rows.column_names and 'text' not in rows.column_names:
@@ -405,7 +406,8 @@ def main(config):
     except OSError as e:
         raise InputError(f'{folder} cannot be written ({e})') from None
     try:
-        with tqdm(total=source.total, unit='B', unit_scale=True, desc=f'prepare {config["dataset"]}') as source.bar:
+        bar = tqdm(total=source.total, unit='B', unit_scale=True, desc='prepare', delay=1, mininterval=0.2 if sys.stderr.isatty() else 20)
+        with bar as source.bar:
             pairs = split(documents(source, stats), config['val_fraction'], config['val_bytes'])
             for result in tokenise(pairs, config['tokenizer'], config['num_workers'] or os.cpu_count()):
                 for p in parts:

@@ -57,8 +57,7 @@ if start.startswith('FILE:'):
         raise InputError(f'--start={start}: {e.strerror}') from None
 
 if released:
-    model, trained_with = MHF.from_pretrained(released, revision or None), None
-    print(f'{released}, a released model', file=sys.stderr)
+    model, trained_with, which = MHF.from_pretrained(released, revision or None), None, f'{released}, a released model'
 else:
     if not out_dir:
         found = sorted((p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')), key=lambda p: p.stat().st_mtime)
@@ -66,8 +65,7 @@ else:
             raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
         out_dir = found[-1].parent
     model, ckpt = MHF.from_checkpoint(Path(out_dir) / 'ckpt.pt')
-    trained_with = ckpt['data']
-    print(f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}', file=sys.stderr)
+    trained_with, which = ckpt['data'], f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}'
 
 # the tokenizer must be the one whose table is in the checkpoint
 tok = get_tokenizer(tokenizer or (trained_with['tokenizer'] if trained_with else 'mistral'))
@@ -88,6 +86,7 @@ if top_k is not None and not 1 <= top_k <= V:
 if top_p is not None and not 0 < top_p <= 1:
     raise InputError(f'top_p={top_p}: must be above 0 and at most 1')
 
+print(which, file=sys.stderr)
 model.to(device, getattr(torch, dtype)).eval()
 prompt = [tok.bos, *tok.encode([start])[0]]
 if len(prompt) > c.block_size:

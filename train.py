@@ -158,12 +158,11 @@ if source == 'scratch':
     torch.manual_seed(seed)
     model = MHF(model_config, table, meta['gaps'])
 else:
-    different = [k for k, v in asdict(model_config).items() if v != getattr(model.config, k) and k not in ('rope_theta', 'norm_eps')]
-    if source == 'released':  # its vocabulary may be rounded up with empty rows, its context is ours to choose
-        different = [k for k in different if k not in ('vocab_size', 'block_size', 'pad_id', 'num_buckets')]
+    settable = {k: v for k, v in asdict(model_config).items() if k in config or k == 'vocab_size'}
+    different = [k for k, v in settable.items() if v != getattr(model.config, k)] if source == 'resume' else []
     if different:
-        listed = ', '.join(f'{k}={getattr(model.config, k)} (now {getattr(model_config, k)})' for k in different)
-        raise InputError(f'{where or out / "ckpt.pt"} is another architecture: {listed}; use its own settings')
+        listed = ', '.join(f'{k}={getattr(model.config, k)} (now {settable[k]})' for k in different)
+        raise InputError(f'{out}/ckpt.pt is another architecture: {listed}; use its own settings')
     V = meta['vocab_size']
     model.config.block_size = block_size
     if model.config.vocab_size < V:
@@ -342,7 +341,7 @@ tokens_per_step = batch_size * block_size
 last_saved, speeds = (start_step if source == 'resume' else None), []
 bar = tqdm(
     total=max_steps, initial=start_step, disable=not master, unit='step', desc='train',
-    mininterval=0.2 if sys.stderr.isatty() else 20,
+    delay=1, mininterval=0.2 if sys.stderr.isatty() else 20,  # nothing before the first step is through
 )
 try:
     for step in range(start_step, max_steps):
