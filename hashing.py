@@ -1,5 +1,5 @@
 """
-Signatures and tokenizers: everything that turns a token's *string* into hash IDs (paper section 3.1).
+Signatures and tokenizers: everything that turns a token's *string* into hash IDs.
 
     from hashing import get_tokenizer, signature_table
     tok = get_tokenizer('mistral')

@@ -243,7 +243,7 @@ class MHF(nn.Module):
 
     def train_loss(self, x, y):
         """
-        The paper's loss on signatures x, y (N, T, H): the mean over tokens of sum_i -log p_i[y_i], nats (section 3.3).
+        The paper's loss on signatures x, y (N, T, H): the mean over tokens of sum_i -log p_i[y_i], nats.
         For the Standard model this is the ordinary cross-entropy.
         """
         logits = self.cascade(self.hidden(x))

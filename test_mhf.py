@@ -797,7 +797,7 @@ def test_non_finite_loss_stops_before_the_update(copy):
     before = (copy / 'bad/ckpt.pt').read_bytes()
     done = run('train.py', 'cfg.py', '--max_steps=30', '--init_from=resume', '--out_dir=bad', cwd=copy)
     assert done.returncode == 1 and 'Traceback' not in done.stderr
-    assert re.search(r'error: step 24: loss nan.* last good checkpoint is bad/ckpt.pt, of step 24', done.stderr), done.stderr
+    assert re.search(r'error: step 24: loss nan.* bad/ckpt.pt is good, of step 24', done.stderr), done.stderr
     assert (copy / 'bad/ckpt.pt').read_bytes() == before and (copy / 'out/ckpt.pt').read_bytes() == good
 
 

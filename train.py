@@ -317,6 +317,12 @@ def draw(path):
     fig.savefig(path, dpi=120, bbox_inches='tight')
 
 
+def kept():
+    if last_saved is None:
+        return 'no checkpoint was written yet'
+    return f'{out}/ckpt.pt is good, of step {last_saved}: go on with --init_from=resume'
+
+
 # -----------------------------------------------------------------------------
 # the loop
 
@@ -365,8 +371,7 @@ try:
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         loss, norm = loss.item(), norm.item()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            good = f'the last good checkpoint is {out}/ckpt.pt, of step {last_saved}' if last_saved is not None else 'there is no checkpoint yet'
-            raise InputError(f'step {step}: loss {loss}, gradient norm {norm}; stopped before the update, {good}')
+            raise InputError(f'step {step}: loss {loss}, gradient norm {norm}; stopped before the update, {kept()}')
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
@@ -390,10 +395,12 @@ try:
                 )
             last_saved = done
 except KeyboardInterrupt:
+    bar.close()
     if master:
-        kept = f'{out}/ckpt.pt is at step {last_saved}: go on with --init_from=resume' if last_saved else 'no checkpoint was written yet'
-        print(f'\ninterrupted; {kept}', file=sys.stderr)
+        print(f'interrupted; {kept()}', file=sys.stderr)
     sys.exit(130)
+except OSError as e:  # the log: disk full, or gone
+    raise InputError(f'{out} cannot be written ({e}); stopped at step {step}, {kept()}') from None
 finally:
     bar.close()
 
