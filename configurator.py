@@ -9,6 +9,7 @@ begin with _ are the file's own. Every unknown name, missing value or wrong type
 
 train.py and the others run this file with exec(), like nanoGPT: it sets their globals and leaves the result in `config`.
 """
+
 import ast
 import builtins  # train.py has a setting called compile
 import sys

@@ -7,6 +7,7 @@ Signatures and tokenizers: everything that turns a token's *string* into hash ID
 
     $ python hashing.py        # times the table for 32,768 and for 131,072 tokens
 """
+
 import base64
 import difflib
 import hashlib

@@ -8,6 +8,7 @@ one coordinate, V buckets and the token id as signature, without gate and cascad
 
     $ python model.py          # prints every config's parameter counts
 """
+
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -247,7 +248,9 @@ class MHF(nn.Module):
         For the Standard model this is the ordinary cross-entropy.
         """
         logits = self.cascade(self.hidden(x))
-        return sum(F.cross_entropy(at_least_float32(o).flatten(0, 1), y[..., i].flatten()) for i, o in enumerate(logits))
+        return sum(
+            F.cross_entropy(at_least_float32(o).flatten(0, 1), y[..., i].flatten()) for i, o in enumerate(logits)
+        )
 
     forward = train_loss  # what DDP and torch.compile call
 
@@ -338,7 +341,9 @@ class MHF(nn.Module):
             raise
         except Exception as e:  # torch.load's errors are many: zip, pickle, missing keys
             reason = ' '.join(str(e).split())[:200]
-            raise InputError(f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})') from None
+            raise InputError(
+                f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})'
+            ) from None
         return model, ckpt
 
     @classmethod
@@ -394,7 +399,9 @@ def _fetch(path_or_hub_id, revision):
         return Path(huggingface_hub.snapshot_download(str(path_or_hub_id), revision=revision, allow_patterns=patterns))
     except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
         reason = ' '.join(str(e).split())[:200]
-        raise InputError(f"'{path_or_hub_id}' could not be fetched from the hub ({type(e).__name__}: {reason})") from None
+        raise InputError(
+            f"'{path_or_hub_id}' could not be fetched from the hub ({type(e).__name__}: {reason})"
+        ) from None
 
 
 def _from_released(cls, released, weights, where):

@@ -9,6 +9,7 @@ Writes data_dir/train.bin and val.bin (numpy's .npy layout, (tokens, H) uint16; 
 token id), signatures.npy (the table) and meta.json (what they were made from). Every document is stripped, empty ones are
 dropped, and each begins with bos; documents are packed back to back.
 """
+
 import codecs
 import glob
 import gzip
@@ -93,13 +94,19 @@ class Source:
             hub_id, names = HUB[kind]
             name = name or 'sample-10BT'
             if name not in names:
-                raise InputError(f"unknown subset '{name}' of {kind}{did_you_mean(name, names)} (known: {', '.join(names)})")
+                raise InputError(
+                    f"unknown subset '{name}' of {kind}{did_you_mean(name, names)} (known: {', '.join(names)})"
+                )
             self.made_from = {'hub': hub_id, 'name': name}
             self.read = lambda: self._hub(hub_id, name=name)
         else:
             paths = []
             for pattern in dataset.split(','):
-                found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+                found = (
+                    [pattern]
+                    if os.path.isfile(pattern)
+                    else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+                )
                 if not found:
                     hint = did_you_mean(dataset, ['stdlib', *(f'{k}:{n}' for k in HUB for n in HUB[k][1])])
                     raise InputError(f"dataset '{pattern}': no such file, glob or data set{hint}")
@@ -332,7 +339,11 @@ def load_meta(config):
         raise InputError(f'{folder} has no prepared data; make it with: python prepare.py {" ".join(args)}') from None
     except ValueError as e:
         raise InputError(f'{folder}/meta.json is damaged ({e}); delete the folder and prepare it again') from None
-    keys = ('tokenizer', 'num_hashes', 'num_buckets', 'num_lsh', 'single_id') if config['num_hashes'] else ('tokenizer', 'num_hashes')
+    keys = (
+        ('tokenizer', 'num_hashes', 'num_buckets', 'num_lsh', 'single_id')
+        if config['num_hashes']
+        else ('tokenizer', 'num_hashes')
+    )
     for key in keys:
         if meta.get(key) != config[key]:
             raise InputError(
@@ -350,10 +361,14 @@ def open_bin(config, meta, part):
     except FileNotFoundError:
         raise InputError(f'{path} is missing; delete {path.parent} and run prepare.py again') from None
     except (ValueError, OSError, EOFError, SyntaxError) as e:
-        raise InputError(f'{path} is no whole bin ({" ".join(str(e).split())[:200]}); delete {path.parent} and run prepare.py again') from None
+        raise InputError(
+            f'{path} is no whole bin ({" ".join(str(e).split())[:200]}); delete {path.parent} and run prepare.py again'
+        ) from None
     wanted = (meta['splits'][part]['tokens'], meta['num_hashes'] or 1)
     if rows.shape != wanted or rows.dtype.kind != 'u':
-        raise InputError(f'{path} holds {rows.shape} {rows.dtype}, meta.json says {wanted}: not the bin that was prepared here')
+        raise InputError(
+            f'{path} holds {rows.shape} {rows.dtype}, meta.json says {wanted}: not the bin that was prepared here'
+        )
     return rows
 
 
@@ -367,7 +382,9 @@ def load_table(config, meta):
     except (OSError, ValueError, EOFError) as e:
         raise InputError(f'{path} cannot be read ({e}); delete {path.parent} and run prepare.py again') from None
     if fingerprint(table) != meta['table_sha256']:
-        raise InputError(f'{path} has fingerprint {fingerprint(table)[:12]}, meta.json says {meta["table_sha256"][:12]}')
+        raise InputError(
+            f'{path} has fingerprint {fingerprint(table)[:12]}, meta.json says {meta["table_sha256"][:12]}'
+        )
     return table
 
 
@@ -377,13 +394,17 @@ def main(config):
     if not 0 < config['val_fraction'] < 1:
         raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     if config['num_workers'] < 0 or config['num_hashes'] < 0:
-        raise InputError(f'num_workers={config["num_workers"]}, num_hashes={config["num_hashes"]}: must not be negative')
+        raise InputError(
+            f'num_workers={config["num_workers"]}, num_hashes={config["num_hashes"]}: must not be negative'
+        )
     source, folder = Source(config['dataset']), data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     V, H = len(tok.tokens), config['num_hashes']
     table = None
     if H:
-        table = signature_table(tok.tokens, H, config['num_buckets'], config['num_lsh'], tok.pad, not config['single_id'])
+        table = signature_table(
+            tok.tokens, H, config['num_buckets'], config['num_lsh'], tok.pad, not config['single_id']
+        )
 
     recipe = {k: config[k] for k in ('dataset', 'tokenizer', 'num_hashes')}
     if H:
@@ -393,7 +414,9 @@ def main(config):
         there = json.loads((folder / 'meta.json').read_text())
         for key in recipe:
             if there.get(key) != recipe[key]:
-                raise InputError(f'{folder} holds data with {key}={there.get(key)}, not {recipe[key]}; delete it, or choose another --data_dir')
+                raise InputError(
+                    f'{folder} holds data with {key}={there.get(key)}, not {recipe[key]}; delete it, or choose another --data_dir'
+                )
         print(f'{folder} is prepared already; delete it to make it again')
         return
 
@@ -406,7 +429,14 @@ def main(config):
     except OSError as e:
         raise InputError(f'{folder} cannot be written ({e})') from None
     try:
-        bar = tqdm(total=source.total, unit='B', unit_scale=True, desc='prepare', delay=1, mininterval=0.2 if sys.stderr.isatty() else 20)
+        bar = tqdm(
+            total=source.total,
+            unit='B',
+            unit_scale=True,
+            desc='prepare',
+            delay=1,
+            mininterval=0.2 if sys.stderr.isatty() else 20,
+        )
         with bar as source.bar:
             pairs = split(documents(source, stats), config['val_fraction'], config['val_bytes'])
             for result in tokenise(pairs, config['tokenizer'], config['num_workers'] or os.cpu_count()):
@@ -419,7 +449,9 @@ def main(config):
         for p in parts:
             writers[p].close()
             if writers[p].rows < 2:
-                raise InputError(f"dataset '{config['dataset']}' gave {writers[p].rows} {p} tokens from {writers[p].documents} documents: too little text")
+                raise InputError(
+                    f"dataset '{config['dataset']}' gave {writers[p].rows} {p} tokens from {writers[p].documents} documents: too little text"
+                )
         if H:
             np.save(folder / 'signatures.npy', table)
         meta = recipe | dict(
@@ -446,10 +478,14 @@ def main(config):
             folder.rmdir()
 
     if source.replaced or stats['surrogates']:
-        print(f'invalid UTF-8: {source.replaced} bytes and {stats["surrogates"]} documents with lone surrogates were replaced')
+        print(
+            f'invalid UTF-8: {source.replaced} bytes and {stats["surrogates"]} documents with lone surrogates were replaced'
+        )
     for p in parts:
         s = meta['splits'][p]
-        print(f'{p}: {s["tokens"]:,} tokens, {s["documents"]:,} documents, {s["bytes"]:,} bytes of text -> {folder}/{p}.bin')
+        print(
+            f'{p}: {s["tokens"]:,} tokens, {s["documents"]:,} documents, {s["bytes"]:,} bytes of text -> {folder}/{p}.bin'
+        )
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ Samples text from a trained model, streaming it as it is made.
     $ python sample.py --out_dir=out/mhf_tiny --start="def main(" --temperature=0.8 --top_p=0.95
     $ python sample.py --released=klein9692/hf_qwen3_100m-model_16384_4_0_64_twe --revision=checkpoint-20000 --start=FILE:prompt.txt
 """
+
 import sys
 import time
 from pathlib import Path
@@ -46,7 +47,9 @@ try:
     torch.zeros(1, device=device)
     generator = torch.Generator(device)
 except (RuntimeError, AssertionError, TypeError) as e:
-    raise InputError(f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is') from None
+    raise InputError(
+        f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is'
+    ) from None
 dtype = dtype or ('bfloat16' if str(device).startswith('cuda') else 'float32')
 if dtype not in ('bfloat16', 'float32'):
     raise InputError(f'dtype={dtype}: must be bfloat16 or float32')
@@ -60,7 +63,9 @@ if released:
     model, trained_with, which = MHF.from_pretrained(released, revision or None), None, f'{released}, a released model'
 else:
     if not out_dir:
-        found = sorted((p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')), key=lambda p: p.stat().st_mtime)
+        found = sorted(
+            (p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')), key=lambda p: p.stat().st_mtime
+        )
         if not found:
             raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
         out_dir = found[-1].parent
@@ -71,16 +76,22 @@ else:
 tok = get_tokenizer(tokenizer or (trained_with['tokenizer'] if trained_with else 'mistral'))
 V, c = len(tok.tokens), model.config
 if trained_with and tokenizer_fingerprint(tok) != trained_with['tokenizer_sha256']:
-    raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{trained_with['tokenizer']}' this model was trained with")
+    raise InputError(
+        f"tokenizer '{tok.name}' has another vocabulary than the '{trained_with['tokenizer']}' this model was trained with"
+    )
 if V > c.vocab_size:
-    raise InputError(f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with")
+    raise InputError(
+        f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with"
+    )
 if released and c.num_hashes > c.num_lsh + 1:  # coordinates that were neither LSH nor rehashed
     theirs = model.signatures[:V, c.num_lsh : -1].numpy()
     ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id, unique=False)
     if (theirs[:, :1] != theirs).any() or (theirs[:, 0] != ours[:, 0]).any():  # not Single-ID
         ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, c.num_lsh : -1]
         if (ours != theirs).any():
-            raise InputError(f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer")
+            raise InputError(
+                f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer"
+            )
 if top_k is not None and not 1 <= top_k <= V:
     raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
 if top_p is not None and not 0 < top_p <= 1:

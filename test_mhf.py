@@ -3,6 +3,7 @@ Tests of the whole path, on the CPU, seconds each:  pytest -rs test_mhf.py
 
 Tests that need the project's shared/ folder beside the clone skip without it; with MHF_STRICT=1 a skip is a failure.
 """
+
 import gzip
 import hashlib
 import json
@@ -145,13 +146,26 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 def test_permute_is_fixed_and_shuffles():
     """The order of the data changes between versions (no run could be resumed), or is hardly a shuffle."""
-    assert permute(np.arange(5), 10**11, 42, 1).tolist() == [43193186363, 53595994680, 26334769426, 57026049564, 57824253611]
+    assert permute(np.arange(5), 10**11, 42, 1).tolist() == [
+        43193186363,
+        53595994680,
+        26334769426,
+        57026049564,
+        57824253611,
+    ]
     order = permute(np.arange(10000), 10000, 42)
     assert abs(np.corrcoef(order, np.arange(10000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
 
 
-SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', 'हिन्दी भाषा', '🙂 e\u0301 \x00 <s>[INST]', ' leading']
+SAYINGS = [
+    'Hello,  world!\n\n\tx = {1: "a"}\r\n',
+    '语言模型',
+    'لغة عربية',
+    'हिन्दी भाषा',
+    '🙂 e\u0301 \x00 <s>[INST]',
+    ' leading',
+]
 
 
 @pytest.mark.parametrize('name, V, bos, pad', [('mistral', 32768, 1, 2), ('tekken', 131072, 1, 11)])
@@ -178,7 +192,9 @@ def test_tokenizers_round_trip_on_real_text(name, file):
 def handmade_encoding():
     """A tiktoken encoding with a gap: ids 0..255 bytes, 256 'th', 257 'the', 260 end of text."""
     ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257}
-    return tiktoken.Encoding('handmade', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260})
+    return tiktoken.Encoding(
+        'handmade', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260}
+    )
 
 
 def test_tiktoken_path(monkeypatch):
@@ -249,7 +265,9 @@ def write_released(folder, m, shards=1, **extra):
         eos_token_id=c.pad_id, max_position_embeddings=c.block_size, hidden_act='silu', attention_bias=False,
     )  # fmt: skip
     if c.num_hashes:
-        config |= dict(num_hashes=c.num_hashes, num_buckets=c.num_buckets, num_lsh=c.num_lsh, bottle_neck_dim=c.bottleneck)
+        config |= dict(
+            num_hashes=c.num_hashes, num_buckets=c.num_buckets, num_lsh=c.num_lsh, bottle_neck_dim=c.bottleneck
+        )
     config |= extra
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'config.json').write_text(json.dumps(config))
@@ -277,7 +295,10 @@ def test_golden_training(dtype, tolerance):
     """An error in a gradient, the loss, the weight decay groups or the clipping."""
     expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
     m = MHF.from_pretrained(shared('golden/tiny_a')).to(dtype)
-    groups = [dict(params=[p for p in m.parameters() if (p.dim() >= 2) == big], weight_decay=w) for big, w in ((True, 0.1), (False, 0))]
+    groups = [
+        dict(params=[p for p in m.parameters() if (p.dim() >= 2) == big], weight_decay=w)
+        for big, w in ((True, 0.1), (False, 0))
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     for ids, loss, norm in zip(expect['train_batches'], expect['train_losses'], expect['train_grad_norms']):
         s = m.signatures[ids]
@@ -313,7 +334,8 @@ def naive_bucket_logits(w, c, ids):
     for token in ids:
         k = [E[i, b] for i, b in enumerate(w['model.hash_map'][token])]
         score = [
-            w['model.combiner.scorer.2.weight'] @ silu(w['model.combiner.scorer.0.weight'] @ v + w['model.combiner.scorer.0.bias'])
+            w['model.combiner.scorer.2.weight']
+            @ silu(w['model.combiner.scorer.0.weight'] @ v + w['model.combiner.scorer.0.bias'])
             + w['model.combiner.scorer.2.bias']
             for v in k
         ]
@@ -346,7 +368,11 @@ def naive_bucket_logits(w, c, ids):
         for i in range(c.num_hashes):
             logits[t, i] = E[i] @ v
             if i < c.num_hashes - 1:
-                m = {k.removeprefix(f'hash_head.cascade_mixer.{i}.'): u for k, u in w.items() if k.startswith(f'hash_head.cascade_mixer.{i}.')}
+                m = {
+                    k.removeprefix(f'hash_head.cascade_mixer.{i}.'): u
+                    for k, u in w.items()
+                    if k.startswith(f'hash_head.cascade_mixer.{i}.')
+                }
                 soft = E[i].T @ softmax(logits[t, i])
                 v = v + m['2.weight'] @ silu(m['0.weight'] @ np.concatenate([v, soft]) + m['0.bias']) + m['2.bias']
     return logits
@@ -402,7 +428,12 @@ def test_from_the_hub(tmp_path, monkeypatch):
 def test_released_models_that_are_refused(tmp_path):
     """A checkpoint of another architecture is loaded as if it were ours, and samples nonsense."""
     m = random_model()
-    for key, value in (('lsh_only_embed', True), ('attention_bias', True), ('num_hidden_layers', 3), ('hidden_size', 16)):
+    for key, value in (
+        ('lsh_only_embed', True),
+        ('attention_bias', True),
+        ('num_hidden_layers', 3),
+        ('hidden_size', 16),
+    ):
         with pytest.raises(InputError, match='|'.join([key, 'disagree'])):
             MHF.from_pretrained(write_released(tmp_path / key, m, **{key: value}))
     folder = write_released(tmp_path / 'untied', m)
@@ -533,10 +564,17 @@ def test_sampling_follows_p():
 
 
 def run(script, *args, cwd, torchrun=None, **environment):
-    command = [sys.executable, *(['-m', 'torch.distributed.run', *torchrun] if torchrun else []), str(REPO / script), *args]
+    command = [
+        sys.executable,
+        *(['-m', 'torch.distributed.run', *torchrun] if torchrun else []),
+        str(REPO / script),
+        *args,
+    ]
     env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
     env |= dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1', **environment)
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=env, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, env=env, stdin=subprocess.DEVNULL
+    )
 
 
 def ok(*args, **kwargs):
@@ -577,7 +615,9 @@ num_samples = 2
 def real_documents():
     """30 modules of the standard library: real text that every machine has."""
     paths = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-    return [t for t in (p.read_text(encoding='utf-8', errors='replace').strip() for p in paths) if 1000 < len(t) < 12000][:30]
+    return [
+        t for t in (p.read_text(encoding='utf-8', errors='replace').strip() for p in paths) if 1000 < len(t) < 12000
+    ][:30]
 
 
 def write_jsonl(path, texts):
@@ -606,7 +646,9 @@ def events(folder, out='out'):
 
 
 def steps(folder, out='out'):
-    return [{k: e[k] for k in ('step', 'tokens', 'loss', 'lr', 'grad_norm')} for e in events(folder, out) if 'loss' in e]
+    return [
+        {k: e[k] for k in ('step', 'tokens', 'loss', 'lr', 'grad_norm')} for e in events(folder, out) if 'loss' in e
+    ]
 
 
 def weights(folder, out='out'):
@@ -635,7 +677,9 @@ def test_bins_hold_the_text(trained, mistral):
     """Documents are lost, reordered, cut, or begin without bos; or meta.json counts something else."""
     meta, docs = json.loads((trained / 'bins/meta.json').read_text()), real_documents()
     table = np.load(trained / 'bins/signatures.npy')
-    expected = dict(train=[t for i, t in enumerate(docs, 1) if i % 10], val=[t for i, t in enumerate(docs, 1) if i % 10 == 0])
+    expected = dict(
+        train=[t for i, t in enumerate(docs, 1) if i % 10], val=[t for i, t in enumerate(docs, 1) if i % 10 == 0]
+    )
     for part, texts in expected.items():
         rows = np.load(trained / f'bins/{part}.bin')
         ids = ids_of(rows, table)
@@ -659,7 +703,13 @@ def test_every_format_gives_the_same_bins(trained, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = dict(text=docs, id=[f'<urn:uuid:{i}>' for i in range(len(docs))], dump=['CC'] * len(docs), score=[3.5] * len(docs), int_score=[4] * len(docs))
+    columns = dict(
+        text=docs,
+        id=[f'<urn:uuid:{i}>' for i in range(len(docs))],
+        dump=['CC'] * len(docs),
+        score=[3.5] * len(docs),
+        int_score=[4] * len(docs),
+    )
     half = len(docs) // 2
     pq.write_table(pa.table({k: v[:half] for k, v in columns.items()}), tmp_path / 'p0.parquet', row_group_size=4)
     pq.write_table(pa.table({k: v[half:] for k, v in columns.items()}), tmp_path / 'p1.parquet', row_group_size=7)
@@ -669,8 +719,18 @@ def test_every_format_gives_the_same_bins(trained, tmp_path):
     digests = {}
     sources = ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', 'p0.parquet,p1.parquet', 'txt/*.txt']
     for k, name in enumerate(sources):
-        ok('prepare.py', f'--dataset={name}', f'--data_dir=d{k}', '--num_hashes=0', '--val_fraction=0.1', f'--num_workers={1 + k % 2}', cwd=tmp_path)
-        digests[name] = [hashlib.sha256((tmp_path / f'd{k}/{p}.bin').read_bytes()).hexdigest() for p in ('train', 'val')]
+        ok(
+            'prepare.py',
+            f'--dataset={name}',
+            f'--data_dir=d{k}',
+            '--num_hashes=0',
+            '--val_fraction=0.1',
+            f'--num_workers={1 + k % 2}',
+            cwd=tmp_path,
+        )
+        digests[name] = [
+            hashlib.sha256((tmp_path / f'd{k}/{p}.bin').read_bytes()).hexdigest() for p in ('train', 'val')
+        ]
     assert len({str(d) for d in digests.values()}) == 1, digests
 
 
@@ -707,11 +767,16 @@ def test_training_learns_and_reports(trained):
     log = events(trained)
     train, val = [e for e in log if 'loss' in e], [e for e in log if 'val_loss' in e]
     assert [e['step'] for e in train] == list(range(1, 25)) and [e['step'] for e in val] == [12, 24]
-    assert set(train[0]) == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'} and train[-1]['tokens'] == 24 * 8 * 64
+    assert (
+        set(train[0]) == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'}
+        and train[-1]['tokens'] == 24 * 8 * 64
+    )
     assert train[-1]['loss'] < train[0]['loss'] - 1 and val[1]['val_loss'] < val[0]['val_loss']
     assert abs(train[0]['loss'] - 3 * math.log(256)) < 0.5  # at first every bucket is equally likely
     ckpt = weights(trained)
-    assert ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256 and not [k for k in ckpt['model'] if 'module' in k]
+    assert (
+        ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256 and not [k for k in ckpt['model'] if 'module' in k]
+    )
     assert (trained / 'out/loss.png').read_bytes()[:4] == b'\x89PNG' and (trained / 'out/ckpt_best.pt').exists()
 
 
@@ -765,7 +830,10 @@ def test_any_world_size_sees_the_same_batches(copy):
     ok('train.py', *short, '--out_dir=two', cwd=copy, torchrun=['--standalone', '--nproc_per_node=2'])
     nodes = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={free_port()}']
     with ThreadPoolExecutor(2) as pool:
-        agents = [pool.submit(run, 'train.py', *short, '--out_dir=nodes', cwd=copy, torchrun=[*nodes, f'--node_rank={k}']) for k in (0, 1)]
+        agents = [
+            pool.submit(run, 'train.py', *short, '--out_dir=nodes', cwd=copy, torchrun=[*nodes, f'--node_rank={k}'])
+            for k in (0, 1)
+        ]
     for agent in agents:
         assert agent.result().returncode == 0, agent.result().stderr[-3000:]
     val = [e for e in events(copy, 'micro') if 'val_loss' in e][-1]
@@ -806,7 +874,15 @@ def test_train_from_a_released_model(copy):
     model, _ = MHF.from_checkpoint(copy / 'out/ckpt.pt')
     write_released(copy / 'released', model, shards=2)
     # only the data has to be named: the architecture is the model's
-    args = ['--init_from=released:released', '--data_dir=bins', '--block_size=64', '--batch_size=8', '--micro_batch_size=8', '--device=cpu', '--dtype=float32']
+    args = [
+        '--init_from=released:released',
+        '--data_dir=bins',
+        '--block_size=64',
+        '--batch_size=8',
+        '--micro_batch_size=8',
+        '--device=cpu',
+        '--dtype=float32',
+    ]
     ok('train.py', *args, '--max_steps=1', '--warmup_steps=0', '--learning_rate=1e-9', '--out_dir=b', cwd=copy)
     assert events(copy, 'b')[-1]['val_loss'] == pytest.approx(events(copy)[-1]['val_loss'], rel=1e-4)
 
@@ -841,7 +917,16 @@ def test_standard_and_bfloat16(copy):
     flags = ['--num_hashes=0', '--data_dir=ids']
     ok('prepare.py', 'cfg.py', *flags, cwd=copy)
     assert np.load(copy / 'ids/train.bin').shape[1] == 1
-    ok('train.py', 'cfg.py', *flags, '--out_dir=std', '--dtype=bfloat16', '--max_steps=12', '--eval_interval=6', cwd=copy)
+    ok(
+        'train.py',
+        'cfg.py',
+        *flags,
+        '--out_dir=std',
+        '--dtype=bfloat16',
+        '--max_steps=12',
+        '--eval_interval=6',
+        cwd=copy,
+    )
     last = events(copy, 'std')[-1]
     assert last['val_loss'] == pytest.approx(last['val_nats'], rel=1e-5) and last['val_nats'] < math.log(32768) - 1
     assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=copy).stderr
@@ -852,7 +937,14 @@ def test_interrupt_keeps_the_checkpoint(copy):
     import signal
     import time
 
-    command = [sys.executable, str(REPO / 'train.py'), 'cfg.py', '--out_dir=b', '--max_steps=100000', '--eval_interval=5']
+    command = [
+        sys.executable,
+        str(REPO / 'train.py'),
+        'cfg.py',
+        '--out_dir=b',
+        '--max_steps=100000',
+        '--eval_interval=5',
+    ]
     process = subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 120
     while not (copy / 'b/ckpt.pt').exists() and time.time() < deadline:
@@ -862,7 +954,15 @@ def test_interrupt_keeps_the_checkpoint(copy):
     assert process.returncode == 130 and 'Traceback' not in stderr and '--init_from=resume' in stderr
     ckpt = weights(copy, 'b')
     assert ckpt['step'] % 5 == 0
-    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', f'--max_steps={ckpt["step"] + 1}', '--lr_decay_steps=100000', cwd=copy)
+    ok(
+        'train.py',
+        'cfg.py',
+        '--out_dir=b',
+        '--init_from=resume',
+        f'--max_steps={ckpt["step"] + 1}',
+        '--lr_decay_steps=100000',
+        cwd=copy,
+    )
 
 
 def test_a_malicious_checkpoint_is_not_run(copy):
@@ -891,11 +991,23 @@ def configured(tmp_path, *argv, file=''):
 def test_configurator_accepts(tmp_path):
     """An int for a float, None, a value with '=', a bare --flag or a file's own names are turned away or mangled."""
     file = 'import math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nwandb = False\nmax_new_tokens = 7\n'
-    got = configured(tmp_path, '--weight_decay=0', '--out_dir=a=b', '--wandb', '--compile=None', '--device=cpu', '--dataset=1', file=file)
+    got = configured(
+        tmp_path,
+        '--weight_decay=0',
+        '--out_dir=a=b',
+        '--wandb',
+        '--compile=None',
+        '--device=cpu',
+        '--dataset=1',
+        file=file,
+    )
     assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
     assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
     assert got['device'] == 'cpu' and got['dataset'] == '1' and 'max_new_tokens' not in got and '_n' not in got
-    assert configured(tmp_path, '--compile')['compile'] is True and configured(tmp_path, '--max_steps=1e3')['max_steps'] == 1000
+    assert (
+        configured(tmp_path, '--compile')['compile'] is True
+        and configured(tmp_path, '--max_steps=1e3')['max_steps'] == 1000
+    )
     assert configured(tmp_path, '--max_steps=5', file='max_steps = 4')['max_steps'] == 5
 
 
@@ -979,12 +1091,42 @@ BAD = [
     ('config with a typo', *P, 'bad.py', "did you mean 'num_buckets'", damage('bad.py', lambda _: b'num_bucket = 9')),
     ('config that is not python', *P, 'bad.py', 'SyntaxError', damage('bad.py', lambda _: b'num_buckets = ')),
     ('empty file', *P, '--dataset=e.txt', 'too little text', damage('e.txt', lambda _: b'')),
-    ('only white space', *P, '--dataset=e.jsonl', 'too little text', damage('e.jsonl', lambda _: b'{"text": "  "}\n\n')),
-    ('no text field', *P, '--dataset=e.jsonl', 'there are: body, id', damage('e.jsonl', lambda _: b'{"body": "x", "id": 1}')),
+    (
+        'only white space',
+        *P,
+        '--dataset=e.jsonl',
+        'too little text',
+        damage('e.jsonl', lambda _: b'{"text": "  "}\n\n'),
+    ),
+    (
+        'no text field',
+        *P,
+        '--dataset=e.jsonl',
+        'there are: body, id',
+        damage('e.jsonl', lambda _: b'{"body": "x", "id": 1}'),
+    ),
     ('text is no string', *P, '--dataset=e.jsonl', "'text' is int", damage('e.jsonl', lambda _: b'{"text": 5}')),
-    ('line that is not JSON', *P, '--dataset=e.jsonl', 'line 2: not JSON', damage('e.jsonl', lambda _: b'{"text": "x"}\n{"te')),
-    ('truncated xz', *P, '--dataset=e.jsonl.xz', 'e.jsonl.xz', damage('e.jsonl.xz', lambda _: lzma.compress(b'{"text": "x"}\n' * 999)[:-20])),
-    ('truncated gz', *P, '--dataset=e.txt.gz', 'e.txt.gz', damage('e.txt.gz', lambda _: gzip.compress(os.urandom(9999))[:-20])),
+    (
+        'line that is not JSON',
+        *P,
+        '--dataset=e.jsonl',
+        'line 2: not JSON',
+        damage('e.jsonl', lambda _: b'{"text": "x"}\n{"te'),
+    ),
+    (
+        'truncated xz',
+        *P,
+        '--dataset=e.jsonl.xz',
+        'e.jsonl.xz',
+        damage('e.jsonl.xz', lambda _: lzma.compress(b'{"text": "x"}\n' * 999)[:-20]),
+    ),
+    (
+        'truncated gz',
+        *P,
+        '--dataset=e.txt.gz',
+        'e.txt.gz',
+        damage('e.txt.gz', lambda _: gzip.compress(os.urandom(9999))[:-20]),
+    ),
     ('not zst', *P, '--dataset=e.txt.zst', 'e.txt.zst', damage('e.txt.zst', lambda _: b'plain text')),
     ('unknown kind of file', *P, '--dataset=e.pdf', 'e.pdf', damage('e.pdf', lambda _: b'%PDF')),
     ('parquet without text', *P, '--dataset=x.parquet', 'content, url', bad_parquet),
@@ -1006,7 +1148,15 @@ BAD = [
     ('bin cut in its header', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda raw: raw[:20])),
     ('foreign bin', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda _: b'nanoGPT was here' * 99)),
     ('bin of other data', *T, 'bins/val.bin holds', lambda f: shutil.copy(f / 'bins/train.bin', f / 'bins/val.bin')),
-    ('bucket over B', 'train.py', 'cfg.py', '--init_from=resume', '--max_steps=30', 'has bucket 65535', damage('bins/train.bin', edit_rows)),
+    (
+        'bucket over B',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        'has bucket 65535',
+        damage('bins/train.bin', edit_rows),
+    ),
     ('missing bin', *T, 'bins/train.bin is missing', lambda f: (f / 'bins/train.bin').unlink()),
     ('damaged meta.json', *T, 'meta.json is damaged', damage('bins/meta.json', lambda raw: raw[:50])),
     ('changed table', *T, 'fingerprint', damage('bins/signatures.npy', lambda raw: raw[:-2] + b'\x07\x00')),
@@ -1019,10 +1169,40 @@ BAD = [
     ('out_dir below a file', 'train.py', 'cfg.py', '--out_dir=docs.jsonl/x', 'docs.jsonl/x cannot be written', None),
     ('checkpoint is there already', 'train.py', 'cfg.py', '--init_from=resume', None),
     ('resume from nothing', *T, '--init_from=resume', 'no checkpoint at new/ckpt.pt', None),
-    ('resume from a foreign file', 'train.py', 'cfg.py', '--init_from=resume', 'ckpt.pt is no checkpoint', damage('out/ckpt.pt', lambda _: b'PK\x03\x04 zip')),
-    ('resume from half a checkpoint', 'train.py', 'cfg.py', '--init_from=resume', 'ckpt.pt is no checkpoint', damage('out/ckpt.pt', lambda raw: raw[: len(raw) // 2])),
-    ('resume another architecture', 'train.py', 'cfg.py', '--init_from=resume', '--num_layers=3', 'num_layers=2 (now 3)', None),
-    ('resume on other data', 'train.py', 'cfg.py', '--init_from=resume', '--max_steps=30', 'tokenizer_sha256', edit_meta(tokenizer_sha256='0')),
+    (
+        'resume from a foreign file',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        'ckpt.pt is no checkpoint',
+        damage('out/ckpt.pt', lambda _: b'PK\x03\x04 zip'),
+    ),
+    (
+        'resume from half a checkpoint',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        'ckpt.pt is no checkpoint',
+        damage('out/ckpt.pt', lambda raw: raw[: len(raw) // 2]),
+    ),
+    (
+        'resume another architecture',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--num_layers=3',
+        'num_layers=2 (now 3)',
+        None,
+    ),
+    (
+        'resume on other data',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        'tokenizer_sha256',
+        edit_meta(tokenizer_sha256='0'),
+    ),
     ('resume what is done', 'train.py', 'cfg.py', '--init_from=resume', 'max_steps=24', None),
     ('unknown init_from', *T, '--init_from=gpt2', "init_from='gpt2'", None),
     ('no released model', *T, '--init_from=released:nowhere', 'nowhere', None),
@@ -1050,9 +1230,11 @@ BAD = [
 
 
 def snapshot(folder):
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob('*')) if p.is_file()} | {
-        str(p.relative_to(folder)): None for p in folder.rglob('*') if p.is_dir()
-    }
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob('*'))
+        if p.is_file()
+    } | {str(p.relative_to(folder)): None for p in folder.rglob('*') if p.is_dir()}
 
 
 @pytest.fixture(scope='session')

@@ -11,6 +11,7 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
 
 Needs the bins of prepare.py with the same config. Writes out_dir/ckpt.pt, ckpt_best.pt, log.jsonl and loss.png.
 """
+
 import contextlib
 import json
 import math
@@ -89,7 +90,9 @@ if device == 'cuda':
 try:
     torch.zeros(1, device=device)
 except (RuntimeError, AssertionError, TypeError) as e:
-    raise InputError(f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is') from None
+    raise InputError(
+        f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is'
+    ) from None
 device_type = torch.device(device).type
 if device_type == 'cuda':
     torch.cuda.set_device(device)
@@ -99,7 +102,9 @@ if dtype is None:
     if device_type == 'cuda':
         fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast_bf16 = device_type == 'cpu' and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        fast_bf16 = device_type == 'cpu' and (
+            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        )
     dtype = 'bfloat16' if fast_bf16 else 'float32'
 if dtype not in ('bfloat16', 'float32'):
     raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
@@ -121,7 +126,11 @@ for key in ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'seed
     if not 0 <= config[key] < math.inf:
         raise InputError(f'{key}={config[key]}: must not be negative')
 if batch_size % (micro_batch_size * world_size):
-    fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0) if batch_size % world_size == 0 else None
+    fits = (
+        max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0)
+        if batch_size % world_size == 0
+        else None
+    )
     raise InputError(
         f'batch_size={batch_size} does not divide by micro_batch_size={micro_batch_size} x {world_size} processes; use '
         + (f'--micro_batch_size={fits}' if fits else f'a batch_size that is a multiple of {world_size}')
@@ -138,7 +147,9 @@ out = Path(out_dir)
 ckpt, start_step, best_val = None, 0, math.inf
 if source == 'released':
     model = MHF.from_pretrained(where)
-    config |= {k: v for k, v in asdict(model.config).items() if k in config and k != 'block_size'}  # the data must fit it
+    config |= {
+        k: v for k, v in asdict(model.config).items() if k in config and k != 'block_size'
+    }  # the data must fit it
 if source == 'resume':
     model, ckpt = MHF.from_checkpoint(out / 'ckpt.pt')
 elif (out / 'ckpt.pt').exists():
@@ -148,11 +159,15 @@ meta = load_meta(config)
 train_rows, val_rows = open_bin(config, meta, 'train'), open_bin(config, meta, 'val')
 num_blocks = (len(train_rows) - 1) // block_size
 if num_blocks < 1:
-    raise InputError(f'block_size={block_size} is over the {len(train_rows):,} tokens of {data_folder(config)}/train.bin')
+    raise InputError(
+        f'block_size={block_size} is over the {len(train_rows):,} tokens of {data_folder(config)}/train.bin'
+    )
 
 table = load_table(config, meta)
 model_config = MHFConfig(
-    vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **{k: config[k] for k in MHFConfig.__annotations__ if k in config}
+    vocab_size=meta['vocab_size'],
+    pad_id=meta['pad_id'],
+    **{k: config[k] for k in MHFConfig.__annotations__ if k in config},
 )
 if source == 'scratch':
     torch.manual_seed(seed)
@@ -166,7 +181,9 @@ else:
     V = meta['vocab_size']
     model.config.block_size = block_size
     if model.config.vocab_size < V:
-        raise InputError(f'the vocabulary of the bins, {V}, does not fit the vocab_size={model.config.vocab_size} of {where or out_dir}')
+        raise InputError(
+            f'the vocabulary of the bins, {V}, does not fit the vocab_size={model.config.vocab_size} of {where or out_dir}'
+        )
     theirs = model.signatures.numpy()
     if table is not None and not (np.array_equal(theirs[:V], table) and not theirs[V:].any()):
         first = int(np.argmax((theirs[:V] != table).any(1)))
@@ -176,10 +193,16 @@ else:
         )
 if ckpt:
     start_step, best_val = ckpt['step'], ckpt['best_val']
-    there, here = ckpt['data'], {k: meta[k] for k in ckpt['data'] if k != 'train_sha256'} | dict(train_sha256=meta['splits']['train']['sha256'])
+    there, here = (
+        ckpt['data'],
+        {k: meta[k] for k in ckpt['data'] if k != 'train_sha256'}
+        | dict(train_sha256=meta['splits']['train']['sha256']),
+    )
     for key in there:
         if there[key] != here[key]:
-            raise InputError(f'{out}/ckpt.pt was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}')
+            raise InputError(
+                f'{out}/ckpt.pt was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}'
+            )
     if start_step >= max_steps:
         raise InputError(f'{out}/ckpt.pt is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
 if wandb and master:
@@ -205,7 +228,10 @@ others = [p for p in model.parameters() if p.dim() < 2]
 assert sum(p.numel() for p in decayed + others) == sum(model.num_params())
 optimizer = torch.optim.AdamW(
     [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
-    lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=device_type in ('cuda', 'cpu'),
+    lr=learning_rate,
+    betas=(beta1, beta2),
+    eps=1e-8,
+    fused=device_type in ('cuda', 'cpu'),
 )
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
@@ -238,7 +264,9 @@ def blocks_of(step):
 def to_device(rows):
     """Rows (n, T + 1, H) uint16 -> inputs and targets, each (n, T, H) int64."""
     if rows.max() >= raw_model.config.buckets:
-        raise InputError(f'{data_folder(config)} has bucket {rows.max()}, the model has {raw_model.config.buckets}: a damaged bin')
+        raise InputError(
+            f'{data_folder(config)} has bucket {rows.max()}, the model has {raw_model.config.buckets}: a damaged bin'
+        )
     rows = torch.from_numpy(rows.astype(np.int64))
     if device_type == 'cuda':
         rows = rows.pin_memory()
@@ -271,8 +299,13 @@ def evaluate():
 def save(step, best):
     """out_dir/ckpt.pt, replaced only by a whole new one; where it is the best so far, ckpt_best.pt is the same file."""
     state = dict(
-        model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_config=asdict(raw_model.config), config=config,
-        step=step, best_val=best_val, data={k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
+        model=raw_model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        model_config=asdict(raw_model.config),
+        config=config,
+        step=step,
+        best_val=best_val,
+        data={k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
         | dict(train_sha256=meta['splits']['train']['sha256']),
     )
     temporary = out / 'ckpt.pt.tmp'
@@ -307,7 +340,11 @@ def draw(path):
 
     events = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
     fig, ax = plt.subplots(figsize=(8, 5))
-    for name, style in (('loss', dict(lw=0.8, alpha=0.6)), ('val_loss', dict(marker='o')), ('val_nats', dict(marker='o'))):
+    for name, style in (
+        ('loss', dict(lw=0.8, alpha=0.6)),
+        ('val_loss', dict(marker='o')),
+        ('val_nats', dict(marker='o')),
+    ):
         points = [(e['tokens'], e[name]) for e in events if name in e]
         label = dict(loss='training loss', val_loss='validation: training loss', val_nats='validation: -log P(w)')[name]
         ax.plot(*zip(*points), label=label, **style)
@@ -329,9 +366,15 @@ def kept():
 if master:
     interface, decoder = raw_model.num_params()
     kind = f'MultiHashFormer H={num_hashes} B={num_buckets}' if raw_model.config.num_hashes else 'Standard model'
-    print(f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder = {interface + decoder:,}')
-    print(f'{device}, {dtype}, compile={compile}, {world_size} process(es) x {micro_batch_size} sequences x {accumulation} accumulated')
-    print(f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}')
+    print(
+        f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder = {interface + decoder:,}'
+    )
+    print(
+        f'{device}, {dtype}, compile={compile}, {world_size} process(es) x {micro_batch_size} sequences x {accumulation} accumulated'
+    )
+    print(
+        f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}'
+    )
     lines = []
     if source == 'resume':  # what the log says of later steps happens again
         print(f'resumed at step {start_step}')
@@ -346,8 +389,13 @@ if master:
 tokens_per_step = batch_size * block_size
 last_saved, speeds = (start_step if source == 'resume' else None), []
 bar = tqdm(
-    total=max_steps, initial=start_step, disable=not master, unit='step', desc='train',
-    delay=1, mininterval=0.2 if sys.stderr.isatty() else 20,  # nothing before the first step is through
+    total=max_steps,
+    initial=start_step,
+    disable=not master,
+    unit='step',
+    desc='train',
+    delay=1,
+    mininterval=0.2 if sys.stderr.isatty() else 20,  # nothing before the first step is through
 )
 try:
     for step in range(start_step, max_steps):
@@ -379,7 +427,14 @@ try:
         done = step + 1
         if master:
             speeds.append(tokens_per_step / seconds)
-            log(step=done, tokens=done * tokens_per_step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=round(speeds[-1], 1))
+            log(
+                step=done,
+                tokens=done * tokens_per_step,
+                loss=loss,
+                lr=lr,
+                grad_norm=norm,
+                tokens_per_s=round(speeds[-1], 1),
+            )
             bar.set_postfix_str(f'loss {loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
         if done % eval_interval == 0 or done == max_steps:
@@ -406,7 +461,9 @@ finally:
 
 if master:
     steady = speeds[min(5, len(speeds) - 1) :]  # without warm-up
-    print(f'{tokens_per_step * len(steady) / sum(tokens_per_step / s for s in steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png')
+    print(
+        f'{tokens_per_step * len(steady) / sum(tokens_per_step / s for s in steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png'
+    )
     log_file.close()
     draw(out / 'loss.png')
 if distributed:
