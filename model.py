@@ -10,6 +10,7 @@ one coordinate, V buckets and the token id as signature, without gate and cascad
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,6 +56,32 @@ class MHFConfig:
     @property
     def buckets(self):  # rows of the embedding per coordinate: B, or V for the Standard model
         return self.num_buckets if self.num_hashes else self.vocab_size
+
+
+def pick_device(device=None, dtype=None):
+    """
+    (device, dtype) to compute on: what was asked for, else the best there is: cuda, mps or cpu; bfloat16 where the hardware
+    has it, else float32. Raises InputError for what is not there.
+    """
+    if device is None:
+        device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'  # torchrun sets it: a GPU for each process
+    try:
+        kind = torch.zeros(1, device=device).device.type
+    except (RuntimeError, AssertionError, TypeError) as e:
+        reason = str(e).splitlines()[0][:100]
+        raise InputError(f'device={device} is not there ({reason}); leave it out to take what is') from None
+    if kind == 'cuda':
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        bf16 = kind == 'cpu' and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    dtype = dtype or ('bfloat16' if bf16 else 'float32')
+    if dtype not in ('bfloat16', 'float32'):
+        raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
+    if dtype == 'bfloat16' and kind == 'cuda' and not bf16:
+        raise InputError(f'dtype=bfloat16: {torch.cuda.get_device_name(device)} does not have it; use --dtype=float32')
+    return device, dtype
 
 
 def at_least_float32(x):
@@ -157,6 +184,23 @@ class HashEncoder(nn.Module):
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
 
+def vocabulary(c, table=None, gaps=()):
+    """(V, H) int64 signatures and (V,) bool, which ids are tokens; checks the table against the config."""
+    shape = (c.vocab_size, c.coordinates)
+    if c.num_hashes == 0:
+        table = np.arange(c.vocab_size)[:, None]
+    table = np.zeros(shape, np.int64) if table is None else np.asarray(table, np.int64)
+    if table.shape != shape or table.max() >= c.buckets:
+        raise InputError(
+            f'the signature table has shape {table.shape} and largest bucket {table.max()}, the model wants '
+            f'(vocab_size, num_hashes)={shape} and buckets below num_buckets={c.buckets}'
+        )
+    is_token = table.any(axis=1) | (c.num_hashes == 0)
+    is_token[c.pad_id : c.pad_id + 1] = True
+    is_token[list(gaps)] = False
+    return table, is_token
+
+
 class MHF(nn.Module):
     """
     table: (V, H) integer array, the signature of every token id (hashing.signature_table); not used by the Standard model.
@@ -181,21 +225,9 @@ class MHF(nn.Module):
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
 
-        if c.num_hashes == 0:
-            table = np.arange(c.vocab_size)[:, None]
-            real = np.ones(c.vocab_size, bool)
-        else:
-            table = np.zeros((c.vocab_size, H), np.int64) if table is None else np.asarray(table, np.int64)
-            if table.shape != (c.vocab_size, H) or table.max(initial=0) >= B:
-                raise InputError(
-                    f'the signature table has shape {table.shape} and largest bucket {table.max(initial=0)}, the model '
-                    f'wants (vocab_size={c.vocab_size}, num_hashes={H}) and buckets below num_buckets={B}'
-                )
-            real = table.any(axis=1)
-            real[c.pad_id : c.pad_id + 1] = True
-        real[list(gaps)] = False
-        self.register_buffer('signatures', torch.tensor(table))  # (V, H) int64, in the checkpoint
-        self.register_buffer('is_token', torch.tensor(real))  # (V,) bool
+        signatures, is_token = vocabulary(c, table, gaps)
+        self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
+        self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
 
     def num_params(self):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
@@ -362,10 +394,13 @@ class MHF(nn.Module):
         index = folder / 'model.safetensors.index.json'
         names = ['model.safetensors']
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as e:
+                raise InputError(f'{index} is no index of weights ({type(e).__name__}: {e})') from None
         weights = {}
         for name in names:
-            if Path(name).name != name:
+            if Path(str(name)).name != name:
                 raise InputError(f'{index} names {name!r}, which is not a file beside it')
             try:
                 weights.update(load_file(folder / name))
@@ -410,14 +445,19 @@ def _from_released(cls, released, weights, where):
             raise InputError(f"{where}: config.json has no '{key}'")
         return released[key]
 
-    if released.get('lsh_only_embed'):
-        raise InputError(f'{where}: lsh_only_embed=true is an architecture that this code does not have')
-    if released.get('attention_bias'):
-        raise InputError(f'{where}: attention_bias=true is not Qwen3; this code has no attention biases')
+    rope = released.get('rope_parameters') or {}
+    for key, value, ours in (
+        ('lsh_only_embed', released.get('lsh_only_embed'), False),
+        ('attention_bias', released.get('attention_bias'), False),
+        ('use_sliding_window', released.get('use_sliding_window'), False),
+        ('hidden_act', released.get('hidden_act'), 'silu'),
+        ('rope_type', rope.get('rope_type'), 'default'),
+    ):
+        if value not in (None, ours):
+            raise InputError(f'{where}: {key}={value} in config.json, this code has only {ours}')
     pad = released.get('pad_token_id')
     pad = released.get('eos_token_id') if pad is None else pad
     pad = pad[0] if isinstance(pad, list) else pad
-    rope = released.get('rope_theta') or (released.get('rope_parameters') or {}).get('rope_theta')
     head = weights.pop('lm_head.weight', None)
     E = weights.get('model.embed_tokens.weight')
     if E is None:
@@ -437,7 +477,7 @@ def _from_released(cls, released, weights, where):
         num_buckets=released.get('num_buckets') or MHFConfig.num_buckets,
         num_lsh=released.get('num_lsh') or 0,
         bottleneck=released.get('bottle_neck_dim') or MHFConfig.bottleneck,
-        rope_theta=rope or MHFConfig.rope_theta,
+        rope_theta=released.get('rope_theta') or rope.get('rope_theta') or MHFConfig.rope_theta,
         norm_eps=released.get('rms_norm_eps', MHFConfig.norm_eps),
         pad_id=MHFConfig.pad_id if pad is None else pad,
     )
@@ -446,14 +486,15 @@ def _from_released(cls, released, weights, where):
         prefix = next((p for p in RELEASED_NAMES if name.startswith(p)), None)
         if prefix is None:
             raise InputError(f'{where}: unknown tensor {name}')
-        state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor
-    table = state.pop('signatures', None)
-    if config.num_hashes and table is None:
+        state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor.float() if tensor.is_floating_point() else tensor
+    if config.num_hashes and 'signatures' not in state:
         raise InputError(f'{where}: num_hashes={config.num_hashes} but no model.hash_map')
-    model = cls(config, None if table is None else table.numpy())
-    state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    table = state['signatures'].numpy() if config.num_hashes else None
+    state['signatures'], state['is_token'] = map(torch.tensor, vocabulary(config, table))
+    with torch.device('meta'):
+        model = cls(config)
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as e:
         raise InputError(f'{where}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
     return model

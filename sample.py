@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hashing import InputError, get_tokenizer, signature_table, tokenizer_fingerprint
-from model import MHF
+from model import MHF, pick_device
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
 released = ''  # or a released model: a folder, or a hub id
@@ -27,7 +27,7 @@ top_p = None  # sample among the fewest tokens whose probability reaches p
 seed = 1337
 tokenizer = ''  # '' is the one the checkpoint was trained with
 device = None  # cuda | cpu | mps; None takes what is there
-dtype = None  # bfloat16 | float32; None is bfloat16 on a GPU and float32 elsewhere
+dtype = None  # bfloat16 | float32; None is bfloat16 where the hardware has it
 
 exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
 
@@ -41,18 +41,7 @@ for key in ('num_samples', 'max_new_tokens'):
         raise InputError(f'{key}={config[key]}: must be at least 1')
 if not temperature >= 0:
     raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')
-if device is None:
-    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-try:
-    torch.zeros(1, device=device)
-    generator = torch.Generator(device)
-except (RuntimeError, AssertionError, TypeError) as e:
-    raise InputError(
-        f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is'
-    ) from None
-dtype = dtype or ('bfloat16' if str(device).startswith('cuda') else 'float32')
-if dtype not in ('bfloat16', 'float32'):
-    raise InputError(f'dtype={dtype}: must be bfloat16 or float32')
+device, dtype = pick_device(device, dtype)
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
@@ -103,7 +92,7 @@ prompt = [tok.bos, *tok.encode([start])[0]]
 if len(prompt) > c.block_size:
     print(f'the prompt has {len(prompt)} tokens, the context {c.block_size}: its end is used', file=sys.stderr)
     prompt = prompt[-c.block_size :]
-generator.manual_seed(seed)
+generator = torch.Generator(device).manual_seed(seed)
 
 made, seconds = 0, 0.0
 for n in range(num_samples):

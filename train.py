@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from hashing import InputError, permute
-from model import MHF, MHFConfig
+from model import MHF, MHFConfig, pick_device
 from prepare import data_folder, load_meta, load_table, open_bin
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
@@ -83,33 +83,11 @@ distributed = 'RANK' in os.environ  # set by torchrun
 rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 master = rank == 0
 
-if device is None:
-    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
-if device == 'cuda':
-    device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-try:
-    torch.zeros(1, device=device)
-except (RuntimeError, AssertionError, TypeError) as e:
-    raise InputError(
-        f'device={device} is not there ({str(e).splitlines()[0][:100]}); leave it out to take what is'
-    ) from None
+device, dtype = pick_device(device, dtype)
 device_type = torch.device(device).type
 if device_type == 'cuda':
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision('high')
-
-if dtype is None:
-    if device_type == 'cuda':
-        fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast_bf16 = device_type == 'cpu' and (
-            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        )
-    dtype = 'bfloat16' if fast_bf16 else 'float32'
-if dtype not in ('bfloat16', 'float32'):
-    raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
-if dtype == 'bfloat16' and device_type == 'cuda' and not torch.cuda.is_bf16_supported():
-    raise InputError(f'dtype=bfloat16: {torch.cuda.get_device_name()} does not have it; use --dtype=float32')
 if compile is None:
     compile = device_type == 'cuda'
 if type(compile) is not bool:
