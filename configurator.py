@@ -99,7 +99,7 @@ def configure(scope, argv):
     script = Path(scope['__file__']).name
     mine = declared(script)
     if '--help' in argv or '-h' in argv:
-        print(scope['__doc__'].strip(), '\n\nsettings:')
+        print(ast.get_docstring(ast.parse((HERE / script).read_text(encoding='utf-8'))), '\n\nsettings:')
         print('\n'.join(f'  --{k}={v!r}' for k, v in mine.items()))
         sys.exit(0)
     settings, problems = dict(mine), []

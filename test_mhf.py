@@ -984,7 +984,7 @@ def test_a_malicious_checkpoint_is_not_run(copy):
 
 def configured(tmp_path, *argv, file=''):
     (tmp_path / 'c.py').write_text(file)
-    scope = {'__file__': str(REPO / 'train.py'), '__doc__': 'doc'}
+    scope = {'__file__': str(REPO / 'train.py')}
     return configurator.configure(scope, [str(tmp_path / 'c.py'), *argv])
 
 
@@ -1036,6 +1036,13 @@ def test_configurator_refuses(tmp_path, argv, file, culprit):
     with pytest.raises(InputError, match=culprit) as e:
         configured(tmp_path, *argv, file=file)
     assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('script', configurator.SCRIPTS)
+def test_help(script, tmp_path):
+    """--help shows another script's text, or leaves settings out."""
+    done = ok(script, '--help', cwd=tmp_path)
+    assert f'python {script}' in done.stdout and all(f'--{k}=' in done.stdout for k in configurator.declared(script))
 
 
 def test_scripts_agree_on_defaults():
