@@ -19,7 +19,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from hashing import InputError
+from hashing import InputError, did_you_mean
+
+LOSSES = ('exact', 'product')
 
 
 @dataclass
@@ -39,10 +41,13 @@ class MHFConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     pad_id: int = 2  # the token whose signature is all zero
+    loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
 
     def __post_init__(self):
+        if self.loss not in LOSSES:
+            raise InputError(f"loss='{self.loss}': must be one of {', '.join(LOSSES)}{did_you_mean(self.loss, LOSSES)}")
         for key, least in asdict(self).items():
-            if key not in ('num_hashes', 'num_lsh', 'pad_id') and least <= 0:
+            if key not in ('num_hashes', 'num_lsh', 'pad_id', 'loss') and least <= 0:
                 raise InputError(f'{key}={least}: must be above 0')
         if self.num_heads % self.num_kv_heads:
             raise InputError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
@@ -184,6 +189,41 @@ class HashEncoder(nn.Module):
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
 
+class LeanHead(torch.autograd.Function):
+    """
+    The sum of the loss over n tokens, without ever holding n x H x B logits: goes through the tokens in chunks and computes
+    the gradients of a chunk at once, so that nothing is kept but dL/dh and dL/dE. Matrix products run in the precision of
+    autocast; softmax, the one-hot term and the sums over chunks in float32 or better.
+    """
+
+    @staticmethod
+    def forward(ctx, model, with_gradient, h, y, weight, *mixers):
+        kind = h.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        E = weight.detach().to(low).requires_grad_(with_gradient)
+        loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
+        ctx.gradients = [torch.zeros_like(t) for t in (h, weight, *mixers)] if with_gradient else None
+        for k in range(0, len(h), model.head_chunk):
+            chunk = slice(k, k + model.head_chunk)
+            with torch.set_grad_enabled(with_gradient):
+                c = h[chunk].detach().requires_grad_(with_gradient)
+                o = torch.stack(model.cascade(c, E), dim=1)  # (chunk, H, B)
+            gradient = torch.empty_like(o) if with_gradient else None
+            nll = model.exact_nll if model.config.loss == 'exact' and model.config.num_hashes else model.product_nll
+            loss += nll(o.detach(), y[chunk], gradient).sum()
+            if with_gradient:
+                dh, *rest = torch.autograd.grad(o, [c, E, *mixers], gradient)
+                ctx.gradients[0][chunk] = dh
+                for total, part in zip(ctx.gradients[1:], rest):
+                    total += part
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale):
+        dh, *rest = (scale * g for g in ctx.gradients)
+        return None, None, dh, None, *rest
+
+
 def vocabulary(c, table=None, gaps=()):
     """(V, H) int64 signatures and (V,) bool, which ids are tokens; checks the table against the config."""
     shape = (c.vocab_size, c.coordinates)
@@ -228,6 +268,8 @@ class MHF(nn.Module):
         signatures, is_token = vocabulary(c, table, gaps)
         self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
+        self._index = None  # made at first use
+        self.head_chunk = max(64, min(1024, 2**24 // (H * B)))  # tokens whose H*B logits exist at a time: 64 MB in float32
 
     def num_params(self):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
@@ -257,12 +299,12 @@ class MHF(nn.Module):
             e = layer(e, rope, None if cache is None else cache[i], start)
         return self.norm(e)
 
-    def cascade(self, h):
+    def cascade(self, h, E=None):
         """
-        The Hash Decoder: h (..., d) -> list of H bucket logits (..., B), nats.
+        The Hash Decoder: h (..., d) -> list of H bucket logits (..., B), nats; E in another precision where it is given.
         o_i = E_i c_i,  e_i = E_i^T softmax(o_i),  c_{i+1} = c_i + Wup SiLU(Wdn [c_i ; e_i] + bdn) + bup,  c_1 = h
         """
-        E = self.embed.weight.unflatten(0, (self.config.coordinates, -1))  # (H, B, d)
+        E = (self.embed.weight if E is None else E).unflatten(0, (self.config.coordinates, -1))  # (H, B, d)
         c, logits = h, []
         for i, E_i in enumerate(E):
             o = F.linear(c, E_i)
@@ -276,38 +318,85 @@ class MHF(nn.Module):
 
     def train_loss(self, x, y):
         """
-        The paper's loss on signatures x, y (N, T, H): the mean over tokens of sum_i -log p_i[y_i], nats.
-        For the Standard model this is the ordinary cross-entropy.
+        Signatures x, y (N, T, H) -> the mean loss over all tokens, nats: -log P(y), or the paper's sum_i -log p_i[y_i]
+        (config.loss). For the Standard model both are the ordinary cross-entropy.
         """
-        logits = self.cascade(self.hidden(x))
-        return sum(
-            F.cross_entropy(at_least_float32(o).flatten(0, 1), y[..., i].flatten()) for i, o in enumerate(logits)
-        )
+        return self.head_loss(self.hidden(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     forward = train_loss  # what DDP and torch.compile call
 
+    @torch.compiler.disable
+    def head_loss(self, h, y):
+        """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
+        return LeanHead.apply(self, torch.is_grad_enabled(), h, y, self.embed.weight, *self.mixers.parameters())
+
+    def token_scores(self, oT):
+        """
+        Bucket logits oT (H*B, n) -> token logits sum_i o_i[s_i(w)], (V, n), -inf where there is no token. Their softmax is
+        P(w): the per-coordinate normalisers are the same for every w and cancel. A bucket is a row of n contiguous numbers,
+        so that gathering runs at memory speed.
+        """
+        rows, gaps, _, _ = self.index()
+        scores = F.embedding_bag(rows, oT, mode='sum') if self.config.num_hashes else oT.clone()
+        return scores.index_fill_(0, gaps, -torch.inf) if len(gaps) else scores
+
     def token_logits(self, o):
+        """Bucket logits o (n, H, B) -> token logits (n, V), float32 or better."""
+        return self.token_scores(at_least_float32(o).flatten(1).T.contiguous()).T
+
+    def index(self):
         """
-        Bucket logits o (n, H, B) -> token logits sum_i o_i[s_i(w)], (n, V), float32 or better, -inf where there is no token.
-        Their softmax is P(w): the per-coordinate normalisers are the same for every w and cancel.
+        The table as the head reads it: rows of E by token (V, H); ids that are no token; and backwards: ids sorted by row
+        of E, (tokens * H,), and where each of the H*B rows begins among them.
         """
-        o = at_least_float32(o).flatten(1)
-        if self.config.num_hashes:  # one row of n contiguous numbers per bucket, so that a gather moves whole rows
-            o = F.embedding_bag(self.rows(self.signatures), o.T.contiguous(), mode='sum').T
-        return o.masked_fill(~self.is_token, -torch.inf)
+        if self._index is None or self._index[0].device != self.signatures.device:
+            rows, ids = self.rows(self.signatures), self.is_token.nonzero()[:, 0]
+            by_row = rows[ids].T.flatten()
+            begins = torch.bincount(by_row, minlength=self.embed.num_embeddings).cumsum(0)
+            begins = torch.cat([begins.new_zeros(1), begins[:-1]])
+            sorted_ids = ids.repeat(rows.shape[1])[by_row.argsort(stable=True)]
+            self._index = rows, (~self.is_token).nonzero()[:, 0], sorted_ids, begins
+        return self._index
+
+    def exact_nll(self, o, y, gradient=None):
+        """
+        Bucket logits o (n, H, B), y (n, H) -> -log P(y) (n,), float32 or better. Where `gradient` (n, H, B) is given, it
+        receives d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with s_i(w) = b, minus 1 if b = y_i.
+        """
+        nll, m = [], 32 if o.device.type == 'cpu' else 512  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
+        for k in range(0, len(o), m):
+            oT = at_least_float32(o[k : k + m]).flatten(1).T.contiguous()  # (H*B, m)
+            scores, target = self.token_scores(oT), self.rows(y[k : k + m]).T  # (V, m), (H, m)
+            top = scores.amax(0)
+            P = scores.sub_(top).exp_()
+            total = P.sum(0)
+            nll.append(total.log() + top - oT.gather(0, target).sum(0))
+            if gradient is not None:
+                _, _, ids, begins = self.index()
+                g = F.embedding_bag(ids, P, begins, mode='sum').div_(total)  # (H*B, m)
+                g.scatter_add_(0, target, torch.full_like(oT[: len(target)], -1.0))
+                gradient[k : k + m] = g.T.unflatten(1, o.shape[1:])
+        return torch.cat(nll)
+
+    def product_nll(self, o, y, gradient=None):
+        """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
+        logp = at_least_float32(o).log_softmax(-1)
+        nll = -logp.gather(2, y[..., None])[..., 0].sum(1)
+        if gradient is not None:
+            p = logp.exp_()
+            gradient.copy_(p.scatter_add_(2, y[..., None], torch.full_like(p[..., :1], -1.0)))
+        return nll
 
     @torch.no_grad()
-    def nll(self, x, y, chunk=128):
+    def nll(self, x, y):
         """
-        Signatures x, y (N, T, H) -> two (N, T) in nats, float32 or better: the training loss of each token and -log P(y),
-        normalised over the vocabulary. The vocabulary's logits exist for `chunk` tokens at a time.
+        Signatures x, y (N, T, H) -> two (N, T) in nats, float32 or better: the paper's loss of each token, and -log P(y),
+        normalised over the vocabulary.
         """
-        h, y = self.hidden(x).flatten(0, 1), y.flatten(0, 1)
-        parts = []
-        for h_, y_ in zip(h.split(chunk), y.split(chunk)):
-            o = at_least_float32(torch.stack(self.cascade(h_), dim=1))  # (chunk, H, B)
-            target = o.gather(2, y_[..., None])[..., 0].sum(1)
-            parts.append(torch.stack([o.logsumexp(2).sum(1) - target, self.token_logits(o).logsumexp(1) - target]))
+        h, parts = self.hidden(x).flatten(0, 1), []
+        for h_, y_ in zip(h.split(self.head_chunk), y.flatten(0, 1).split(self.head_chunk)):
+            o = torch.stack(self.cascade(h_), dim=1)  # (chunk, H, B)
+            parts.append(torch.stack([self.product_nll(o, y_), self.exact_nll(o, y_)]))
         return torch.cat(parts, dim=1).unflatten(1, x.shape[:2]).unbind(0)
 
     @torch.no_grad()
@@ -480,6 +569,7 @@ def _from_released(cls, released, weights, where):
         rope_theta=released.get('rope_theta') or rope.get('rope_theta') or MHFConfig.rope_theta,
         norm_eps=released.get('rms_norm_eps', MHFConfig.norm_eps),
         pad_id=MHFConfig.pad_id if pad is None else pad,
+        loss='product',  # what the authors train with
     )
     state = {}
     for name, tensor in weights.items():

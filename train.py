@@ -58,6 +58,7 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B
 num_lsh = 0
 single_id = False
+loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
 max_steps = 20000  # updates
@@ -157,7 +158,7 @@ else:
         listed = ', '.join(f'{k}={getattr(model.config, k)} (now {settable[k]})' for k in different)
         raise InputError(f'{out}/ckpt.pt is another architecture: {listed}; use its own settings')
     V = meta['vocab_size']
-    model.config.block_size = block_size
+    model.config.block_size, model.config.loss = block_size, config['loss']
     if model.config.vocab_size < V:
         raise InputError(
             f'the vocabulary of the bins, {V}, does not fit the vocab_size={model.config.vocab_size} of {where or out_dir}'
@@ -269,9 +270,9 @@ def evaluate():
     if distributed:
         sums = sums.to(device)
         dist.all_reduce(sums)
-    loss, nats = (sums / (len(val_rows) - 1)).tolist()
+    product, nats = (sums / (len(val_rows) - 1)).tolist()
     bits = nats * (len(val_rows) - 1) / math.log(2) / meta['splits']['val']['bytes']
-    return dict(val_loss=loss, val_nats=nats, val_bpb=bits)
+    return dict(val_loss=product if raw_model.config.loss == 'product' else nats, val_nats=nats, val_bpb=bits)
 
 
 def save(step, best):
@@ -382,7 +383,7 @@ try:
         for group in optimizer.param_groups:
             group['lr'] = lr
         blocks = blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]
-        loss = torch.zeros((), device=device)
+        mean_loss = torch.zeros((), device=device)
         for k, micro in enumerate(blocks):
             x, y = to_device(np.stack([train_rows[b * block_size : (b + 1) * block_size + 1] for b in micro]))
             if distributed:  # gradients are exchanged once per update
@@ -390,14 +391,14 @@ try:
             with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
                 micro_loss = model(x, y) / accumulation
             micro_loss.backward()
-            loss += micro_loss.detach()
+            mean_loss += micro_loss.detach()
         if distributed:
-            dist.all_reduce(loss)
-            loss /= world_size
+            dist.all_reduce(mean_loss)
+            mean_loss /= world_size
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-        loss, norm = loss.item(), norm.item()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise InputError(f'step {step}: loss {loss}, gradient norm {norm}; stopped before the update, {kept()}')
+        mean_loss, norm = mean_loss.item(), norm.item()
+        if not math.isfinite(mean_loss) or not math.isfinite(norm):
+            raise InputError(f'step {step}: loss {mean_loss}, gradient norm {norm}; stopped before the update, {kept()}')
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
@@ -408,12 +409,12 @@ try:
             log(
                 step=done,
                 tokens=done * tokens_per_step,
-                loss=loss,
+                loss=mean_loss,
                 lr=lr,
                 grad_norm=norm,
                 tokens_per_s=round(speeds[-1], 1),
             )
-            bar.set_postfix_str(f'loss {loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
+            bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
         if done % eval_interval == 0 or done == max_steps:
             result = evaluate()

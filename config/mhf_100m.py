@@ -18,6 +18,7 @@ num_buckets = 16384
 block_size = 2048
 batch_size = 256
 micro_batch_size = 8  # per GPU; less where memory is short, the update stays the same
+loss = 'product'  # the paper's; 'exact' trains the distribution that is sampled from
 learning_rate = 5e-4
 max_steps = 20000
 warmup_steps = 2000
