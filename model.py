@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.head_dim, self.groups = c.head_dim, c.num_heads // c.num_kv_heads
+        self.head_dim = c.head_dim
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
@@ -142,9 +142,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, N, kv_heads, block_size, head_dim); after a prefill, one token at a time
             cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
             k, v = cache[0, :, :, : start + T], cache[1, :, :, : start + T]
-        k = k.repeat_interleave(self.groups, dim=1)
-        v = v.repeat_interleave(self.groups, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
 
 
@@ -232,8 +230,8 @@ def vocabulary(c, table=None, gaps=()):
     table = np.zeros(shape, np.int64) if table is None else np.asarray(table, np.int64)
     if table.shape != shape or table.max() >= c.buckets:
         raise InputError(
-            f'the signature table has shape {table.shape} and largest bucket {table.max()}, the model wants '
-            f'(vocab_size, num_hashes)={shape} and buckets below num_buckets={c.buckets}'
+            f'the signature table has shape {table.shape} and largest bucket {table.max()}, the model has '
+            f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets}'
         )
     is_token = table.any(axis=1) | (c.num_hashes == 0)
     is_token[c.pad_id : c.pad_id + 1] = True
@@ -269,7 +267,9 @@ class MHF(nn.Module):
         self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self._index = None  # made at first use
-        self.head_chunk = max(64, min(1024, 2**24 // (H * B)))  # tokens whose H*B logits exist at a time: 64 MB in float32
+        self.head_chunk = max(
+            64, min(1024, 2**24 // (H * B))
+        )  # tokens whose H*B logits exist at a time: 64 MB in float32
 
     def num_params(self):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
@@ -349,21 +349,25 @@ class MHF(nn.Module):
         The table as the head reads it: rows of E by token (V, H); ids that are no token; and backwards: ids sorted by row
         of E, (tokens * H,), and where each of the H*B rows begins among them.
         """
-        if self._index is None or self._index[0].device != self.signatures.device:
+        made_of = self.signatures, self.signatures._version
+        if self._index is None or self._index[0] is not made_of[0] or self._index[1] != made_of[1]:
             rows, ids = self.rows(self.signatures), self.is_token.nonzero()[:, 0]
             by_row = rows[ids].T.flatten()
             begins = torch.bincount(by_row, minlength=self.embed.num_embeddings).cumsum(0)
             begins = torch.cat([begins.new_zeros(1), begins[:-1]])
             sorted_ids = ids.repeat(rows.shape[1])[by_row.argsort(stable=True)]
-            self._index = rows, (~self.is_token).nonzero()[:, 0], sorted_ids, begins
-        return self._index
+            self._index = *made_of, rows, (~self.is_token).nonzero()[:, 0], sorted_ids, begins
+        return self._index[2:]
 
     def exact_nll(self, o, y, gradient=None):
         """
         Bucket logits o (n, H, B), y (n, H) -> -log P(y) (n,), float32 or better. Where `gradient` (n, H, B) is given, it
         receives d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with s_i(w) = b, minus 1 if b = y_i.
         """
-        nll, m = [], 32 if o.device.type == 'cpu' else 512  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
+        nll, m = (
+            [],
+            32 if o.device.type == 'cpu' else 512,
+        )  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
         for k in range(0, len(o), m):
             oT = at_least_float32(o[k : k + m]).flatten(1).T.contiguous()  # (H*B, m)
             scores, target = self.token_scores(oT), self.rows(y[k : k + m]).T  # (V, m), (H, m)
@@ -380,6 +384,9 @@ class MHF(nn.Module):
 
     def product_nll(self, o, y, gradient=None):
         """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
+        gaps = self.index()[1]
+        if len(gaps) and not self.config.num_hashes:
+            o = o.index_fill(2, gaps, -torch.inf)
         logp = at_least_float32(o).log_softmax(-1)
         nll = -logp.gather(2, y[..., None])[..., 0].sum(1)
         if gradient is not None:
@@ -396,7 +403,8 @@ class MHF(nn.Module):
         h, parts = self.hidden(x).flatten(0, 1), []
         for h_, y_ in zip(h.split(self.head_chunk), y.flatten(0, 1).split(self.head_chunk)):
             o = torch.stack(self.cascade(h_), dim=1)  # (chunk, H, B)
-            parts.append(torch.stack([self.product_nll(o, y_), self.exact_nll(o, y_)]))
+            product = self.product_nll(o, y_)
+            parts.append(torch.stack([product, self.exact_nll(o, y_) if self.config.num_hashes else product]))
         return torch.cat(parts, dim=1).unflatten(1, x.shape[:2]).unbind(0)
 
     @torch.no_grad()

@@ -126,9 +126,8 @@ out = Path(out_dir)
 ckpt, start_step, best_val = None, 0, math.inf
 if source == 'released':
     model = MHF.from_pretrained(where)
-    config |= {
-        k: v for k, v in asdict(model.config).items() if k in config and k != 'block_size'
-    }  # the data must fit it
+    # the data must fit its architecture; the context and the loss are ours to choose
+    config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
 if source == 'resume':
     model, ckpt = MHF.from_checkpoint(out / 'ckpt.pt')
 elif (out / 'ckpt.pt').exists():
@@ -398,7 +397,9 @@ try:
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         mean_loss, norm = mean_loss.item(), norm.item()
         if not math.isfinite(mean_loss) or not math.isfinite(norm):
-            raise InputError(f'step {step}: loss {mean_loss}, gradient norm {norm}; stopped before the update, {kept()}')
+            raise InputError(
+                f'step {step}: loss {mean_loss}, gradient norm {norm}; stopped before the update, {kept()}'
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
