@@ -214,7 +214,7 @@ def documents(source, stats):
         if text:
             try:
                 text.encode()
-            except UnicodeEncodeError as e:  # half a surrogate pair, from a JSON escape
+            except UnicodeEncodeError:  # half a surrogate pair, from a JSON escape
                 stats['surrogates'] += 1
                 text = text.encode('utf-8', 'replace').decode()
             yield text
