@@ -894,6 +894,8 @@ def test_the_paper_s_loss(copy):
 def test_resume_is_exact(copy):
     """A stopped and resumed run sees other batches, another schedule or another optimizer state than a straight one."""
     ok('train.py', 'cfg.py', '--out_dir=b', '--max_steps=12', '--lr_decay_steps=24', cwd=copy)
+    with open(copy / 'b/log.jsonl', 'a') as f:
+        f.write('{"step": 13, "lo')  # as a crash leaves it
     ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=copy)
     assert steps(copy, 'b') == steps(copy)
     a, b = weights(copy), weights(copy, 'b')
@@ -1262,6 +1264,7 @@ BAD = [
     ('batch that does not divide', *T, '--batch_size=9', '--micro_batch_size=3', None),
     ('no such GPU', *T, '--device=cuda:7', 'cuda:7', None),
     ('no such device', *T, '--device=abacus', 'abacus', None),
+    ('no such backend', *T, '--backend=mpi', 'backend=mpi', None),
     ('no such dtype', *T, '--dtype=float8', 'dtype=float8', None),
     ('out_dir below a file', 'train.py', 'cfg.py', '--out_dir=docs.jsonl/x', 'docs.jsonl/x cannot be written', None),
     ('checkpoint is there already', 'train.py', 'cfg.py', '--init_from=resume', None),

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from dataclasses import asdict
@@ -93,6 +94,8 @@ if compile is None:
     compile = device_type == 'cuda'
 if type(compile) is not bool:
     raise InputError(f'compile={compile}: must be True or False')
+if backend not in (None, 'nccl', 'gloo'):
+    raise InputError(f'backend={backend}: must be nccl or gloo')
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
 # -----------------------------------------------------------------------------
@@ -141,6 +144,8 @@ if num_blocks < 1:
         f'block_size={block_size} is over the {len(train_rows):,} tokens of {data_folder(config)}/train.bin'
     )
 
+data_identity = {k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
+data_identity['train_sha256'] = meta['splits']['train']['sha256']
 table = load_table(config, meta)
 model_config = MHFConfig(
     vocab_size=meta['vocab_size'],
@@ -171,11 +176,7 @@ else:
         )
 if ckpt:
     start_step, best_val = ckpt['step'], ckpt['best_val']
-    there, here = (
-        ckpt['data'],
-        {k: meta[k] for k in ckpt['data'] if k != 'train_sha256'}
-        | dict(train_sha256=meta['splits']['train']['sha256']),
-    )
+    there, here = ckpt['data'], data_identity
     for key in there:
         if there[key] != here[key]:
             raise InputError(
@@ -283,8 +284,7 @@ def save(step, best):
         config=config,
         step=step,
         best_val=best_val,
-        data={k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
-        | dict(train_sha256=meta['splits']['train']['sha256']),
+        data=data_identity,
     )
     temporary = out / 'ckpt.pt.tmp'
     try:
@@ -294,11 +294,39 @@ def save(step, best):
             os.fsync(f.fileno())
         os.replace(temporary, out / 'ckpt.pt')
         if best:
-            os.link(out / 'ckpt.pt', temporary)
+            try:
+                os.link(out / 'ckpt.pt', temporary)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(out / 'ckpt.pt', temporary)
             os.replace(temporary, out / 'ckpt_best.pt')
     except (OSError, RuntimeError) as e:
         temporary.unlink(missing_ok=True)
         raise InputError(f'{out}/ckpt.pt could not be written ({e}); the one before is untouched') from None
+
+
+def open_log():
+    """out_dir/log.jsonl, without what it says of steps that will happen again."""
+    path, temporary, lines = out / 'log.jsonl', out / 'log.jsonl.tmp', []
+    if source == 'resume' and path.exists():
+        lines = [json.dumps(e) + '\n' for e in read_log() if e['step'] <= start_step]
+    try:
+        temporary.write_text(''.join(lines))
+        os.replace(temporary, path)
+        return open(path, 'a')
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f'{path} cannot be written ({e})') from None
+
+
+def read_log():
+    """The events of out_dir/log.jsonl; a last line that a crash left unfinished is dropped."""
+    events = []
+    for line in (out / 'log.jsonl').read_text().splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            break
+    return events
 
 
 def log(**event):
@@ -316,7 +344,7 @@ def draw(path):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    events = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    events = read_log()
     fig, ax = plt.subplots(figsize=(8, 5))
     for name, style in (
         ('loss', dict(lw=0.8, alpha=0.6)),
@@ -342,25 +370,18 @@ def kept():
 # the loop
 
 if master:
-    interface, decoder = raw_model.num_params()
-    kind = f'MultiHashFormer H={num_hashes} B={num_buckets}' if raw_model.config.num_hashes else 'Standard model'
+    c, (interface, decoder) = raw_model.config, raw_model.num_params()
+    kind = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
+    print(f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     print(
-        f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder = {interface + decoder:,}'
-    )
-    print(
-        f'{device}, {dtype}, compile={compile}, {world_size} process(es) x {micro_batch_size} sequences x {accumulation} accumulated'
+        f'{device}, {dtype}, compile={compile}; {batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
     )
     print(
         f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}'
     )
-    lines = []
-    if source == 'resume':  # what the log says of later steps happens again
+    if source == 'resume':
         print(f'resumed at step {start_step}')
-        if (out / 'log.jsonl').exists():
-            lines = [s for s in (out / 'log.jsonl').read_text().splitlines() if json.loads(s)['step'] <= start_step]
-    (out / 'log.jsonl.tmp').write_text(''.join(s + '\n' for s in lines))
-    os.replace(out / 'log.jsonl.tmp', out / 'log.jsonl')
-    log_file = open(out / 'log.jsonl', 'a')
+    log_file = open_log()
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 
