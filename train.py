@@ -352,6 +352,8 @@ def draw(path):
         ('val_nats', dict(marker='o')),
     ):
         points = [(e['tokens'], e[name]) for e in events if name in e]
+        if name == 'val_loss' and all(e[name] == e['val_nats'] for e in events if name in e):
+            continue  # the training loss is -log P(w): one curve
         label = dict(loss='training loss', val_loss='validation: training loss', val_nats='validation: -log P(w)')[name]
         ax.plot(*zip(*points), label=label, **style)
     ax.set(xlabel='tokens', ylabel='nats per token', title=f'{out_dir}: {sum(raw_model.num_params()):,} parameters')
