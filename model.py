@@ -187,39 +187,68 @@ class HashEncoder(nn.Module):
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
 
+def softmax(o):
+    """Bucket logits (B, n) -> probabilities, in o's precision; float32 or better inside, also under autocast."""
+    with torch.autocast(o.device.type, enabled=False):
+        return o.softmax(dim=0)
+
+
 class LeanHead(torch.autograd.Function):
     """
-    The sum of the loss over n tokens, without ever holding n x H x B logits: goes through the tokens in chunks and computes
-    the gradients of a chunk at once, so that nothing is kept but dL/dh and dL/dE. Matrix products run in the precision of
-    autocast; softmax, the one-hot term and the sums over chunks in float32 or better.
+    The sum of the loss over n tokens, without ever holding their n x H x B logits: goes through the tokens in chunks and
+    computes a chunk's gradients at once, so that nothing outlives a chunk but dL/dh and dL/dE. MHF.cascade and its derivative
+    by hand; logits and p_i are (B, chunk), <,> is over d:
+
+        forward   o_i = E_i c_i    p_i = softmax(o_i)    e_i = E_i^T p_i    c_{i+1} = c_i + mixer_i(c_i, e_i)
+        backward  g_i = dL/do_i = (the loss's own gradient) + p_i * (E_i de_i - <e_i, de_i>)
+                  dL/dE_i = g_i c_i^T + p_i de_i^T       dL/dc_i = E_i^T g_i + (by way of c_{i+1})
+
+    Matrix products run in the precision of autocast; softmaxes, the one-hot term and the sums over coordinates and chunks in
+    float32 or better. First derivatives only, and backward only once.
     """
 
     @staticmethod
-    def forward(ctx, model, with_gradient, h, y, weight, *mixers):
-        kind = h.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        E = weight.detach().to(low).requires_grad_(with_gradient)
+    def forward(ctx, model, h, y, weight, *mixers):
+        H, gradients = model.config.coordinates, [torch.zeros_like(t) for t in (h, weight, *mixers)]
+        dh, dE, *dmixers = gradients
+        E, dE = model.low_precision(weight), dE.unflatten(0, (H, -1))
         loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
-        ctx.gradients = [torch.zeros_like(t) for t in (h, weight, *mixers)] if with_gradient else None
-        for k in range(0, len(h), model.head_chunk):
-            chunk = slice(k, k + model.head_chunk)
-            with torch.set_grad_enabled(with_gradient):
-                c = h[chunk].detach().requires_grad_(with_gradient)
-                o = torch.stack(model.cascade(c, E), dim=1)  # (chunk, H, B)
-            gradient = torch.empty_like(o) if with_gradient else None
-            nll = model.exact_nll if model.config.loss == 'exact' and model.config.num_hashes else model.product_nll
-            loss += nll(o.detach(), y[chunk], gradient).sum()
-            if with_gradient:
-                dh, *rest = torch.autograd.grad(o, [c, E, *mixers], gradient)
-                ctx.gradients[0][chunk] = dh
-                for total, part in zip(ctx.gradients[1:], rest):
-                    total += part
+        for c, y_, dh_ in zip(*(t.split(model.head_chunk) for t in (h.detach(), y, dh))):
+            o, p, mixed = [], [], []
+            for i in range(H):
+                o.append(E[i] @ c.T.to(E.dtype))
+                if i == H - 1:
+                    break
+                p.append(softmax(o[i]))
+                with torch.enable_grad():  # the mixers, which are small, are left to autograd
+                    c, e = c.detach().requires_grad_(), (p[i].T @ E[i]).to(c.dtype).requires_grad_()
+                    mixed.append((c, e, model.mix(i, c, e)))
+                c = mixed[i][-1].detach()
+            loss += model.loss_of(o, y_, gradient=True).sum()  # o_i becomes the loss's gradient
+            dc = torch.zeros_like(c)
+            for i in reversed(range(H)):
+                g = o.pop()
+                if i < H - 1:
+                    c, e, next_c = mixed.pop()
+                    dc, de, *dmixer = torch.autograd.grad(next_c, [c, e, *model.mixers[i].parameters()], dc)
+                    for total, part in zip(dmixers[i * len(dmixer) :], dmixer):
+                        total += part
+                    inner = (e.detach() * de).sum(dim=1)
+                    g.addcmul_(p[i], torch.addmm(-inner.to(E.dtype), E[i], de.T.to(E.dtype)))
+                part = g @ c.detach().to(E.dtype)
+                dE[i] += part.addmm_(p.pop(), de.to(E.dtype)) if i < H - 1 else part
+                dc = dc + g.T @ E[i]
+            dh_.copy_(dc)
+        ctx.gradients = gradients
         return loss
 
     @staticmethod
     def backward(ctx, scale):
-        dh, *rest = (scale * g for g in ctx.gradients)
-        return None, None, dh, None, *rest
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError('the lean head keeps its gradients for one backward pass only')
+        dh, *rest = (g.mul_(scale) for g in gradients)
+        return None, dh, None, *rest
 
 
 def vocabulary(c, table=None, gaps=()):
@@ -267,9 +296,8 @@ class MHF(nn.Module):
         self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self._index = None  # made at first use
-        self.head_chunk = max(
-            64, min(1024, 2**24 // (H * B))
-        )  # tokens whose H*B logits exist at a time: 64 MB in float32
+        # tokens whose H*B logits exist at a time; each chunk adds H*B*d numbers to dE, so not too few
+        self.head_chunk = max(64, min(1024, 2**25 // (H * B)))
 
     def num_params(self):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
@@ -299,20 +327,28 @@ class MHF(nn.Module):
             e = layer(e, rope, None if cache is None else cache[i], start)
         return self.norm(e)
 
+    def mix(self, i, c, e):
+        """c_{i+1} of the Hash Decoder, from c_i and the soft embedding e_i, all (n, d)."""
+        return c + self.mixers[i](torch.cat([c, e], dim=-1))
+
     def cascade(self, h, E=None):
         """
-        The Hash Decoder: h (..., d) -> list of H bucket logits (..., B), nats; E in another precision where it is given.
+        The Hash Decoder: h (n, d) -> list of H bucket logits (B, n), nats; E as from low_precision where it is given.
         o_i = E_i c_i,  e_i = E_i^T softmax(o_i),  c_{i+1} = c_i + Wup SiLU(Wdn [c_i ; e_i] + bdn) + bup,  c_1 = h
         """
-        E = (self.embed.weight if E is None else E).unflatten(0, (self.config.coordinates, -1))  # (H, B, d)
+        E = self.embed.weight.unflatten(0, (self.config.coordinates, -1)) if E is None else E  # (H, B, d)
         c, logits = h, []
         for i, E_i in enumerate(E):
-            o = F.linear(c, E_i)
-            logits.append(o)
+            logits.append(E_i @ c.T.to(E.dtype))
             if i < len(self.mixers):
-                p = at_least_float32(o).softmax(dim=-1).to(E.dtype)
-                c = c + self.mixers[i](torch.cat([c, (p @ E_i).to(c.dtype)], dim=-1))
+                c = self.mix(i, c, (softmax(logits[i]).T @ E_i).to(c.dtype))
         return logits
+
+    def low_precision(self, weight):
+        """E (H*B, d) -> a constant (H, B, d) in the precision of autocast, so that chunks need not convert it again."""
+        kind = weight.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        return weight.detach().to(low).unflatten(0, (self.config.coordinates, -1))
 
     # ---- probabilities
 
@@ -328,7 +364,16 @@ class MHF(nn.Module):
     @torch.compiler.disable
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
-        return LeanHead.apply(self, torch.is_grad_enabled(), h, y, self.embed.weight, *self.mixers.parameters())
+        if torch.is_grad_enabled():
+            return LeanHead.apply(self, h, y, self.embed.weight, *self.mixers.parameters())
+        E = self.low_precision(self.embed.weight)
+        chunks = zip(h.split(self.head_chunk), y.split(self.head_chunk))
+        return sum(self.loss_of(self.cascade(h_, E), y_).sum() for h_, y_ in chunks)
+
+    def loss_of(self, o, y, gradient=False):
+        """Bucket logits, list of H (B, n), y (n, H) -> the loss of each token (n,); see exact_nll."""
+        exact = self.config.loss == 'exact' and self.config.num_hashes
+        return (self.exact_nll if exact else self.product_nll)(o, y, gradient)
 
     def token_scores(self, oT):
         """
@@ -341,8 +386,8 @@ class MHF(nn.Module):
         return scores.index_fill_(0, gaps, -torch.inf) if len(gaps) else scores
 
     def token_logits(self, o):
-        """Bucket logits o (n, H, B) -> token logits (n, V), float32 or better."""
-        return self.token_scores(at_least_float32(o).flatten(1).T.contiguous()).T
+        """Bucket logits, list of H (B, n) -> token logits (n, V), float32 or better."""
+        return self.token_scores(at_least_float32(torch.cat(o))).T
 
     def index(self):
         """
@@ -359,40 +404,46 @@ class MHF(nn.Module):
             self._index = *made_of, rows, (~self.is_token).nonzero()[:, 0], sorted_ids, begins
         return self._index[2:]
 
-    def exact_nll(self, o, y, gradient=None):
+    def exact_nll(self, o, y, gradient=False):
         """
-        Bucket logits o (n, H, B), y (n, H) -> -log P(y) (n,), float32 or better. Where `gradient` (n, H, B) is given, it
-        receives d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with s_i(w) = b, minus 1 if b = y_i.
+        Bucket logits o, list of H (B, n), y (n, H) -> -log P(y) (n,), float32 or better. With `gradient`, o is overwritten by
+        d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with s_i(w) = b, minus 1 if b = y_i.
         """
         nll, m = (
             [],
-            32 if o.device.type == 'cpu' else 512,
+            32 if y.device.type == 'cpu' else 512,
         )  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
-        for k in range(0, len(o), m):
-            oT = at_least_float32(o[k : k + m]).flatten(1).T.contiguous()  # (H*B, m)
-            scores, target = self.token_scores(oT), self.rows(y[k : k + m]).T  # (V, m), (H, m)
+        _, _, ids, begins = self.index()
+        for columns in torch.arange(len(y)).split(m):
+            block = slice(columns[0], columns[-1] + 1)
+            oT = torch.cat([at_least_float32(o_i[:, block]) for o_i in o])  # (H*B, m)
+            scores, target = self.token_scores(oT), self.rows(y[block]).T  # (V, m), (H, m)
             top = scores.amax(0)
             P = scores.sub_(top).exp_()
             total = P.sum(0)
             nll.append(total.log() + top - oT.gather(0, target).sum(0))
-            if gradient is not None:
-                _, _, ids, begins = self.index()
+            if gradient:
                 g = F.embedding_bag(ids, P, begins, mode='sum').div_(total)  # (H*B, m)
                 g.scatter_add_(0, target, torch.full_like(oT[: len(target)], -1.0))
-                gradient[k : k + m] = g.T.unflatten(1, o.shape[1:])
+                for o_i, g_i in zip(o, g.chunk(len(o))):
+                    o_i[:, block] = g_i
         return torch.cat(nll)
 
-    def product_nll(self, o, y, gradient=None):
+    def product_nll(self, o, y, gradient=False):
         """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
-        gaps = self.index()[1]
-        if len(gaps) and not self.config.num_hashes:
-            o = o.index_fill(2, gaps, -torch.inf)
-        logp = at_least_float32(o).log_softmax(-1)
-        nll = -logp.gather(2, y[..., None])[..., 0].sum(1)
-        if gradient is not None:
-            p = logp.exp_()
-            gradient.copy_(p.scatter_add_(2, y[..., None], torch.full_like(p[..., :1], -1.0)))
-        return nll
+        nll, m = [], 128 if y.device.type == 'cpu' else len(y)
+        for columns in torch.arange(len(y)).split(m):
+            block, total = slice(columns[0], columns[-1] + 1), 0
+            for o_i, y_i in zip(o, y[block].T):
+                scores, target = o_i[:, block], y_i[None]  # (B, m), (1, m)
+                if not self.config.num_hashes:
+                    scores = scores.index_fill(0, self.index()[1], -torch.inf)
+                logp = at_least_float32(scores).log_softmax(0)
+                total -= logp.gather(0, target)[0]
+                if gradient:
+                    o_i[:, block] = logp.exp_().scatter_add_(0, target, torch.full_like(logp[:1], -1.0))
+            nll.append(total)
+        return torch.cat(nll)
 
     @torch.no_grad()
     def nll(self, x, y):
@@ -400,9 +451,9 @@ class MHF(nn.Module):
         Signatures x, y (N, T, H) -> two (N, T) in nats, float32 or better: the paper's loss of each token, and -log P(y),
         normalised over the vocabulary.
         """
-        h, parts = self.hidden(x).flatten(0, 1), []
+        h, parts, E = self.hidden(x).flatten(0, 1), [], self.low_precision(self.embed.weight)
         for h_, y_ in zip(h.split(self.head_chunk), y.flatten(0, 1).split(self.head_chunk)):
-            o = torch.stack(self.cascade(h_), dim=1)  # (chunk, H, B)
+            o = self.cascade(h_, E)
             product = self.product_nll(o, y_)
             parts.append(torch.stack([product, self.exact_nll(o, y_) if self.config.num_hashes else product]))
         return torch.cat(parts, dim=1).unflatten(1, x.shape[:2]).unbind(0)
@@ -410,13 +461,14 @@ class MHF(nn.Module):
     @torch.no_grad()
     def bucket_logits(self, ids):
         """Token ids (N, T) -> bucket logits (N, T, H, B)."""
-        return torch.stack(self.cascade(self.hidden(self.signatures[ids])), dim=2)
+        o = self.cascade(self.hidden(self.signatures[ids]).flatten(0, 1))
+        return torch.stack(o).permute(2, 0, 1).unflatten(0, ids.shape)
 
     @torch.no_grad()
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), normalised over real tokens, float32 or better."""
-        o = self.bucket_logits(ids)
-        return self.token_logits(o.flatten(0, 1)).log_softmax(-1).unflatten(0, ids.shape)
+        o = self.cascade(self.hidden(self.signatures[ids]).flatten(0, 1))
+        return self.token_logits(o).log_softmax(-1).unflatten(0, ids.shape)
 
     # ---- generation
 
@@ -443,7 +495,7 @@ class MHF(nn.Module):
                 ids, start = ids[:, -(block + 1) // 2 :], 0
             h = self.hidden(self.signatures[ids[:, start:]], cache, start)[:, -1]
             start = ids.shape[1] if use_cache else 0
-            logits = self.token_logits(torch.stack(self.cascade(h), dim=1))  # (N, V)
+            logits = self.token_logits(self.cascade(h))  # (N, V)
             token = sample_token(logits, temperature, top_k, top_p, generator)
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token

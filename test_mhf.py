@@ -499,13 +499,12 @@ def test_vocabulary_costs_no_parameter():
 
 def plain_loss(m, x, y, kind):
     """The twin of the lean head: all logits at once, gradients by autograd."""
-    logits = [model_module.at_least_float32(o) for o in m.cascade(m.hidden(x))]
+    logits = [model_module.at_least_float32(o.T) for o in m.cascade(m.hidden(x).flatten(0, 1))]  # H of (n, B)
+    y = y.flatten(0, 1)
     if kind == 'product':
-        return sum(
-            torch.nn.functional.cross_entropy(o.flatten(0, 1), y[..., i].flatten()) for i, o in enumerate(logits)
-        )
-    scores = sum(o[..., m.signatures[:, i]] for i, o in enumerate(logits)).masked_fill(~m.is_token, -math.inf)
-    target = sum(o.gather(2, y[..., i : i + 1])[..., 0] for i, o in enumerate(logits))
+        return sum(torch.nn.functional.cross_entropy(o, y[:, i]) for i, o in enumerate(logits))
+    scores = sum(o[:, m.signatures[:, i]] for i, o in enumerate(logits)).masked_fill(~m.is_token, -math.inf)
+    target = sum(o.gather(1, y[:, i : i + 1])[:, 0] for i, o in enumerate(logits))
     return (scores.logsumexp(-1) - target).mean()
 
 
@@ -545,8 +544,27 @@ def test_lean_head_gradcheck():
     m.head_chunk = 4
     y = m.signatures[torch.randint(0, 30, (6,))]
     h = torch.randn(6, m.config.hidden_size, dtype=torch.float64, requires_grad=True)
+
+    class Fresh(
+        torch.autograd.Function
+    ):  # gradcheck goes backward several times, the head only once: a new one each time
+        @staticmethod
+        def forward(ctx, h):
+            ctx.h = h
+            return m.head_loss(h, y)
+
+        @staticmethod
+        def backward(ctx, scale):
+            with torch.enable_grad():
+                h = ctx.h.detach().requires_grad_()
+                return torch.autograd.grad(m.head_loss(h, y), h, scale)
+
     for m.config.loss in ('exact', 'product'):
-        assert torch.autograd.gradcheck(lambda h: m.head_loss(h, y), h)
+        assert torch.autograd.gradcheck(Fresh.apply, h)
+    loss = m.head_loss(h, y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='one backward pass'):
+        loss.backward()
 
 
 @pytest.mark.parametrize('kind', ['exact', 'product'])
