@@ -4,7 +4,7 @@ The settings of a script: its own defaults, then config files, then --key=value 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
 A setting is a lower-case `name = literal` line at the top of a script, right after the imports. Config files are Python and run as
-such; what they assign must be a setting of some script here, so one file serves prepare, train, sample and eval. Names that
+such; what they assign must be a setting of some script here, so one file serves prepare, train, sample and bench. Names that
 begin with _ are the file's own. Every unknown name, missing value or wrong type is refused, all of them at once.
 
 train.py and the others run this file with exec(), like nanoGPT: it sets their globals and leaves the result in `config`.
@@ -19,7 +19,7 @@ from pathlib import Path
 from hashing import InputError, did_you_mean
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ('prepare.py', 'train.py', 'sample.py')
+SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py')
 
 
 def declared(script):

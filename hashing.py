@@ -62,7 +62,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
 
 def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True):
     """
-    `table` (V, H) uint16 with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are unchanged, and
+    `table` (V, H), any integers, with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are unchanged, and
     extending in two steps gives the same table as in one. Arguments and errors as signature_table's; pad_id counts from
     the start of the whole table.
     """
@@ -76,6 +76,7 @@ def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True
         raise InputError(f'num_lsh={num_lsh}: Single-ID signatures (unique=False) use one MMH3 hash; set num_lsh=0')
     if V and int(table.max()) >= B:
         raise InputError(f'the table to extend has bucket {int(table.max())}, num_buckets={B}: not made with this B')
+    table = np.asarray(table, np.uint16)
 
     real = [i for i, w in enumerate(tokens) if w is not None and V + i != pad_id]
     words = [tokens[i] for i in real]

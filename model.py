@@ -11,13 +11,14 @@ one coordinate, V buckets and the token id as signature, without gate and cascad
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hashing import InputError, did_you_mean
 
@@ -193,6 +194,13 @@ def softmax(o):
         return o.softmax(dim=0)
 
 
+def add(total, part):
+    """total += part, of which part may be of lower precision; in rows that a CPU's cache holds, since it converts first."""
+    rows = 1024 if total.device.type == 'cpu' else len(total)
+    for t, p in zip(total.split(rows), part.split(rows)):
+        t += p
+
+
 class LeanHead(torch.autograd.Function):
     """
     The sum of the loss over n tokens, without ever holding their n x H x B logits: goes through the tokens in chunks and
@@ -236,7 +244,7 @@ class LeanHead(torch.autograd.Function):
                     inner = (e.detach() * de).sum(dim=1)
                     g.addcmul_(p[i], torch.addmm(-inner.to(E.dtype), E[i], de.T.to(E.dtype)))
                 part = g @ c.detach().to(E.dtype)
-                dE[i] += part.addmm_(p.pop(), de.to(E.dtype)) if i < H - 1 else part
+                add(dE[i], part.addmm_(p.pop(), de.to(E.dtype)) if i < H - 1 else part)
                 dc = dc + g.T @ E[i]
             dh_.copy_(dc)
         ctx.gradients = gradients
@@ -296,6 +304,7 @@ class MHF(nn.Module):
         self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self._index = None  # made at first use
+        self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         # tokens whose H*B logits exist at a time; each chunk adds H*B*d numbers to dE, so not too few
         self.head_chunk = max(64, min(1024, 2**25 // (H * B)))
 
@@ -303,6 +312,24 @@ class MHF(nn.Module):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
         decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
         return sum(p.numel() for p in self.parameters()) - decoder, decoder
+
+    def extend_vocabulary(self, table, gaps=()):
+        """
+        Takes a larger table (V', H) whose first V rows are the present ones. No parameter is added or changed, so an optimizer
+        made before stays good. Raises InputError for other old rows, and for a Standard model, which would need new rows of E.
+        """
+        c, V = self.config, self.config.vocab_size
+        if not c.num_hashes:
+            raise InputError(
+                f"the Standard model's embedding has {V} rows, and the optimizer the same: for {len(table)} tokens make both anew"
+            )
+        larger = replace(c, vocab_size=len(table))
+        signatures, is_token = (torch.tensor(t, device=self.signatures.device) for t in vocabulary(larger, table, gaps))
+        if len(table) < V or not torch.equal(signatures[:V], self.signatures):
+            raise InputError(
+                f'the larger table has {len(table)} rows, of which the first {V} must be those of the model'
+            )
+        self.config, self.signatures, self.is_token = larger, signatures, is_token
 
     # ---- signatures in, hidden states out
 
@@ -324,7 +351,10 @@ class MHF(nn.Module):
         for i, layer in enumerate(self.layers):
             if states is not None:
                 states.append(e)
-            e = layer(e, rope, None if cache is None else cache[i], start)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                e = checkpoint(layer, e, rope, use_reentrant=False)
+            else:
+                e = layer(e, rope, None if cache is None else cache[i], start)
         return self.norm(e)
 
     def mix(self, i, c, e):
@@ -355,8 +385,12 @@ class MHF(nn.Module):
     def train_loss(self, x, y):
         """
         Signatures x, y (N, T, H) -> the mean loss over all tokens, nats: -log P(y), or the paper's sum_i -log p_i[y_i]
-        (config.loss). For the Standard model both are the ordinary cross-entropy.
+        (config.loss). For the Standard model both are the ordinary cross-entropy. Raises InputError where there is no target.
         """
+        if x.shape != y.shape or not y.numel():
+            raise InputError(
+                f'inputs {tuple(x.shape)} and targets {tuple(y.shape)}: both must be (N, T, H), none of them 0'
+            )
         return self.head_loss(self.hidden(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     forward = train_loss  # what DDP and torch.compile call
@@ -431,7 +465,7 @@ class MHF(nn.Module):
 
     def product_nll(self, o, y, gradient=False):
         """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
-        nll, m = [], 128 if y.device.type == 'cpu' else len(y)
+        nll, m = [], 64 if y.device.type == 'cpu' else len(y)
         for columns in torch.arange(len(y)).split(m):
             block, total = slice(columns[0], columns[-1] + 1), 0
             for o_i, y_i in zip(o, y[block].T):

@@ -584,6 +584,50 @@ def test_lean_head_in_bfloat16(kind):
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
 
+def test_lean_head_composes():
+    """torch.compile of the rest, activation checkpointing or a chunk larger than the batch change the gradients."""
+    m = random_model()
+    s = m.signatures[torch.randint(0, 300, (2, 9))]
+    x, y = s[:, :-1], s[:, 1:]
+    plain = loss_and_gradients(m, plain_loss(m, x, y, 'exact'))
+    compiled = torch.compile(m, backend='aot_eager')
+    for m.head_chunk, m.activation_checkpointing, f in ((5, True, m), (10**6, False, m), (5, False, compiled)):
+        lean = loss_and_gradients(m, f(x, y))
+        assert all((lean[k] - plain[k]).abs().max() < 1e-10 for k in plain)
+
+
+def test_no_target_is_refused():
+    """A batch without targets gives a loss of NaN, which would reach the weights."""
+    m = random_model()
+    x = m.signatures[torch.zeros(2, 0, dtype=torch.long)]
+    with pytest.raises(InputError, match=r'targets \(2, 0, 3\)'):
+        m.train_loss(x, x)
+    with pytest.raises(InputError, match='inputs'):
+        m.train_loss(m.signatures[None, :4], m.signatures[None, :3])
+
+
+def test_vocabulary_grows_under_an_optimizer():
+    """New tokens cost a parameter, or the optimizer made before them no longer trains the model."""
+    tokens = [f'piece{i}' for i in range(300)]
+    m = random_model()
+    old = m.signatures.numpy()
+    new = extend_table(old, tokens[:100], m.config.num_buckets)
+    optimizer, before = torch.optim.AdamW(m.parameters(), lr=3e-2), {k: p.data_ptr() for k, p in m.named_parameters()}
+    m.extend_vocabulary(new)
+    assert before == {k: p.data_ptr() for k, p in m.named_parameters()} and m.config.vocab_size == 400
+    ids = torch.randint(300, 400, (2, 9))
+    s = m.signatures[ids]
+    for _ in range(60):
+        loss = m.train_loss(s[:, :-1], s[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 and (m.log_probs(ids)[:, :-1].argmax(-1) == ids[:, 1:]).float().mean() > 0.9
+    for table, model in ((old[:200], m), (new[::-1], m), (np.arange(500)[:, None], random_model(num_hashes=0))):
+        with pytest.raises(InputError, match='rows'):
+            model.extend_vocabulary(table)
+
+
 def test_the_table_may_grow_in_place():
     """The head keeps an index of the old table after the table has changed."""
     m = random_model()

@@ -16,7 +16,8 @@ num_buckets = 16384
 
 block_size = 2048
 batch_size = 256
-micro_batch_size = 2  # per GPU; less where memory is short, the update stays the same
+micro_batch_size = 8  # per GPU; less where memory is short, the update stays the same
+activation_checkpointing = True  # 80 GB of memory hold only 1 sequence without it
 loss = 'product'  # the paper's; 'exact' trains the distribution that is sampled from
 learning_rate = 2e-4
 max_steps = 200000

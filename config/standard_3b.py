@@ -15,7 +15,8 @@ num_hashes = 0  # the Standard model
 
 block_size = 2048
 batch_size = 256
-micro_batch_size = 2  # per GPU; less where memory is short, the update stays the same
+micro_batch_size = 8  # per GPU; less where memory is short, the update stays the same
+activation_checkpointing = True  # 80 GB of memory hold only 2 sequences without it
 learning_rate = 2e-4
 max_steps = 200000
 warmup_steps = 2000
