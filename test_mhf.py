@@ -29,6 +29,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 import model as model_module
@@ -1252,6 +1254,10 @@ def small_release(folder):
 
 P, T, S = ('prepare.py', '--data_dir=new'), ('train.py', 'cfg.py', '--out_dir=new'), ('sample.py', 'cfg.py')
 BAD = [
+    ('unknown part of bench', 'bench.py', '--parts=hed', "did you mean 'head'", None),
+    ('unknown gpu', 'bench.py', '--plan', '--gpu=H10', "did you mean 'H100'", None),
+    ('head_tokens that are none', 'bench.py', '--head_tokens=1k', 'head_tokens=1k', None),
+    ('a batch that GPUs do not share', 'bench.py', '--plan', '--gpus=3', 'not a multiple of gpus=3', None),
     ('unknown tokenizer', *P, '--tokenizer=mistrel', "did you mean 'mistral'", None),
     ('unknown data set', *P, '--dataset=stdlibb', "did you mean 'stdlib'", None),
     ('missing file', *P, '--dataset=texts/*.jsonl', 'texts/*.jsonl', None),
@@ -1417,6 +1423,55 @@ def snapshot(folder):
         for p in sorted(folder.rglob('*'))
         if p.is_file()
     } | {str(p.relative_to(folder)): None for p in folder.rglob('*') if p.is_dir()}
+
+
+@pytest.mark.parametrize('num_hashes', [3, 0])
+def test_bench(trained, num_hashes):
+    """A part of bench.py does not run, or its FLOPs are not those of the model's matrix products."""
+    few = ['--repeats=1', '--head_tokens=64', '--new_tokens=2', f'--num_hashes={num_hashes}', '--num_buckets=256']
+    parts = 'train,head,generate,infer,prepare' if num_hashes else 'train'
+    r = json.loads(ok('bench.py', 'cfg.py', '--json', f'--parts={parts}', *few, cwd=trained).stdout)
+    assert set(r) == {'config', 'device', 'dtype', 'torch', 'gemm_flops', *parts.split(',')}
+    if num_hashes:
+        assert 'lean/plain' in ok('bench.py', 'cfg.py', '--parts=head', *few, cwd=trained).stdout
+        assert {row['loss'] for row in r['head']} == {'exact', 'product', 'Standard'}
+        assert r['prepare']['bytes_per_s'] > 0 and 0 < r['generate']['exact']['bandwidth_share'] < 10
+
+    c = MHFConfig(**{k: v for k, v in r['config'].items() if k in MHFConfig.__annotations__})
+    for name, h in (('exact', num_hashes or 4), ('Standard', 0)):
+        c = replace(c, num_hashes=h, num_buckets=256 if num_hashes else 16384)
+        m = MHF(c, None if h == 0 else np.ones((c.vocab_size, h)))
+        ids = torch.zeros(1, c.block_size, dtype=torch.long)
+        with FlopCounterMode(display=False) as counted, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            m(m.signatures[ids], m.signatures[ids])
+        # the counter counts all of the attention, we the causal half
+        upper_half = 2 * c.num_layers * c.num_heads * c.head_dim * (c.block_size - 1)
+        assert counted.get_total_flops() / c.block_size - upper_half == r['train'][name]['flops_per_token'] / 3
+
+
+def test_plan(trained):
+    """bench.py --plan promises memory that training does not keep to, or 3B no longer fits eight GPUs of 80 GB."""
+
+    def plan(*args):
+        return json.loads(ok('bench.py', *args, '--plan', '--json', cwd=trained).stdout)['plan']
+
+    promised = plan('cfg.py', '--num_layers=5')['memory']
+    settings = configurator.read_config(trained / 'cfg.py') | dict(num_layers=5)
+    m = MHF(MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__}))
+    kept = {}
+
+    def note(t):
+        kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
+        m.hidden(torch.zeros(4, 64, 3, dtype=torch.long))
+    own = {p.untyped_storage()._cdata for p in m.parameters()}
+    measured = sum(s.nbytes() for k, s in kept.items() if k not in own)
+    assert promised['activations'] + promised['bfloat16 copies of weights'] == pytest.approx(measured, rel=0.02)
+    assert plan('cfg.py', '--num_layers=5', '--activation_checkpointing')['memory']['activations'] < measured / 2
+    big = plan('config/mhf_3b.py')
+    assert big['fits'] and big['parameters'] == 2914422081 and big['memory']['optimizer'] == 8 * 2914422081
 
 
 @pytest.fixture(scope='session')
