@@ -448,8 +448,8 @@ class MHF(nn.Module):
             32 if y.device.type == 'cpu' else 512,
         )  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
         _, _, ids, begins = self.index()
-        for columns in torch.arange(len(y)).split(m):
-            block = slice(columns[0], columns[-1] + 1)
+        for k in range(0, len(y), m):
+            block = slice(k, k + m)
             oT = torch.cat([at_least_float32(o_i[:, block]) for o_i in o])  # (H*B, m)
             scores, target = self.token_scores(oT), self.rows(y[block]).T  # (V, m), (H, m)
             top = scores.amax(0)
@@ -466,8 +466,8 @@ class MHF(nn.Module):
     def product_nll(self, o, y, gradient=False):
         """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
         nll, m = [], 64 if y.device.type == 'cpu' else len(y)
-        for columns in torch.arange(len(y)).split(m):
-            block, total = slice(columns[0], columns[-1] + 1), 0
+        for k in range(0, len(y), m):
+            block, total = slice(k, k + m), 0
             for o_i, y_i in zip(o, y[block].T):
                 scores, target = o_i[:, block], y_i[None]  # (B, m), (1, m)
                 if not self.config.num_hashes:
