@@ -19,7 +19,7 @@ from pathlib import Path
 from hashing import InputError, did_you_mean
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py')
+SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py')
 
 
 def declared(script):

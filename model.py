@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hashing import InputError, did_you_mean
+from hashing import InputError, did_you_mean, get_tokenizer, signature_table, tokenizer_fingerprint
 
 LOSSES = ('exact', 'product')
 
@@ -105,11 +105,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps).to(x.dtype)
 
 
-def rope_angles(start, T, config, dtype, device):
-    """cos and sin of the rotation angles of positions start..start+T-1: two tensors (T, head_dim/2)."""
-    k = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+def rope_angles(positions, config, dtype):
+    """cos and sin of the rotation angles of `positions` (..., T): two tensors (..., 1, T, head_dim/2), for all heads."""
+    k = torch.arange(0, config.head_dim, 2, dtype=dtype, device=positions.device)
     frequency = config.rope_theta ** (-k / config.head_dim)
-    angle = torch.arange(start, start + T, dtype=dtype, device=device)[:, None] * frequency
+    angle = positions.to(dtype)[..., None, :, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x, rope, cache=None, start=0):
+    def forward(self, x, rope, cache=None, start=0, mask=None):
         N, T, _ = x.shape
         q = self.q_proj(x).view(N, T, -1, self.head_dim)
         k = self.k_proj(x).view(N, T, -1, self.head_dim)
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, N, kv_heads, block_size, head_dim); after a prefill, one token at a time
             cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
             k, v = cache[0, :, :, : start + T], cache[1, :, :, : start + T]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
 
 
@@ -166,8 +166,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = MLP(c)
 
-    def forward(self, x, rope, cache=None, start=0):
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start)
+    def forward(self, x, rope, cache=None, start=0, mask=None):
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -338,23 +338,26 @@ class MHF(nn.Module):
         H, B = self.config.coordinates, self.config.buckets
         return signatures + torch.arange(0, H * B, B, device=signatures.device)
 
-    def hidden(self, x, cache=None, start=0, states=None):
+    def hidden(self, x, cache=None, start=0, states=None, positions=None, mask=None):
         """
         x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: from new_cache, holding positions before start.
-        states: a list that receives the input of every block, each (N, T, d).
+        states: a list that receives the input of every block, each (N, T, d). positions (N, T) and mask (N, 1, T, T), bool, of
+        what each token attends to: where they are given, instead of start, start+1, ... and the causal triangle.
         """
         k = F.embedding(self.rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
         e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2)
         dtype = torch.promote_types(e.dtype, torch.float32)
-        rope = rope_angles(start, x.shape[1], self.config, dtype, x.device)
+        if positions is None:
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
+        rope = rope_angles(positions, self.config, dtype)
         for i, layer in enumerate(self.layers):
             if states is not None:
                 states.append(e)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, use_reentrant=False)
             else:
-                e = layer(e, rope, None if cache is None else cache[i], start)
+                e = layer(e, rope, None if cache is None else cache[i], start, mask)
         return self.norm(e)
 
     def mix(self, i, c, e):
@@ -682,6 +685,47 @@ def _from_released(cls, released, weights, where):
     except RuntimeError as e:
         raise InputError(f'{where}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
     return model
+
+
+def open_model(out_dir='', released='', revision='', tokenizer=''):
+    """
+    (model, its tokenizer, what it is in words), from a checkpoint of train.py, the newest under the working folder if no
+    out_dir is given, or from a released model. The tokenizer must be the one whose table is in the model. Raises InputError.
+    """
+    if released:
+        model, trained_with, which = (
+            MHF.from_pretrained(released, revision or None),
+            None,
+            f'{released}, a released model',
+        )
+    else:
+        if not out_dir:
+            found = [p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')]
+            if not found:
+                raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
+            out_dir = max(found, key=lambda p: p.stat().st_mtime).parent
+        model, ckpt = MHF.from_checkpoint(Path(out_dir) / 'ckpt.pt')
+        trained_with, which = ckpt['data'], f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}'
+    tok, c = get_tokenizer(tokenizer or (trained_with['tokenizer'] if trained_with else 'mistral')), model.config
+    if trained_with and tokenizer_fingerprint(tok) != trained_with['tokenizer_sha256']:
+        raise InputError(
+            f"tokenizer '{tok.name}' has another vocabulary than the '{trained_with['tokenizer']}' this model was trained with"
+        )
+    V = len(tok.tokens)
+    if V > c.vocab_size:
+        raise InputError(
+            f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with"
+        )
+    if released and c.num_hashes > c.num_lsh + 1:  # coordinates that were neither LSH nor rehashed
+        theirs = model.signatures[:V, c.num_lsh : -1].numpy()
+        ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id, unique=False)
+        if (theirs[:, :1] != theirs).any() or (theirs[:, 0] != ours[:, 0]).any():  # not Single-ID
+            ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, c.num_lsh : -1]
+            if (ours != theirs).any():
+                raise InputError(
+                    f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer"
+                )
+    return model, tok, which
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from hashing import InputError, get_tokenizer, signature_table, tokenizer_fingerprint
-from model import MHF, pick_device
+from hashing import InputError
+from model import open_model, pick_device
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
 released = ''  # or a released model: a folder, or a hub id
@@ -48,39 +48,8 @@ if start.startswith('FILE:'):
     except OSError as e:
         raise InputError(f'--start={start}: {e.strerror}') from None
 
-if released:
-    model, trained_with, which = MHF.from_pretrained(released, revision or None), None, f'{released}, a released model'
-else:
-    if not out_dir:
-        found = sorted(
-            (p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')), key=lambda p: p.stat().st_mtime
-        )
-        if not found:
-            raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
-        out_dir = found[-1].parent
-    model, ckpt = MHF.from_checkpoint(Path(out_dir) / 'ckpt.pt')
-    trained_with, which = ckpt['data'], f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}'
-
-# the tokenizer must be the one whose table is in the checkpoint
-tok = get_tokenizer(tokenizer or (trained_with['tokenizer'] if trained_with else 'mistral'))
-V, c = len(tok.tokens), model.config
-if trained_with and tokenizer_fingerprint(tok) != trained_with['tokenizer_sha256']:
-    raise InputError(
-        f"tokenizer '{tok.name}' has another vocabulary than the '{trained_with['tokenizer']}' this model was trained with"
-    )
-if V > c.vocab_size:
-    raise InputError(
-        f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with"
-    )
-if released and c.num_hashes > c.num_lsh + 1:  # coordinates that were neither LSH nor rehashed
-    theirs = model.signatures[:V, c.num_lsh : -1].numpy()
-    ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id, unique=False)
-    if (theirs[:, :1] != theirs).any() or (theirs[:, 0] != ours[:, 0]).any():  # not Single-ID
-        ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, c.num_lsh : -1]
-        if (ours != theirs).any():
-            raise InputError(
-                f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer"
-            )
+model, tok, which = open_model(out_dir, released, revision, tokenizer)
+c, V = model.config, len(tok.tokens)
 if top_k is not None and not 1 <= top_k <= V:
     raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
 if top_p is not None and not 0 < top_p <= 1:

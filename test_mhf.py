@@ -669,7 +669,7 @@ def test_norms_and_angles_keep_float32():
     norm, v = model_module.RMSNorm(64, 1e-6), torch.randn(500, 64).bfloat16()
     exact = v.float() / (v.float().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert (norm(v) != exact.bfloat16()).float().mean() < 0.01
-    cos, sin = model_module.rope_angles(0, 500, m.config, torch.float32, 'cpu')
+    cos, sin = model_module.rope_angles(torch.arange(500), m.config, torch.float32)
     q = torch.randn(1, 1, 500, m.config.head_dim).bfloat16()
     turned = torch.view_as_complex(torch.stack(q.float().chunk(2, -1), -1)) * torch.complex(cos, sin)
     assert (

@@ -1,0 +1,605 @@
+"""
+Evaluates a checkpoint or a released model, on P(w) normalised over real tokens, beside the paper's published numbers.
+
+    $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
+    $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks               # the same from local files, without internet
+    $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
+    $ python eval.py --tasks=bits_per_byte --text=book.txt
+    $ python eval.py --tasks=card660 --data_dir=card660
+    $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
+
+Writes results.json beside the checkpoint (or to --save); an interrupted evaluation goes on where it stopped.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from hashing import InputError, did_you_mean
+from model import open_model, pick_device
+
+# what to evaluate
+out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
+released = ''  # or a released model: a folder, or a hub id
+revision = ''  # of the hub id
+tokenizer = ''  # '' is the one the checkpoint was trained with
+# on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
+tasks = 'paper'
+data_dir = ''  # local files instead of the hub; card660's folder
+text = ''  # of bits_per_byte: a text file
+limit = 0  # documents per task; 0 is all
+bos = True  # bos before every context
+# how
+requests_per_batch = 0  # contexts that go through the model at a time; 0 is as many as 8,192 tokens hold
+seed = 1234  # of the few-shot examples
+save = ''  # the results' file; '' is results.json beside the checkpoint
+plot = False  # also draw the comparison, as .png beside the results' file
+device = None
+dtype = None
+
+exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+
+HERE = Path(__file__).resolve().parent
+# the paper's tasks: shots, metric, column of its table, name of local files
+PAPER = {
+    'lambada_openai': (0, 'acc', 'LAMBADA', 'lambada_openai'),
+    'lambada_standard': (0, 'acc', 'LAMBADA', 'lambada_standard'),
+    'arc_easy': (5, 'acc_norm', 'ARC-E', 'arc_easy'),
+    'copa': (0, 'acc', 'COPA', 'copa'),
+    'openbookqa': (5, 'acc_norm', 'OBQA', 'openbookqa'),
+    'piqa': (0, 'acc', 'PIQA', 'piqa'),
+    'hellaswag': (0, 'acc_norm', 'HellaSwag', 'hellaswag'),
+    'race': (0, 'acc', 'RACE', 'race_high'),
+    'sciq': (0, 'acc_norm', 'SciQ', 'sciq'),
+    'social_iqa': (5, 'acc_norm', 'SIQA', 'social_i_qa'),
+    'record': (0, 'f1', 'ReCoRD', 'record'),
+}
+COLUMNS = ('LAMBADA', 'ARC-E', 'COPA', 'OBQA', 'PIQA', 'HellaSwag', 'RACE', 'SciQ', 'SIQA', 'ReCoRD')
+# the paper's table, by (parameters of the decoder in millions, H)
+PUBLISHED = {
+    '100M Standard': (87, 0, (15.33, 41.33, 64.00, 27.00, 58.87, 28.59, 26.41, 59.00, 35.98, 49.47)),
+    '100M Standard+4L': (116, 0, (19.64, 45.08, 64.00, 27.00, 60.17, 29.99, 26.79, 62.60, 36.80, 53.08)),
+    '100M H3B10K': (87, 3, (16.40, 44.91, 61.00, 26.40, 60.23, 27.81, 27.18, 55.50, 37.00, 48.21)),
+    '100M H4B16K': (87, 4, (18.79, 45.24, 62.00, 27.60, 59.03, 27.99, 28.42, 58.00, 36.03, 50.11)),
+    '1B Standard': (1007, 0, (30.41, 59.85, 64.00, 31.60, 65.78, 38.99, 29.38, 69.90, 39.10, 63.20)),
+    '1B Standard+2L': (1107, 0, (30.66, 60.23, 65.00, 31.20, 65.02, 39.85, 29.28, 72.10, 38.89, 63.78)),
+    '1B H3B10K': (1007, 3, (35.78, 61.95, 65.00, 34.00, 68.17, 40.45, 29.00, 68.30, 40.48, 64.51)),
+    '1B H4B16K': (1007, 4, (35.34, 64.35, 71.00, 29.80, 66.49, 41.32, 31.39, 70.20, 41.66, 64.90)),
+    '3B Standard': (2775, 0, (28.64, 60.23, 65.00, 31.80, 65.83, 39.65, 29.76, 64.80, 38.28, 62.26)),
+    '3B H4B16K': (2775, 4, (37.26, 66.88, 68.00, 34.60, 68.39, 42.89, 30.91, 70.60, 40.74, 64.13)),
+}
+OURS = ('paper', 'bits_per_byte', 'card660')
+
+
+# -----------------------------------------------------------------------------
+# scoring
+
+
+class Scorer:
+    """
+    log P of continuations. Requests with the same context are one row: the context, then every continuation, each of which
+    sees the context and itself only and goes on from the context's last position. The head sees only the positions that
+    predict a token of a continuation.
+    """
+
+    def __init__(self, model, bos, per_batch, autocast, rank=0, world_size=1):
+        self.model, self.bos, self.per_batch, self.autocast = model, bos, per_batch, autocast
+        self.rank, self.world_size = rank, world_size
+        self.device = model.embed.weight.device
+
+    def rows(self, requests):
+        """[(context ids, continuation ids)] -> [(context, {continuation: its requests})], the longest first."""
+        T, rows = self.model.config.block_size, defaultdict(dict)
+        for k, (context, continuation) in enumerate(requests):
+            if self.bos is not None and context[:1] != [self.bos]:
+                context = [self.bos, *context]
+            if not continuation or not context:
+                raise InputError(f'request {k}: an empty {"continuation" if context else "context"} has no probability')
+            if len(continuation) > T:
+                raise InputError(
+                    f'request {k}: a continuation of {len(continuation)} tokens is over the context of {T}'
+                )
+            context = tuple(context[-(T + 1 - len(continuation)) :])  # the end of what is too long
+            rows[context].setdefault(tuple(continuation), []).append(k)
+        return sorted(rows.items(), key=lambda r: -self.length(r))
+
+    @staticmethod
+    def length(row):
+        return len(row[0]) + sum(len(c) - 1 for c in row[1])
+
+    def batches(self, rows):
+        batch = []
+        for row in rows:
+            full = (
+                len(batch) == self.per_batch
+                if self.per_batch
+                else (len(batch) + 1) * self.length(batch[0] if batch else row) > 8192
+            )
+            if batch and full:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    @torch.no_grad()
+    def score(self, batch):
+        """Rows -> for each of their continuations, in order: (log P in nats, is every token of it the likeliest one)."""
+        S = max(map(self.length, batch))
+        ids = torch.zeros(len(batch), S, dtype=torch.long)
+        positions, part = torch.zeros_like(ids), torch.full_like(ids, -1)  # part 0 is the context, -1 is padding
+        where, targets, sizes = [], [], []
+        for n, (context, continuations) in enumerate(batch):
+            end = len(context)
+            ids[n, :end], positions[n, :end], part[n, :end] = torch.tensor(context), torch.arange(end), 0
+            begin = end
+            for k, c in enumerate(continuations, start=1):
+                rest = slice(begin, begin + len(c) - 1)
+                ids[n, rest] = torch.tensor(c[:-1], dtype=torch.long)
+                positions[n, rest], part[n, rest] = torch.arange(end, end + len(c) - 1), k
+                where += [n * S + i for i in (end - 1, *range(rest.start, rest.stop))]
+                targets += c
+                sizes.append(len(c))
+                begin = rest.stop
+        seen = (part[:, :, None] == part[:, None]) | (part[:, None] == 0)  # (N, S, S): own part, and the context
+        mask = (seen & torch.ones(S, S, dtype=torch.bool).tril())[:, None].to(self.device)
+        m = self.model
+        with self.autocast():
+            h = m.hidden(m.signatures[ids.to(self.device)], positions=positions.to(self.device), mask=mask)
+            h, targets = h.flatten(0, 1)[torch.tensor(where).to(self.device)], torch.tensor(targets).to(self.device)
+            logp, best = [], []
+            for h_, t in zip(h.split(256), targets.split(256)):
+                p = m.token_logits(m.cascade(h_)).log_softmax(-1)
+                logp.append(p.gather(1, t[:, None])[:, 0])
+                best.append(p.argmax(1) == t)
+        logp, best = torch.cat(logp).double().cpu().split(sizes), torch.cat(best).cpu().split(sizes)
+        return [(a.sum().item(), bool(b.all())) for a, b in zip(logp, best)]
+
+    def __call__(self, requests, done=None):
+        """[(context ids, continuation ids)] -> [(log P, greedy?)] in their order; done(k, result) as soon as each is known."""
+        batches, results = list(self.batches(self.rows(requests))), [None] * len(requests)
+        bar = tqdm(
+            total=len(requests),
+            desc='scoring',
+            disable=self.rank > 0,
+            leave=False,
+            mininterval=0.5 if sys.stderr.isatty() else 20,
+        )
+        for first in range(0, len(batches), self.world_size):
+            share = batches[first : first + self.world_size]
+            mine = self.score(share[self.rank]) if self.rank < len(share) else None
+            everyone = [mine]
+            if self.world_size > 1:
+                everyone = [None] * self.world_size
+                dist.all_gather_object(everyone, mine)
+            for batch, scores in zip(share, everyone):
+                scores = iter(scores)
+                for _, continuations in batch:
+                    for ks in continuations.values():
+                        result = next(scores)
+                        for k in ks:
+                            results[k] = result
+                            if done:
+                                done(k, result)
+                        bar.update(len(ks))
+        bar.close()
+        return results
+
+
+def harness(scorer, tok):
+    """The model as lm-eval wants it."""
+    from lm_eval.api.model import TemplateLM
+
+    class Harness(TemplateLM):
+        eot_token_id = tok.bos
+        max_length = scorer.model.config.block_size
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            return list(tok.encode([string])[0])
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+            remember = lambda k, result: self.cache_hook.add_partial('loglikelihood', requests[k][0], result)
+            return send(scorer, [(context, continuation) for _, context, continuation in requests], remember)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            results = []
+            for request in requests:
+                nats, _, _ = sliding(scorer, tok.bos, self.tok_encode(request.args[0]))
+                results.append(-nats.sum().item())
+                self.cache_hook.add_partial('loglikelihood_rolling', request.args, results[-1])
+            return results
+
+        def generate_until(self, requests, disable_tqdm=False):
+            results = []
+            for request in tqdm(requests, desc='generating', disable=disable_tqdm, leave=False):
+                prompt, options = request.args
+                until = options.get('until', [])
+                until = [until] if isinstance(until, str) else until
+                if options.get('do_sample') or options.get('temperature'):
+                    raise InputError('generation by sampling is not supported, only greedy')
+                room = options.get('max_gen_toks', 256)
+                ids = ([tok.bos] + self.tok_encode(prompt))[-max(1, self.max_length - room) :]
+                made, said = [], ''
+                for token in scorer.model.stream(torch.tensor([ids], device=scorer.device), room, temperature=0):
+                    if token.item() == tok.bos:
+                        break
+                    made.append(token.item())
+                    said = tok.decode(made)
+                    if any(u and u in said for u in until):
+                        break
+                for u in until:
+                    said = said.split(u)[0] if u else said
+                results.append(said)
+                self.cache_hook.add_partial('generate_until', request.args, said)
+            return results
+
+    return Harness()
+
+
+def send(scorer, requests, done):
+    """On rank 0: the other ranks, which wait in serve(), take their part of the batches."""
+    if scorer.world_size > 1:
+        dist.broadcast_object_list([requests])
+    return scorer(requests, done)
+
+
+def serve(scorer):
+    while True:
+        work = [None]
+        dist.broadcast_object_list(work)
+        if work[0] is None:
+            return
+        scorer(work[0])
+
+
+# -----------------------------------------------------------------------------
+# tasks of lm-eval
+
+
+def local_files(prefix):
+    """{split: file} of data_dir/<prefix>_<split>*.jsonl, packed or not."""
+    found = {}
+    for split in ('train', 'validation', 'test'):
+        files = sorted(p for p in Path(data_dir).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes)
+        if len(files) > 1:
+            raise InputError(f'{data_dir} has several files for {prefix}, {split}: {", ".join(p.name for p in files)}')
+        if files:
+            found[split] = str(files[0].resolve())
+    return found
+
+
+def task_file(name, known, folder):
+    """A YAML file of lm-eval for task `name`, with the paper's shots and local data; and what must be said of its data."""
+    base = known[name].yaml_path
+    lines, note = [f'include: {json.dumps(str(base.resolve()))}', f'task: {name}'], ''
+    shots, _, _, prefix = PAPER.get(name, (None, None, None, name))
+    if shots is not None:
+        lines.append(f'num_fewshot: {shots}')
+    if data_dir:
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        declared = load_yaml(base, resolve_func=False, recursive=True)
+        files = local_files(prefix)
+        wanted = 'test' if declared.get('test_split') else 'validation'
+        scored = next((s for s in (wanted, 'validation', 'test', 'train') if s in files), None)
+        if scored is None:
+            raise InputError(f'{data_dir} has no {prefix}_{wanted}*.jsonl, which task {name} needs')
+        if scored != wanted:
+            note = f'local: {scored} split for {wanted}'
+        if shots and 'train' not in files:
+            note += ('; ' if note else 'local: ') + f'shots from {scored}, not train'
+        lines += ['dataset_path: json', 'dataset_name: null', 'dataset_kwargs:', f'  data_files: {json.dumps(files)}']
+        lines += [f'{key}_split: null' for key in ('training', 'validation', 'test') if key != 'test']
+        lines += [f'test_split: {scored}', f'fewshot_split: {"train" if "train" in files else scored}']
+    path = Path(folder) / f'{name}.yaml'
+    path.write_text('\n'.join(lines) + '\n')
+    return str(path), note
+
+
+def run_tasks(names, scorer, tok, cache):
+    """{task: lm-eval's results}, and notes on local data."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(HERE / 'eval_tasks'))
+    for name in names:
+        if name not in manager.all_tasks:
+            raise InputError(f"unknown task '{name}'{did_you_mean(name, [*OURS, *manager.all_tasks])}")
+    with tempfile.TemporaryDirectory() as folder:
+        specs, notes = [], {}
+        for name in names:
+            if name in manager.all_subtasks:
+                spec, notes[name] = task_file(name, manager.task_index, folder)
+                specs.append(spec)
+            elif data_dir:
+                raise InputError(f"'{name}' is a group of tasks; with --data_dir name its tasks one by one")
+            else:
+                specs.append(name)
+        try:
+            results = simple_evaluate(
+                harness(scorer, tok),
+                tasks=specs,
+                task_manager=manager,
+                limit=limit or None,
+                use_cache=cache,
+                log_samples=True,
+                bootstrap_iters=1000,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+        except (
+            OSError,
+            ValueError,
+            ConnectionError,
+        ) as e:  # the hub out of reach, a file that is not what it should be
+            reason = ' '.join(str(e).split())[:300]
+            raise InputError(
+                f'{", ".join(names)}: the data cannot be read ({type(e).__name__}: {reason}); see --data_dir'
+            ) from None
+    return results, notes
+
+
+# -----------------------------------------------------------------------------
+# text and rare words
+
+
+@torch.no_grad()
+def sliding(scorer, bos, ids):
+    """
+    Token ids (n,) -> of each of them: nats (n,), is it the likeliest (n,), probability of the likeliest (n,). Windows of the
+    whole context that overlap by half: from the second on, every token sees half a context or more.
+    """
+    m, T, ids = scorer.model, scorer.model.config.block_size, torch.tensor([bos, *ids])
+    step, parts = T - T // 2, []
+    starts = [0, *range(step, max(1, len(ids) - 1 - T + step), step)]
+    for b in tqdm(starts, desc='text', leave=False, mininterval=0.5 if sys.stderr.isatty() else 20):
+        x, y = ids[b : b + T].to(scorer.device), ids[b + 1 : b + T + 1].to(scorer.device)
+        skip = T // 2 if b else 0
+        with scorer.autocast():
+            h = m.hidden(m.signatures[x[: len(y)]][None])[0, skip:]
+            for h_, y_ in zip(h.split(256), y[skip:].split(256)):
+                p = m.token_logits(m.cascade(h_)).log_softmax(-1)
+                confidence, best = p.max(1)
+                parts.append(
+                    torch.stack([-p.gather(1, y_[:, None])[:, 0], best == y_, confidence.exp()]).double().cpu()
+                )
+    return torch.cat(parts, dim=1)
+
+
+def calibration_error(right, confidence, bins=15):
+    """Expected calibration error: |accuracy - confidence| in `bins` equal intervals of confidence, weighted by their tokens."""
+    which = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right - confidence)
+    return gaps.abs().sum().item() / len(right)
+
+
+def bits_per_byte(scorer, tok):
+    try:
+        content = Path(text).read_bytes().decode('utf-8')
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f'--text={text or "..."}: {e}') from None
+    if not content.strip():
+        raise InputError(f'--text={text}: no text in it')
+    nats, right, confidence = sliding(scorer, tok.bos, tok.encode([content])[0])
+    mean = nats.mean().item()
+    return dict(
+        tokens=len(nats),
+        bytes=len(content.encode()),
+        nats_per_token=mean,
+        bits_per_byte=nats.sum().item() / math.log(2) / len(content.encode()),
+        perplexity=math.exp(min(mean, 700)),
+        top1_accuracy=right.mean().item(),
+        expected_calibration_error=calibration_error(right, confidence),
+    )
+
+
+@torch.no_grad()
+def card660(scorer, tok):
+    """Card-660: correlation of human similarity with the cosine of two words' hidden states at their last token."""
+    from scipy.stats import pearsonr, spearmanr
+
+    path = Path(data_dir) / 'dataset.tsv'
+    try:
+        pairs = [line.split('\t') for line in path.read_text(encoding='utf-8').splitlines() if line]
+        gold = [float(score) for _, _, score in pairs]
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: {e}; --data_dir must be the folder of Card-660's dataset.tsv") from None
+    words = sorted({w for a, b, _ in pairs for w in (a, b)})
+    vectors = {}
+    for word, ids in zip(words, tok.encode([w.replace('_', ' ') for w in words])):
+        states = []
+        with scorer.autocast():
+            h = scorer.model.hidden(
+                scorer.model.signatures[torch.tensor([[tok.bos, *ids]], device=scorer.device)], states=states
+            )
+        vectors[word] = [h[0, -1].float().cpu(), states[-1][0, -1].float().cpu()]
+    results = dict(pairs=len(pairs))
+    for k, layer in enumerate(('last', 'second_to_last')):
+        cosine = [F.cosine_similarity(vectors[a][k], vectors[b][k], dim=0).item() for a, b, _ in pairs]
+        results |= {
+            f'{layer}_pearson': float(pearsonr(cosine, gold)[0]),
+            f'{layer}_spearman': float(spearmanr(cosine, gold)[0]),
+        }
+    return results
+
+
+# -----------------------------------------------------------------------------
+
+
+def nearest_published(c, decoder):
+    """The row of the paper's table whose kind and size are nearest."""
+    distance = lambda row: (
+        abs(row[1] - c.num_hashes) > 1,
+        (row[1] == 0) != (c.num_hashes == 0),
+        abs(math.log(row[0] * 1e6 / decoder)),
+        abs(row[1] - c.num_hashes),
+    )
+    return min(PUBLISHED, key=lambda name: distance(PUBLISHED[name]))
+
+
+def commit():
+    try:
+        done = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=HERE, capture_output=True, text=True)
+        return done.stdout.strip() or None
+    except OSError:
+        return None
+
+
+def show(results, published):
+    """The tables."""
+    name, row = published
+    scores = results.get('tasks', {})
+    if scores:
+        print(
+            f'\n{"task":<24}{"metric":<10}{"shots":>6}{"documents":>11}{"score":>9}{"stderr":>9}{"published: " + name:>28}'
+        )
+    for task, r in scores.items():
+        paper = PAPER.get(task)
+        shown = f'{row[COLUMNS.index(paper[2])]:.2f}' if paper else ''
+        stderr = f'{100 * r["stderr"]:.2f}' if isinstance(r['stderr'], float) else '-'
+        print(
+            f'{task:<24}{r["metric"]:<10}{r["shots"]:>6}{r["documents"]:>11}{100 * r["score"]:>9.2f}{stderr:>9}{shown:>28}'
+            f'{"  (" + r["note"] + ")" if r["note"] else ""}'
+        )
+    for part in ('bits_per_byte', 'card660'):
+        if part in results:
+            print(f'\n{part}')
+            for key, value in results[part].items():
+                print(f'  {key:<28}{value:>14,.4f}' if isinstance(value, float) else f'  {key:<28}{value:>14,}')
+
+
+def draw(results, published, path):
+    """Scores as bars, beside the published row's."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    name, row = published
+    labels = list(results['tasks'])
+    fig, ax = plt.subplots(figsize=(max(6, len(labels)), 5))
+    x = np.arange(len(labels))
+    scores = [results['tasks'][t] for t in labels]
+    errors = [100 * r['stderr'] if isinstance(r['stderr'], float) else 0 for r in scores]
+    ax.bar(x - 0.2, [100 * r['score'] for r in scores], 0.4, yerr=errors, label='this model')
+    paper = [row[COLUMNS.index(PAPER[t][2])] if t in PAPER else np.nan for t in labels]
+    ax.bar(x + 0.2, paper, 0.4, label=f'published: {name}', color='lightgray')
+    ax.set_xticks(x, labels, rotation=45, ha='right')
+    ax.set(ylabel='score, %', title=results['model'])
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
+    plt.close(fig)
+
+
+def main():
+    wanted = [t.strip() for t in tasks.split(',') if t.strip()]
+    if not wanted:
+        raise InputError("tasks is empty; leave it out for the paper's tasks")
+    if limit < 0 or requests_per_batch < 0:
+        raise InputError(f'limit={limit} and requests_per_batch={requests_per_batch}: must not be negative')
+    if data_dir and not Path(data_dir).is_dir():
+        raise InputError(f'data_dir={data_dir}: no such folder')
+    if 'card660' in wanted and not data_dir:
+        raise InputError('card660 needs --data_dir, the folder of its dataset.tsv')
+    if 'bits_per_byte' in wanted and not text:
+        raise InputError('bits_per_byte needs --text, a text file')
+    names = [n for t in wanted if t not in OURS[1:] for n in (PAPER if t == 'paper' else [t])]
+
+    where, kind = pick_device(device, dtype)
+    device_type = torch.device(where).type
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    model, tok, which = open_model(out_dir, released, revision, tokenizer)
+    model.to(where).eval()
+    low = kind == 'bfloat16'
+    autocast = lambda: torch.autocast(device_type, torch.bfloat16) if low else contextlib.nullcontext()
+    scorer = Scorer(model, tok.bos if bos else None, requests_per_batch, autocast, rank, world_size)
+    target = Path(save) if save else (Path(which.split(',')[0]).parent if not released else Path()) / 'results.json'
+    if world_size > 1:
+        dist.init_process_group('nccl' if device_type == 'cuda' else 'gloo')
+        if rank > 0:
+            serve(scorer)
+            dist.destroy_process_group()
+            return
+    print(which, file=sys.stderr)
+
+    versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
+    results = dict(model=which, commit=commit(), versions=versions, settings=config, device=where, dtype=kind)
+    published = nearest_published(model.config, model.num_params()[1])
+    published = published, PUBLISHED[published][2]
+    results['published'] = dict(model=published[0], **dict(zip(COLUMNS, published[1])))
+    try:
+        if names:
+            cache = target.with_suffix('.cache')
+            identity = [
+                which,
+                model.config.num_hashes,
+                float(sum(p.double().sum() for p in model.parameters())),
+                bos,
+                kind,
+            ]
+            raw, notes = run_tasks(names, scorer, tok, f'{cache}_{abs(hash_of(identity)):x}')
+            results['tasks'], results['task_hashes'] = {}, raw.get('task_hashes', {})
+            for task, r in raw['results'].items():
+                metric = (
+                    PAPER[task][1]
+                    if task in PAPER
+                    else next(
+                        (m for m in ('acc_norm', 'acc', 'f1', 'exact_match', 'word_perplexity') if f'{m},none' in r),
+                        None,
+                    )
+                )
+                if metric is None:
+                    continue
+                results['tasks'][task] = dict(
+                    metric=metric,
+                    score=r[f'{metric},none'],
+                    stderr=r.get(f'{metric}_stderr,none'),
+                    shots=raw['n-shot'].get(task, 0),
+                    documents=raw['n-samples'].get(task, {}).get('effective', 0),
+                    note=notes.get(task, ''),
+                    all={k: v for k, v in r.items() if isinstance(v, (int, float))},
+                )
+        if 'bits_per_byte' in wanted:
+            results['bits_per_byte'] = bits_per_byte(scorer, tok)
+        if 'card660' in wanted:
+            results['card660'] = card660(scorer, tok)
+    finally:
+        if world_size > 1:
+            dist.broadcast_object_list([None])
+            dist.destroy_process_group()
+    show(results, published)
+    try:
+        temporary = target.with_suffix('.tmp')
+        temporary.write_text(json.dumps(results, indent=1, default=str) + '\n')
+        os.replace(temporary, target)
+        print(f'\n{target}')
+        if plot and names:
+            draw(results, published, target.with_suffix('.png'))
+            print(target.with_suffix('.png'))
+    except OSError as e:
+        raise InputError(f'{target} cannot be written ({e}); name another file with --save') from None
+
+
+def hash_of(identity):
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:6], 'big')
+
+
+if __name__ == '__main__':
+    main()
