@@ -4,6 +4,7 @@ Tests of the whole path, on the CPU, seconds each:  pytest -rs test_mhf.py
 Tests that need the project's shared/ folder beside the clone skip without it; with MHF_STRICT=1 a skip is a failure.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
+import eval as evaluation
 import model as model_module
 import prepare
 from hashing import InputError, extend_table, fingerprint, get_tokenizer, permute, signature_table
@@ -1253,7 +1255,15 @@ def small_release(folder):
 
 
 P, T, S = ('prepare.py', '--data_dir=new'), ('train.py', 'cfg.py', '--out_dir=new'), ('sample.py', 'cfg.py')
+E = ('eval.py', '--out_dir=out')
 BAD = [
+    ('unknown task', *E, '--tasks=arc_esy', "did you mean 'arc_easy'", None),
+    ('no local file', *E, '--tasks=piqa', '--data_dir=bins', 'no piqa_validation', None),
+    ('no folder of data', *E, '--data_dir=nowhere', 'no such folder', None),
+    ('no text to evaluate', *E, '--tasks=bits_per_byte', 'needs --text', None),
+    ('text that is not there', *E, '--tasks=bits_per_byte', '--text=no.txt', 'no.txt', None),
+    ('not card660', *E, '--tasks=card660', '--data_dir=bins', 'dataset.tsv', None),
+    ('eval without a checkpoint', 'eval.py', '--out_dir=nothing', 'nothing/ckpt.pt', None),
     ('unknown part of bench', 'bench.py', '--parts=hed', "did you mean 'head'", None),
     ('unknown gpu', 'bench.py', '--plan', '--gpu=H10', "did you mean 'H100'", None),
     ('head_tokens that are none', 'bench.py', '--head_tokens=1k', 'head_tokens=1k', None),
@@ -1472,6 +1482,168 @@ def test_plan(trained):
     assert plan('cfg.py', '--num_layers=5', '--activation_checkpointing')['memory']['activations'] < measured / 2
     big = plan('config/mhf_3b.py')
     assert big['fits'] and big['parameters'] == 2914422081 and big['memory']['optimizer'] == 8 * 2914422081
+
+
+# -----------------------------------------------------------------------------
+# eval.py
+
+
+def exact_scorer(m, bos=1, per_batch=0):
+    return evaluation.Scorer(m, bos, per_batch, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize('num_hashes', [3, 0])
+def test_scorer_equals_log_probs(num_hashes):
+    """Continuations of a shared context see each other, a position is off by one, or the batch changes the score."""
+    m = random_model(num_hashes=num_hashes)
+    draw = np.random.default_rng(0)
+    some = lambda n: draw.integers(3, 300, n).tolist()
+    contexts = [some(n) for n in (1, 5, 5, 20, 60)]
+    requests = [(c, some(n)) for c in contexts for n in (1, 1, 4, 24)]
+    requests += [requests[3], (contexts[1], requests[2][1])]  # the same twice, and another context's continuation
+    for bos in (1, None):
+        by_hand = []
+        for context, continuation in requests:
+            ids = ([bos] if bos else []) + context + continuation
+            ids = torch.tensor(ids[-(m.config.block_size + 1) :])
+            logp = m.log_probs(ids[None, :-1])[0, -len(continuation) :]
+            picked = logp.gather(1, ids[-len(continuation) :, None])
+            by_hand.append((picked.sum().item(), bool((logp.argmax(1) == ids[-len(continuation) :]).all())))
+        for per_batch in (0, 1, 16):
+            known, scorer = {}, exact_scorer(m, bos, per_batch)
+            got = scorer(requests, known.__setitem__)
+            assert known == dict(enumerate(got))
+            assert [g for _, g in got] == [g for _, g in by_hand]
+            assert np.allclose([a for a, _ in got], [a for a, _ in by_hand], atol=1e-9)
+        assert len(scorer.rows(requests)) < len(requests)
+    likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
+    assert exact_scorer(m)([(contexts[1], [likeliest])])[0][1] is True
+    for context, continuation, message in (([5], [], 'empty continuation'), ([5], [7] * 25, '25 tokens')):
+        with pytest.raises(InputError, match=message):
+            exact_scorer(m)([(context, continuation)])
+
+
+def test_sliding_windows():
+    """A token is scored twice or not at all, or with less context than half of what the model has."""
+    m = random_model()  # a context of 24
+    for n in (1, 23, 24, 25, 36, 37, 100):
+        ids = np.random.default_rng(n).integers(3, 300, n).tolist()
+        nats, right, confidence = evaluation.sliding(exact_scorer(m), 1, ids)
+        assert len(nats) == n
+        whole = [1, *ids]
+        for i in range(n):  # windows of 24 inputs begin at 0, 12, 24, ...
+            begin = 0 if i < 24 else (i - 12) // 12 * 12
+            logp = m.log_probs(torch.tensor([whole[begin : i + 1]]))[0, -1]
+            assert i + 1 - begin <= 24 and (begin == 0 or i - begin >= 12)
+            assert torch.allclose(-logp[whole[i + 1]], nats[i], atol=1e-9)
+            assert torch.allclose(logp.max().exp(), confidence[i]) and right[i] == (logp.argmax() == whole[i + 1])
+
+
+def test_calibration_error():
+    """The expected calibration error is not the weighted gap between accuracy and confidence."""
+    right, confidence = torch.tensor([1.0, 0, 1, 1]).double(), torch.tensor([0.9, 0.9, 1.0, 0.31]).double()
+    assert evaluation.calibration_error(right, confidence) == pytest.approx((abs(1 - 1.8) + 0 + 0.69) / 4)
+
+
+# four documents of each task in the hub's schema: (file, documents, right continuations, is the right one first, ... longest)
+QUESTIONS = [('alpha one', 'b', 'cc', 0), ('a', 'beta two', 'c', 1), ('aa', 'b', 'gamma three', 2), ('delta', 'bb', 'cc', 0)]
+
+
+def small_tasks(folder):
+    """Writes four documents for each of the paper's tasks; returns the right continuations of each task."""
+    right = {}
+
+    def write(name, rows, answers, *splits):
+        for split in splits:
+            write_jsonl_rows(folder / f'{name}_{split}.jsonl', rows)
+        right[name] = set(answers)
+
+    letters = 'ABCD'
+    choices = lambda q: {'text': list(q[:3]), 'label': list(letters[:3])}
+    lambada = [{'text': f'he went to the old {w}'} for w in ('house', 'river', 'garden', 'school')]
+    for name in ('lambada_openai', 'lambada_standard'):
+        write(name, lambada, (' ' + r['text'].split()[-1] for r in lambada), 'test')
+    arc = [dict(id=str(i), question='Which?', choices=choices(q), answerKey=letters[q[3]]) for i, q in enumerate(QUESTIONS)]
+    write('arc_easy', arc * 3, (' ' + q[q[3]] for q in QUESTIONS), 'train', 'test')
+    obqa = [dict(id=str(i), question_stem='It is', choices=choices(q), answerKey=letters[q[3]]) for i, q in enumerate(QUESTIONS)]
+    write('openbookqa', obqa * 3, (' ' + q[q[3]] for q in QUESTIONS), 'train', 'test')
+    two = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
+    copa = [dict(premise='It rained.', choice1=q[0], choice2=q[1], question='cause', idx=i, label=q[3]) for i, q in enumerate(two)]
+    write('copa', copa, ('  ' + q[q[3]] for q in two), 'validation')
+    write('piqa', [dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]) for q in two], (' ' + q[q[3]] for q in two), 'validation')
+    hella = [
+        dict(ind=i, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', endings=[*q[:3], 'z'], label=str(q[3]), source_id='', split='', split_type='')
+        for i, q in enumerate(QUESTIONS)
+    ]
+    write('hellaswag', hella, (' ' + q[q[3]] for q in QUESTIONS), 'validation')
+    problem = lambda q: str([dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])])
+    write('race_high', [dict(article='Text.', problems=problem(q)) for q in QUESTIONS], (' ' + q[q[3]] for q in QUESTIONS), 'test')
+    sciq = [dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', correct_answer=w, support='S.') for w in ('long right', 'd', 'other right', 'e')]
+    write('sciq', sciq, (' ' + r['correct_answer'] for r in sciq), 'validation')
+    siqa = [dict(context='C.', question='Q?', answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)) for q in QUESTIONS]
+    write('social_i_qa', siqa * 3, (' ' + q[q[3]] for q in QUESTIONS), 'validation')
+    record = [
+        dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', entities=list(q[:3]), entity_spans=dict(text=[], start=[], end=[]), answers=[q[q[3]]], idx=dict(passage=i, query=i))
+        for i, q in enumerate(QUESTIONS)
+    ]
+    write('record', record, (f'   - It was {q[q[3]]} .' for q in QUESTIONS), 'validation')
+    return right
+
+
+def write_jsonl_rows(path, rows):
+    path.write_text(''.join(json.dumps(r) + '\n' for r in rows), encoding='utf-8')
+
+
+def test_known_answers(tmp_path, monkeypatch, mistral):
+    """A task's text, answer, metric, shots or file is not what it must be: a model that knows all answers would not score 1."""
+    right = small_tasks(tmp_path)
+    monkeypatch.setattr(evaluation, 'data_dir', str(tmp_path))
+
+    class Known:
+        """Scores continuations by what `judge` says of their text."""
+
+        model, world_size, device = random_model(), 1, 'cpu'
+
+        def __init__(self, judge):
+            self.judge = judge
+
+        def __call__(self, requests, done):
+            scores = [self.judge(mistral.decode(continuation)) for _, continuation in requests]
+            return [(s, s == 0) for s in scores]
+
+    answers, scores = {a.strip() for texts in right.values() for a in texts}, {}
+    for name, judge in (('oracle', lambda s: 0.0 if s.strip() in answers else -99.0), ('constant', lambda s: -1.0)):
+        got, notes = evaluation.run_tasks(list(evaluation.PAPER), Known(judge), mistral, None)
+        scores[name] = [got['results'][t][f'{evaluation.PAPER[t][1]},none'] for t in evaluation.PAPER]
+    assert scores['oracle'] == [1.0] * 11
+    # the constant model takes the first choice, or where scores are divided by length, the longest
+    assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
+    assert {t: got['n-shot'][t] for t in evaluation.PAPER} == {t: p[0] for t, p in evaluation.PAPER.items()}
+    assert {t for t, note in notes.items() if note} == {'sciq', 'social_iqa'} and 'validation split for test' in notes['sciq']
+
+
+def test_eval(trained, tmp_path):
+    """The command's numbers depend on the batch, the cache or the number of processes; or are not those of train.py."""
+    small_tasks(tmp_path)
+    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
+    (tmp_path / 'text.txt').write_text(real_documents()[0][:2000])
+    base = ['--device=cpu', '--dtype=float32', f'--out_dir={trained}/out', f'--data_dir={tmp_path}', '--tokenizer=mistral']
+    every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660', f'--text={tmp_path}/text.txt']
+
+    def results(name, *args, **kwargs):
+        done = ok('eval.py', *args, f'--save={tmp_path}/{name}.json', cwd=tmp_path, **kwargs)
+        return json.loads((tmp_path / f'{name}.json').read_text()), done
+
+    one, done = results('one', *every, '--requests_per_batch=1', '--plot')
+    assert 'arc_easy' in done.stdout and 'bits_per_byte' in done.stdout and (tmp_path / 'one.png').stat().st_size > 5000
+    many, _ = results('many', *every, '--requests_per_batch=16', torchrun=['--nproc_per_node=2'])
+    again, done = results('one', *every)
+    assert 'scoring: ' not in done.stderr  # everything was in the cache
+    for other in (many, again):
+        assert other['card660'] == pytest.approx(one['card660'], rel=1e-4)
+        assert other['bits_per_byte'] == pytest.approx(one['bits_per_byte'], rel=1e-5)
+        assert [(t, r['score']) for t, r in other['tasks'].items()] == [(t, r['score']) for t, r in one['tasks'].items()]
+    assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
 
 
 @pytest.fixture(scope='session')
