@@ -43,7 +43,7 @@ text = ''  # of bits_per_byte: a text file
 limit = 0  # documents per task; 0 is all
 bos = True  # bos before every context
 # how
-requests_per_batch = 0  # contexts that go through the model at a time; 0 is as many as 8,192 tokens hold
+eval_batch_size = 0  # contexts that go through the model at a time; 0 is as many as 8,192 tokens hold
 seed = 1234  # of the few-shot examples
 save = ''  # the results' file; '' is results.json beside the checkpoint
 plot = False  # also draw the comparison, as .png beside the results' file
@@ -510,8 +510,8 @@ def main():
     wanted = [t.strip() for t in tasks.split(',') if t.strip()]
     if not wanted:
         raise InputError("tasks is empty; leave it out for the paper's tasks")
-    if limit < 0 or requests_per_batch < 0:
-        raise InputError(f'limit={limit} and requests_per_batch={requests_per_batch}: must not be negative')
+    if limit < 0 or eval_batch_size < 0:
+        raise InputError(f'limit={limit} and eval_batch_size={eval_batch_size}: must not be negative')
     if data_dir and not Path(data_dir).is_dir():
         raise InputError(f'data_dir={data_dir}: no such folder')
     if 'card660' in wanted and not data_dir:
@@ -527,7 +527,7 @@ def main():
     model.to(where).eval()
     low = kind == 'bfloat16'
     autocast = lambda: torch.autocast(device_type, torch.bfloat16) if low else contextlib.nullcontext()
-    scorer = Scorer(model, tok.bos if bos else None, requests_per_batch, autocast, rank, world_size)
+    scorer = Scorer(model, tok.bos if bos else None, eval_batch_size, autocast, rank, world_size)
     target = Path(save) if save else (Path(which.split(',')[0]).parent if not released else Path()) / 'results.json'
     if world_size > 1:
         dist.init_process_group('nccl' if device_type == 'cuda' else 'gloo')

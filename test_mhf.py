@@ -1546,7 +1546,12 @@ def test_calibration_error():
 
 
 # four documents of each task in the hub's schema: (file, documents, right continuations, is the right one first, ... longest)
-QUESTIONS = [('alpha one', 'b', 'cc', 0), ('a', 'beta two', 'c', 1), ('aa', 'b', 'gamma three', 2), ('delta', 'bb', 'cc', 0)]
+QUESTIONS = [
+    ('alpha one', 'b', 'cc', 0),
+    ('a', 'beta two', 'c', 1),
+    ('aa', 'b', 'gamma three', 2),
+    ('delta', 'bb', 'cc', 0),
+]
 
 
 def small_tasks(folder):
@@ -1563,27 +1568,69 @@ def small_tasks(folder):
     lambada = [{'text': f'he went to the old {w}'} for w in ('house', 'river', 'garden', 'school')]
     for name in ('lambada_openai', 'lambada_standard'):
         write(name, lambada, (' ' + r['text'].split()[-1] for r in lambada), 'test')
-    arc = [dict(id=str(i), question='Which?', choices=choices(q), answerKey=letters[q[3]]) for i, q in enumerate(QUESTIONS)]
+    arc = [
+        dict(id=str(i), question='Which?', choices=choices(q), answerKey=letters[q[3]]) for i, q in enumerate(QUESTIONS)
+    ]
     write('arc_easy', arc * 3, (' ' + q[q[3]] for q in QUESTIONS), 'train', 'test')
-    obqa = [dict(id=str(i), question_stem='It is', choices=choices(q), answerKey=letters[q[3]]) for i, q in enumerate(QUESTIONS)]
+    obqa = [
+        dict(id=str(i), question_stem='It is', choices=choices(q), answerKey=letters[q[3]])
+        for i, q in enumerate(QUESTIONS)
+    ]
     write('openbookqa', obqa * 3, (' ' + q[q[3]] for q in QUESTIONS), 'train', 'test')
     two = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
-    copa = [dict(premise='It rained.', choice1=q[0], choice2=q[1], question='cause', idx=i, label=q[3]) for i, q in enumerate(two)]
+    copa = [
+        dict(premise='It rained.', choice1=q[0], choice2=q[1], question='cause', idx=i, label=q[3])
+        for i, q in enumerate(two)
+    ]
     write('copa', copa, ('  ' + q[q[3]] for q in two), 'validation')
-    write('piqa', [dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]) for q in two], (' ' + q[q[3]] for q in two), 'validation')
+    write(
+        'piqa',
+        [dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]) for q in two],
+        (' ' + q[q[3]] for q in two),
+        'validation',
+    )
     hella = [
-        dict(ind=i, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', endings=[*q[:3], 'z'], label=str(q[3]), source_id='', split='', split_type='')
+        dict(
+            ind=i,
+            activity_label='Act',
+            ctx_a='He',
+            ctx_b='runs',
+            ctx='He runs',
+            endings=[*q[:3], 'z'],
+            label=str(q[3]),
+            source_id='',
+            split='',
+            split_type='',
+        )
         for i, q in enumerate(QUESTIONS)
     ]
     write('hellaswag', hella, (' ' + q[q[3]] for q in QUESTIONS), 'validation')
     problem = lambda q: str([dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])])
-    write('race_high', [dict(article='Text.', problems=problem(q)) for q in QUESTIONS], (' ' + q[q[3]] for q in QUESTIONS), 'test')
-    sciq = [dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', correct_answer=w, support='S.') for w in ('long right', 'd', 'other right', 'e')]
+    write(
+        'race_high',
+        [dict(article='Text.', problems=problem(q)) for q in QUESTIONS],
+        (' ' + q[q[3]] for q in QUESTIONS),
+        'test',
+    )
+    sciq = [
+        dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', correct_answer=w, support='S.')
+        for w in ('long right', 'd', 'other right', 'e')
+    ]
     write('sciq', sciq, (' ' + r['correct_answer'] for r in sciq), 'validation')
-    siqa = [dict(context='C.', question='Q?', answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)) for q in QUESTIONS]
+    siqa = [
+        dict(context='C.', question='Q?', answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1))
+        for q in QUESTIONS
+    ]
     write('social_i_qa', siqa * 3, (' ' + q[q[3]] for q in QUESTIONS), 'validation')
     record = [
-        dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', entities=list(q[:3]), entity_spans=dict(text=[], start=[], end=[]), answers=[q[q[3]]], idx=dict(passage=i, query=i))
+        dict(
+            passage='Text.\n@highlight\nOne',
+            query='It was @placeholder .',
+            entities=list(q[:3]),
+            entity_spans=dict(text=[], start=[], end=[]),
+            answers=[q[q[3]]],
+            idx=dict(passage=i, query=i),
+        )
         for i, q in enumerate(QUESTIONS)
     ]
     write('record', record, (f'   - It was {q[q[3]]} .' for q in QUESTIONS), 'validation')
@@ -1592,6 +1639,24 @@ def small_tasks(folder):
 
 def write_jsonl_rows(path, rows):
     path.write_text(''.join(json.dumps(r) + '\n' for r in rows), encoding='utf-8')
+
+
+def test_mubench_files(tmp_path, monkeypatch, mistral):
+    """A task file of MuBench does not read its schema, or names another language's data."""
+    rows = [dict(prompt='The sky is', choices=[' blue', ' a wall', ' to'], label=k) for k in (0, 1, 2, 1)]
+    write_jsonl_rows(tmp_path / 'mubench_hellaswag_ar_test.jsonl', rows)
+    write_jsonl_rows(tmp_path / 'mubench_mmlu_hi_test.jsonl', rows)
+    monkeypatch.setattr(evaluation, 'data_dir', str(tmp_path))
+    got, _ = evaluation.run_tasks(
+        ['mubench_hellaswag_ar', 'mubench_mmlu_hi'], exact_scorer(random_model(vocab_size=32768)), mistral, None
+    )
+    assert all(got['n-samples'][t]['effective'] == 4 and 'acc_norm,none' in r for t, r in got['results'].items())
+    for file in (REPO / 'eval_tasks').glob('mubench_*.yaml'):
+        _, task, language = file.stem.split('_')
+        written = file.read_text()
+        assert f'task: {file.stem}\n' in written and f'Dataset_lighteval_{language}\n' in written
+        assert task in written.lower()
+    assert len(list((REPO / 'eval_tasks').glob('mubench_*.yaml'))) == 16
 
 
 def test_known_answers(tmp_path, monkeypatch, mistral):
@@ -1619,7 +1684,9 @@ def test_known_answers(tmp_path, monkeypatch, mistral):
     # the constant model takes the first choice, or where scores are divided by length, the longest
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
     assert {t: got['n-shot'][t] for t in evaluation.PAPER} == {t: p[0] for t, p in evaluation.PAPER.items()}
-    assert {t for t, note in notes.items() if note} == {'sciq', 'social_iqa'} and 'validation split for test' in notes['sciq']
+    assert {t for t, note in notes.items() if note} == {'sciq', 'social_iqa'} and 'validation split for test' in notes[
+        'sciq'
+    ]
 
 
 def test_eval(trained, tmp_path):
@@ -1627,22 +1694,30 @@ def test_eval(trained, tmp_path):
     small_tasks(tmp_path)
     (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     (tmp_path / 'text.txt').write_text(real_documents()[0][:2000])
-    base = ['--device=cpu', '--dtype=float32', f'--out_dir={trained}/out', f'--data_dir={tmp_path}', '--tokenizer=mistral']
+    base = [
+        '--device=cpu',
+        '--dtype=float32',
+        f'--out_dir={trained}/out',
+        f'--data_dir={tmp_path}',
+        '--tokenizer=mistral',
+    ]
     every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660', f'--text={tmp_path}/text.txt']
 
     def results(name, *args, **kwargs):
         done = ok('eval.py', *args, f'--save={tmp_path}/{name}.json', cwd=tmp_path, **kwargs)
         return json.loads((tmp_path / f'{name}.json').read_text()), done
 
-    one, done = results('one', *every, '--requests_per_batch=1', '--plot')
+    one, done = results('one', *every, '--eval_batch_size=1', '--plot')
     assert 'arc_easy' in done.stdout and 'bits_per_byte' in done.stdout and (tmp_path / 'one.png').stat().st_size > 5000
-    many, _ = results('many', *every, '--requests_per_batch=16', torchrun=['--nproc_per_node=2'])
+    many, _ = results('many', *every, '--eval_batch_size=16', torchrun=['--nproc_per_node=2'])
     again, done = results('one', *every)
     assert 'scoring: ' not in done.stderr  # everything was in the cache
     for other in (many, again):
         assert other['card660'] == pytest.approx(one['card660'], rel=1e-4)
         assert other['bits_per_byte'] == pytest.approx(one['bits_per_byte'], rel=1e-5)
-        assert [(t, r['score']) for t, r in other['tasks'].items()] == [(t, r['score']) for t, r in one['tasks'].items()]
+        assert [(t, r['score']) for t, r in other['tasks'].items()] == [
+            (t, r['score']) for t, r in one['tasks'].items()
+        ]
     assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
 
 
