@@ -145,8 +145,8 @@ def saved_by_forward(c, n):
     return sum(s.nbytes() for k, s in storages.items() if k not in of_the_model)
 
 
-def memory_plan(c, sequences):
-    """Bytes on a GPU by part, training micro-batches of `sequences` sequences of c.block_size tokens."""
+def memory_plan(c, sequences, kind='cuda'):
+    """Bytes by part on a device of this kind, training micro-batches of `sequences` sequences of c.block_size tokens."""
     with torch.device('meta'):
         model = MHF(c)
     P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
@@ -162,8 +162,8 @@ def memory_plan(c, sequences):
         activations = n * (outside + c.num_layers * 4 * d + layer)
     else:
         activations = n * (outside + c.num_layers * layer)
-    chunk, block = min(n, model.head_chunk), min(n, 512)
-    logits = 2 * chunk * c.buckets * (2 * c.coordinates - 1 + 2)  # o_i and p_i, and two at work
+    chunk, block = min(n, model.head_chunk), min(n, 32 if kind == 'cpu' else 512)  # as in MHF.exact_nll
+    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))  # o_i and p_i, and one at work
     head = (
         2 * E
         + 4 * E
@@ -342,22 +342,25 @@ def bench_train():
         runs[name] = step
     got, flops = in_turn(runs), {k: 3 * sum(flops_per_token(c, block_size).values()) for k, c in kinds.items()}
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    say(f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}')
+    say(f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}{"planned":>10}')
     rows = {}
     for name, model in (('exact', mhf), ('product', mhf), ('Standard', standard)):
         seconds, memory = got[name]
         share = flops[name] * tokens / seconds / rate
+        needs = memory_plan(kinds[name], micro_batch_size, device_type)
+        planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']  # as measured: beyond these
         rows[name] = dict(
             parameters=sum(model.num_params()),
             tokens_per_s=tokens / seconds,
             flops_per_token=flops[name],
             gemm_share=share,
             peak_memory=memory,
+            planned_memory=planned,
             seconds=seconds,
         )
         say(
             f'{name:<12}{rows[name]["parameters"]:>14,}{tokens / seconds:>10,.0f}{flops[name] / 1e9:>13.3f}{share:>14.0%}'
-            f'{gigabytes(memory):>13}'
+            f'{gigabytes(memory):>13}{gigabytes(planned):>10}'
         )
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
         time_ratio, flop_ratio = rows[a]['seconds'] / rows[b]['seconds'], flops[a] / flops[b]
