@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from hashing import InputError, did_you_mean, get_tokenizer, signature_table
 from model import MHF, MHFConfig, at_least_float32, pick_device
-from prepare import BATCH_CHARS, Source, _start_worker, _tokenise, batches, documents, split
+from prepare import BATCH_CHARS, Source, _start_worker, _tokenise, batches, documents
 
 # what to do
 parts = 'train,head,generate,infer,prepare'
@@ -145,8 +145,8 @@ def saved_by_forward(c, n):
     return sum(s.nbytes() for k, s in storages.items() if k not in of_the_model)
 
 
-def memory_plan(c, sequences):
-    """Bytes on a GPU by part, training micro-batches of `sequences` sequences of c.block_size tokens."""
+def memory_plan(c, sequences, kind='cuda'):
+    """Bytes by part on a device of this kind, training micro-batches of `sequences` sequences of c.block_size tokens."""
     with torch.device('meta'):
         model = MHF(c)
     P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
@@ -162,8 +162,8 @@ def memory_plan(c, sequences):
         activations = n * (outside + c.num_layers * 4 * d + layer)
     else:
         activations = n * (outside + c.num_layers * layer)
-    chunk, block = min(n, model.head_chunk), min(n, 512)
-    logits = 2 * chunk * c.buckets * (2 * c.coordinates - 1 + 2)  # o_i and p_i, and two at work
+    chunk, block = min(n, model.head_chunk), min(n, 32 if kind == 'cpu' else 512)  # as in MHF.exact_nll
+    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))  # o_i and p_i, and one at work
     head = (
         2 * E
         + 4 * E
@@ -262,23 +262,23 @@ def bandwidth():
 
 
 def peak_memory(f):
-    """(seconds, bytes) of f: the largest memory in use while it runs, over that before; bytes None where it is not known."""
+    """Bytes of f: the largest memory in use while it runs, over that before; None where it is not known."""
     gc.collect()
     if device_type == 'cuda':
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        seconds = timed(f)
-        return seconds, torch.cuda.max_memory_allocated() - before
+        f()
+        return torch.cuda.max_memory_allocated() - before
     status = Path('/proc/self/status')
     if not status.exists():
-        return timed(f), None
+        return f()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # gives what was freed back to the system, so that `before` is true
     read = lambda key: 1024 * int(status.read_text().split(key)[1].split()[0])
     Path('/proc/self/clear_refs').write_text('5')  # the peak begins anew
     before = read('VmRSS:')
-    seconds = timed(f)
-    return seconds, read('VmHWM:') - before
+    f()
+    return read('VmHWM:') - before
 
 
 def gigabytes(b):
@@ -300,18 +300,18 @@ def random_tokens(model, *shape):
 
 
 def in_turn(runs):
-    """{name: f} -> {name: [results]}, A B C A B C ..., after one round that does not count."""
-    got = {name: [] for name in runs}
-    for k in tqdm(range(repeats + 1), leave=False, disable=json or not sys.stderr.isatty()):
-        for name, f in runs.items():
-            result = f()
-            if k:
-                got[name].append(result)
-    return got
-
-
-def median(values):
-    return statistics.median(values) if None not in values else None
+    """
+    {name: run} -> {name: (median seconds, peak memory)}. run(measure) calls measure(its work) and returns what that gives:
+    in turn, A B C A B C ..., once to warm up, once for the memory and then for the time.
+    """
+    seconds, memory = {name: [] for name in runs}, {}
+    for k in tqdm(range(repeats + 2), leave=False, disable=json or not sys.stderr.isatty()):
+        for name, run in runs.items():
+            if k == 1:
+                memory[name] = run(peak_memory)
+            else:
+                seconds[name].append(run(timed))
+    return {name: (statistics.median(seconds[name][1:]), memory[name]) for name in runs}
 
 
 def bench_train():
@@ -324,7 +324,7 @@ def bench_train():
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=device_type != 'mps')
             forward = torch.compile(model) if compile else model
 
-        def step(name=name, model=model, optimizer=optimizer, forward=forward):
+        def step(measure, name=name, model=model, optimizer=optimizer, forward=forward):
             model.config.loss = kinds[name].loss
             s = random_tokens(model, micro_batch_size, block_size + 1)
 
@@ -335,29 +335,32 @@ def bench_train():
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
 
-            result = peak_memory(work)
+            result = measure(work)
             optimizer.zero_grad(set_to_none=True)
             return result
 
         runs[name] = step
     got, flops = in_turn(runs), {k: 3 * sum(flops_per_token(c, block_size).values()) for k, c in kinds.items()}
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    say(f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}')
+    say(f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}{"planned":>10}')
     rows = {}
     for name, model in (('exact', mhf), ('product', mhf), ('Standard', standard)):
-        seconds, memory = median([t for t, _ in got[name]]), median([m for _, m in got[name]])
+        seconds, memory = got[name]
         share = flops[name] * tokens / seconds / rate
+        needs = memory_plan(kinds[name], micro_batch_size, device_type)
+        planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']  # as measured: beyond these
         rows[name] = dict(
             parameters=sum(model.num_params()),
             tokens_per_s=tokens / seconds,
             flops_per_token=flops[name],
             gemm_share=share,
             peak_memory=memory,
+            planned_memory=planned,
             seconds=seconds,
         )
         say(
             f'{name:<12}{rows[name]["parameters"]:>14,}{tokens / seconds:>10,.0f}{flops[name] / 1e9:>13.3f}{share:>14.0%}'
-            f'{gigabytes(memory):>13}'
+            f'{gigabytes(memory):>13}{gigabytes(planned):>10}'
         )
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
         time_ratio, flop_ratio = rows[a]['seconds'] / rows[b]['seconds'], flops[a] / flops[b]
@@ -387,22 +390,25 @@ def bench_head():
             y = random_tokens(model, n)
             gradients = 4 * (h.numel() + model.embed.weight.numel() + sum(p.numel() for p in model.mixers.parameters()))
 
-            def run(head):
+            def run(measure, head):
                 def work():
                     with autocast():
                         total = head(h, y)
                     (total / n).backward()
 
-                seconds, memory = peak_memory(work)
+                result = measure(work)
                 model.zero_grad(set_to_none=True)
                 h.grad = None
-                return seconds, None if memory is None else max(0, memory - gradients)
+                return result
 
-            runs = dict(lean=lambda: run(model.head_loss), plain=lambda: run(lambda h, y: plain_head(model, h, y)))
+            runs = dict(
+                lean=lambda measure: run(measure, model.head_loss),
+                plain=lambda measure: run(measure, lambda h, y: plain_head(model, h, y)),
+            )
             numbers = n * (c.coordinates * c.buckets + (c.vocab_size if name == 'exact' else 0))
             if 24 * numbers > free_memory():
                 runs.pop('plain')
-            got = {k: tuple(map(median, zip(*v))) for k, v in in_turn(runs).items()}
+            got = {k: (t, None if m is None else max(0, m - gradients)) for k, (t, m) in in_turn(runs).items()}
             row = dict(loss=name, tokens=n, **{k: dict(seconds=t, memory=m) for k, (t, m) in got.items()})
             rows.append(row)
             lean, plain = got['lean'], got.get('plain')
@@ -431,18 +437,18 @@ def bench_generate():
     say(f'{"":<12}{"tokens/s":>10}{"GB of weights touched":>24}{"of bandwidth":>14}')
     models = {name: build(kinds[name]).to(device, getattr(torch, dtype)).eval() for name in ('exact', 'Standard')}
 
-    def run(model):
+    def run(measure, model):
         ids = torch.full((1, 16), len(tok.tokens) // 2, device=device)
         stream = model.stream(ids, new_tokens + 1)
         next(stream)
-        return timed(lambda: [None for _ in stream])
+        return measure(lambda: [None for _ in stream])
 
-    got, rows = in_turn({name: lambda m=m: run(m) for name, m in models.items()}), {}
+    got, rows = in_turn({name: lambda f, m=m: run(f, m) for name, m in models.items()}), {}
     for name, model in models.items():
         E, c = model.embed.weight, model.config
         # each soft embedding reads its part of E a second time; of the embedding itself only H rows are read
         numbers = sum(model.num_params()) + E.numel() // c.coordinates * (c.coordinates - 1)
-        touched, seconds = numbers * E.element_size(), median(got[name]) / new_tokens
+        touched, seconds = numbers * E.element_size(), got[name][0] / new_tokens
         rows[name] = dict(tokens_per_s=1 / seconds, bytes=touched, bandwidth_share=touched / seconds / speed)
         say(f'{name:<12}{1 / seconds:>10.1f}{touched / 1e9:>24.3f}{touched / seconds / speed:>14.0%}')
     results['generate'] = dict(bandwidth=speed, **rows)
@@ -454,11 +460,11 @@ def bench_infer():
     models = {name: build(kinds[name]).to(device, getattr(torch, dtype)).eval() for name in ('exact', 'Standard')}
 
     @torch.no_grad()
-    def run(model):
+    def run(measure, model):
         s = random_tokens(model, 1, block_size + 1)
-        return timed(lambda: model(s[:, :-1], s[:, 1:]))
+        return measure(lambda: model(s[:, :-1], s[:, 1:]))
 
-    got = {k: median(v) for k, v in in_turn({name: lambda m=m: run(m) for name, m in models.items()}).items()}
+    got = {k: t for k, (t, _) in in_turn({name: lambda f, m=m: run(f, m) for name, m in models.items()}).items()}
     flops = {name: sum(flops_per_token(kinds[name], block_size).values()) for name in models}
     ratio, flop_ratio = got['exact'] / got['Standard'], flops['exact'] / flops['Standard']
     say(f'MultiHashFormer {got["exact"] * 1e3:,.1f} ms, Standard {got["Standard"] * 1e3:,.1f} ms')
@@ -479,10 +485,10 @@ def bench_prepare():
         if size > 4 * BATCH_CHARS:
             break
 
-    def run():
-        return timed(lambda: [table[_tokenise(b)['train'][0]] for b in batches((t, False) for t in texts)])
+    def run(measure):
+        return measure(lambda: [table[_tokenise(b)['train'][0]] for b in batches((t, False) for t in texts)])
 
-    rate = sum(len(t.encode()) for t in texts) / median(in_turn({'prepare': run})['prepare'])
+    rate = sum(len(t.encode()) for t in texts) / in_turn({'prepare': run})['prepare'][0]
     say(f'\nprepare: {rate / 1e6:.2f} MB/s of text per core ({tokenizer})')
     results['prepare'] = dict(bytes_per_s=rate)
 
