@@ -39,7 +39,7 @@ tokenizer = ''  # '' is the one the checkpoint was trained with
 # on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
-text = ''  # of bits_per_byte: a text file
+text = ''  # of bits_per_byte: a text file, or a folder of prepare.py, of which the held-out split is read
 limit = 0  # documents per task; 0 is all
 bos = True  # bos before every context
 # how
@@ -388,20 +388,45 @@ def calibration_error(right, confidence, bins=15):
     return gaps.abs().sum().item() / len(right)
 
 
-def bits_per_byte(scorer, tok):
+def prepared_split(folder, model):
+    """(token ids, bytes of text) of the held-out split of a folder of prepare.py; the model's table reads signatures back."""
     try:
-        content = Path(text).read_bytes().decode('utf-8')
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f'--text={text or "..."}: {e}') from None
-    if not content.strip():
-        raise InputError(f'--text={text}: no text in it')
-    nats, right, confidence = sliding(scorer, tok.bos, tok.encode([content])[0])
+        meta = json.loads((folder / 'meta.json').read_text())
+        rows = np.load(folder / 'val.bin', mmap_mode='r')
+        size = meta['splits']['val']['bytes']
+    except (OSError, ValueError, KeyError) as e:
+        raise InputError(f'--text={folder}: not a folder of prepare.py ({type(e).__name__}: {e})') from None
+    table = model.signatures[: meta['vocab_size']].cpu().numpy().astype(np.uint16)
+    if table.shape[1] == 1:
+        table = np.arange(meta['vocab_size'], dtype=rows.dtype)[:, None]
+    name = lambda a: np.ascontiguousarray(a).view(f'V{a.dtype.itemsize * a.shape[1]}')[:, 0]
+    if rows.shape[1] != table.shape[1]:
+        raise InputError(f'--text={folder} has {rows.shape[1]} ids per token, the model {table.shape[1]}')
+    ids_of = {key.tobytes(): i for i, key in enumerate(name(table))}
+    try:
+        return [ids_of[key.tobytes()] for key in name(rows[:])], size
+    except KeyError:
+        raise InputError(f'--text={folder} has signatures that are not in the table of the model') from None
+
+
+def bits_per_byte(scorer, tok):
+    if Path(text).is_dir():
+        (first, *ids), size = prepared_split(Path(text), scorer.model)
+    else:
+        try:
+            content = Path(text).read_bytes().decode('utf-8')
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f'--text={text}: {e}') from None
+        if not content.strip():
+            raise InputError(f'--text={text}: no text in it')
+        first, ids, size = tok.bos, tok.encode([content])[0], len(content.encode())
+    nats, right, confidence = sliding(scorer, first, ids)
     mean = nats.mean().item()
     return dict(
         tokens=len(nats),
-        bytes=len(content.encode()),
+        bytes=size,
         nats_per_token=mean,
-        bits_per_byte=nats.sum().item() / math.log(2) / len(content.encode()),
+        bits_per_byte=nats.sum().item() / math.log(2) / size,
         perplexity=math.exp(min(mean, 700)),
         top1_accuracy=right.mean().item(),
         expected_calibration_error=calibration_error(right, confidence),

@@ -1650,7 +1650,7 @@ def test_mubench_files(tmp_path, monkeypatch, mistral):
     write_jsonl_rows(tmp_path / 'mubench_mmlu_hi_test.jsonl', rows)
     monkeypatch.setattr(evaluation, 'data_dir', str(tmp_path))
     got, _ = evaluation.run_tasks(
-        ['mubench_hellaswag_ar', 'mubench_mmlu_hi'], exact_scorer(random_model(vocab_size=32768)), mistral, None
+        ['mubench_hellaswag_ar', 'mubench_mmlu_hi'], exact_scorer(random_model(vocab_size=32768, num_buckets=300)), mistral, None
     )
     assert all(got['n-samples'][t]['effective'] == 4 and 'acc_norm,none' in r for t, r in got['results'].items())
     for file in (REPO / 'eval_tasks').glob('mubench_*.yaml'):
@@ -1720,6 +1720,12 @@ def test_eval(trained, tmp_path):
         assert [(t, r['score']) for t, r in other['tasks'].items()] == [
             (t, r['score']) for t, r in one['tasks'].items()
         ]
+    split, _ = results('split', *base, '--tasks=bits_per_byte', f'--text={trained}/bins')
+    meta = json.loads((trained / 'bins' / 'meta.json').read_text())['splits']['val']
+    assert split['bits_per_byte']['bytes'] == meta['bytes'] and split['bits_per_byte']['tokens'] == meta['tokens'] - 1
+    # windows that overlap see more context than those of train.py's validation, which do not
+    validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
+    assert validated - 0.5 < split['bits_per_byte']['nats_per_token'] < validated + 0.02
     assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
 
 
