@@ -14,6 +14,7 @@ Writes results.json beside the checkpoint (or to --save); an interrupted evaluat
 import contextlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import subprocess
@@ -314,6 +315,7 @@ def run_tasks(names, scorer, tok, cache):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
+    logging.getLogger('lm_eval').setLevel(logging.ERROR)  # it says for each of our tasks that it overrides its own
     manager = TaskManager(include_path=str(HERE / 'eval_tasks'))
     for name in names:
         if name not in manager.all_tasks:
@@ -489,6 +491,7 @@ def show(results, published):
     """The tables."""
     name, row = published
     scores = results.get('tasks', {})
+    print(results['model'])
     if scores:
         print(
             f'\n{"task":<24}{"metric":<10}{"shots":>6}{"documents":>11}{"score":>9}{"stderr":>9}{"published: " + name:>28}'
@@ -560,8 +563,6 @@ def main():
             serve(scorer)
             dist.destroy_process_group()
             return
-    print(which, file=sys.stderr)
-
     versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
     results = dict(model=which, commit=commit(), versions=versions, settings=config, device=where, dtype=kind)
     published = nearest_published(model.config, model.num_params()[1])
@@ -573,7 +574,7 @@ def main():
             identity = [
                 which,
                 model.config.num_hashes,
-                float(sum(p.double().sum() for p in model.parameters())),
+                sum(p.detach().double().sum().item() for p in model.parameters()),
                 bos,
                 kind,
             ]
