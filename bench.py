@@ -13,12 +13,13 @@ counts half); a model's share of the GEMM rate is its FLOPs per second over thos
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from hashing import InputError, did_you_mean, get_tokenizer, signature_table
-from model import MHF, MHFConfig, at_least_float32, pick_device
+from model import MHF, MHFConfig, at_least_float32, pick_device, vocabulary_chunk
 from prepare import BATCH_CHARS, Source, _start_worker, _tokenise, batches, documents
 
 # what to do
@@ -128,14 +129,16 @@ def flops_per_token(c, context):
 # plan: what would it take?
 
 
-def saved_by_forward(c, n):
-    """Bytes that one sequence of n tokens keeps for the backward pass, autocast's copies of weights included."""
+@functools.cache
+def saved_by_forward(fields, n):
+    """For MHFConfig(*fields), bytes that one sequence of n tokens keeps for the backward pass, autocast's copies of weights included."""
     storages = {}
 
     def note(t):
         storages[t.untyped_storage()._cdata] = t.untyped_storage()
         return t
 
+    c = MHFConfig(*fields)
     with FakeTensorMode():
         model = MHF(c)
         x = torch.zeros(1, n, c.coordinates, dtype=torch.int64)
@@ -152,7 +155,7 @@ def memory_plan(c, sequences, kind='cuda'):
     P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
     # linear in layers and tokens: four small models give the slopes
     short = c.block_size // 2
-    probe = {(L, t): saved_by_forward(replace(c, num_layers=L), t) for L in (1, 2) for t in (short, 2 * short)}
+    probe = {(L, t): saved_by_forward(astuple(replace(c, num_layers=L)), t) for L in (1, 2) for t in (short, 2 * short)}
     weights = lambda L: 2 * probe[L, short] - probe[L, 2 * short]  # what does not grow with the tokens
     per_token = lambda L: (probe[L, 2 * short] - probe[L, short]) / short
     layer = per_token(2) - per_token(1)
@@ -162,7 +165,7 @@ def memory_plan(c, sequences, kind='cuda'):
         activations = n * (outside + c.num_layers * 4 * d + layer)
     else:
         activations = n * (outside + c.num_layers * layer)
-    chunk, block = min(n, model.head_chunk), min(n, 32 if kind == 'cpu' else 512)  # as in MHF.exact_nll
+    chunk, block = min(n, model.head_chunk), min(n, vocabulary_chunk(kind))
     logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))  # o_i and p_i, and one at work
     head = (
         2 * E
@@ -342,7 +345,9 @@ def bench_train():
         runs[name] = step
     got, flops = in_turn(runs), {k: 3 * sum(flops_per_token(c, block_size).values()) for k, c in kinds.items()}
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    say(f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}{"planned":>10}')
+    say(
+        f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}{"planned":>10}'
+    )
     rows = {}
     for name, model in (('exact', mhf), ('product', mhf), ('Standard', standard)):
         seconds, memory = got[name]
@@ -473,9 +478,9 @@ def bench_infer():
 
 
 def bench_prepare():
-    """prepare.py's work on one core: reading, tokenising, signing; text of the Python standard library."""
+    """prepare.py's work on one core: tokenising and signing; text of the Python standard library."""
     _start_worker(tokenizer)
-    table = torch.from_numpy(signature_table(tok.tokens, H, B, pad_id=tok.pad).astype('int32')).numpy()
+    table = signature_table(tok.tokens, H, B, pad_id=tok.pad)
     texts, size = [], 0
     source = Source('stdlib')
     source.bar = tqdm(disable=True)
@@ -503,15 +508,11 @@ else:
     if device_type == 'cuda':
         torch.set_float32_matmul_precision('high')
     compile = device_type == 'cuda' if compile is None else compile
+    if type(compile) is not bool:
+        raise InputError(f'compile={compile}: must be True or False')
     rate = gemm_rate()
-    cores = (
-        torch.get_num_threads()
-        if device_type == 'cpu'
-        else torch.cuda.get_device_name()
-        if device_type == 'cuda'
-        else ''
-    )
-    say(f'{device} ({cores}{" threads" if device_type == "cpu" else ""}), {dtype}, torch {torch.__version__}')
+    name = torch.cuda.get_device_name() if device_type == 'cuda' else f'{torch.get_num_threads()} CPU threads'
+    say(f'{device} ({name}), {dtype}, torch {torch.__version__}')
     say(f'GEMM 2048^3: {rate / 1e9:,.0f} GFLOP/s')
     results |= dict(device=device, dtype=dtype, torch=torch.__version__, gemm_flops=rate)
     for part in PARTS:

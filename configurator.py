@@ -4,8 +4,8 @@ The settings of a script: its own defaults, then config files, then --key=value 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
 A setting is a lower-case `name = literal` line at the top of a script, right after the imports. Config files are Python and run as
-such; what they assign must be a setting of some script here, so one file serves prepare, train, sample and bench. Names that
-begin with _ are the file's own. Every unknown name, missing value or wrong type is refused, all of them at once.
+such; what they assign must be a setting of some script here, so one file serves them all. Names that begin with _ are the
+file's own. Every unknown name, missing value or wrong type is refused, all of them at once.
 
 train.py and the others run this file with exec(), like nanoGPT: it sets their globals and leaves the result in `config`.
 """

@@ -12,6 +12,7 @@ Writes results.json beside the checkpoint (or to --save); an interrupted evaluat
 """
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -29,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hashing import InputError, did_you_mean
+from hashing import InputError, did_you_mean, tokenizer_fingerprint
 from model import open_model, pick_device
 
 # what to evaluate
@@ -83,6 +84,12 @@ PUBLISHED = {
     '3B H4B16K': (2775, 4, (37.26, 66.88, 68.00, 34.60, 68.39, 42.89, 30.91, 70.60, 40.74, 64.13)),
 }
 OURS = ('paper', 'bits_per_byte', 'card660')
+PERCENT = (
+    'acc_norm',
+    'acc',
+    'f1',
+    'exact_match',
+)  # metrics that are shares; the first of these that a task has is shown
 
 
 # -----------------------------------------------------------------------------
@@ -232,7 +239,9 @@ def harness(scorer, tok):
                 if options.get('do_sample') or options.get('temperature'):
                     raise InputError('generation by sampling is not supported, only greedy')
                 room = options.get('max_gen_toks', 256)
-                ids = ([tok.bos] + self.tok_encode(prompt))[-max(1, self.max_length - room) :]
+                ids = (([tok.bos] if scorer.bos is not None else []) + self.tok_encode(prompt))[
+                    -max(1, self.max_length - room) :
+                ]
                 made, said = [], ''
                 for token in scorer.model.stream(torch.tensor([ids], device=scorer.device), room, temperature=0):
                     if token.item() == tok.bos:
@@ -390,7 +399,7 @@ def calibration_error(right, confidence, bins=15):
     return gaps.abs().sum().item() / len(right)
 
 
-def prepared_split(folder, model):
+def prepared_split(folder, model, tok):
     """(token ids, bytes of text) of the held-out split of a folder of prepare.py; the model's table reads signatures back."""
     try:
         meta = json.loads((folder / 'meta.json').read_text())
@@ -398,22 +407,23 @@ def prepared_split(folder, model):
         size = meta['splits']['val']['bytes']
     except (OSError, ValueError, KeyError) as e:
         raise InputError(f'--text={folder}: not a folder of prepare.py ({type(e).__name__}: {e})') from None
-    table = model.signatures[: meta['vocab_size']].cpu().numpy().astype(np.uint16)
-    if table.shape[1] == 1:
-        table = np.arange(meta['vocab_size'], dtype=rows.dtype)[:, None]
-    name = lambda a: np.ascontiguousarray(a).view(f'V{a.dtype.itemsize * a.shape[1]}')[:, 0]
-    if rows.shape[1] != table.shape[1]:
-        raise InputError(f'--text={folder} has {rows.shape[1]} ids per token, the model {table.shape[1]}')
-    ids_of = {key.tobytes(): i for i, key in enumerate(name(table))}
+    if meta.get('tokenizer_sha256') != tokenizer_fingerprint(tok):
+        raise InputError(
+            f"--text={folder} was made with tokenizer '{meta.get('tokenizer')}', the model's is '{tok.name}'"
+        )
+    if rows.shape[1] != model.config.coordinates:
+        raise InputError(f'--text={folder} has {rows.shape[1]} ids per token, the model {model.config.coordinates}')
+    table, is_token = model.signatures.tolist(), model.is_token.tolist()
+    ids_of = {tuple(signature): i for i, signature in enumerate(table) if is_token[i]}
     try:
-        return [ids_of[key.tobytes()] for key in name(rows[:])], size
+        return [ids_of[tuple(row)] for row in rows.tolist()], size
     except KeyError:
         raise InputError(f'--text={folder} has signatures that are not in the table of the model') from None
 
 
 def bits_per_byte(scorer, tok):
     if Path(text).is_dir():
-        (first, *ids), size = prepared_split(Path(text), scorer.model)
+        (first, *ids), size = prepared_split(Path(text), scorer.model, tok)
     else:
         try:
             content = Path(text).read_bytes().decode('utf-8')
@@ -470,13 +480,12 @@ def card660(scorer, tok):
 
 def nearest_published(c, decoder):
     """The row of the paper's table whose kind and size are nearest."""
-    distance = lambda row: (
-        abs(row[1] - c.num_hashes) > 1,
-        (row[1] == 0) != (c.num_hashes == 0),
-        abs(math.log(row[0] * 1e6 / decoder)),
-        abs(row[1] - c.num_hashes),
-    )
-    return min(PUBLISHED, key=lambda name: distance(PUBLISHED[name]))
+
+    def distance(name):
+        millions, H, _ = PUBLISHED[name]
+        return (H == 0) != (c.num_hashes == 0), abs(math.log(millions * 1e6 / decoder)), abs(H - c.num_hashes)
+
+    return min(PUBLISHED, key=distance)
 
 
 def commit():
@@ -499,9 +508,10 @@ def show(results, published):
     for task, r in scores.items():
         paper = PAPER.get(task)
         shown = f'{row[COLUMNS.index(paper[2])]:.2f}' if paper else ''
-        stderr = f'{100 * r["stderr"]:.2f}' if isinstance(r['stderr'], float) else '-'
+        scale = 100 if r['metric'] in PERCENT else 1
+        stderr = f'{scale * r["stderr"]:.2f}' if isinstance(r['stderr'], float) else '-'
         print(
-            f'{task:<24}{r["metric"]:<10}{r["shots"]:>6}{r["documents"]:>11}{100 * r["score"]:>9.2f}{stderr:>9}{shown:>28}'
+            f'{task:<24}{r["metric"]:<10}{r["shots"]:>6}{r["documents"]:>11}{scale * r["score"]:>9.2f}{stderr:>9}{shown:>28}'
             f'{"  (" + r["note"] + ")" if r["note"] else ""}'
         )
     for part in ('bits_per_byte', 'card660'):
@@ -570,7 +580,6 @@ def main():
     results['published'] = dict(model=published[0], **dict(zip(COLUMNS, published[1])))
     try:
         if names:
-            cache = target.with_suffix('.cache')
             identity = [
                 which,
                 model.config.num_hashes,
@@ -578,19 +587,15 @@ def main():
                 bos,
                 kind,
             ]
-            raw, notes = run_tasks(names, scorer, tok, f'{cache}_{abs(hash_of(identity)):x}')
+            cache = f'{target.with_suffix(".cache")}_{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
+            raw, notes = run_tasks(names, scorer, tok, cache)
             results['tasks'], results['task_hashes'] = {}, raw.get('task_hashes', {})
             for task, r in raw['results'].items():
-                metric = (
-                    PAPER[task][1]
-                    if task in PAPER
-                    else next(
-                        (m for m in ('acc_norm', 'acc', 'f1', 'exact_match', 'word_perplexity') if f'{m},none' in r),
-                        None,
-                    )
-                )
-                if metric is None:
+                found = [k.removesuffix(',none') for k in r if k.endswith(',none') and '_stderr' not in k]
+                preferred = [PAPER[task][1]] if task in PAPER else [m for m in PERCENT if m in found] + found
+                if not preferred:  # the row of a group without a score of its own
                     continue
+                metric = preferred[0]
                 results['tasks'][task] = dict(
                     metric=metric,
                     score=r[f'{metric},none'],
@@ -619,12 +624,6 @@ def main():
             print(target.with_suffix('.png'))
     except OSError as e:
         raise InputError(f'{target} cannot be written ({e}); name another file with --save') from None
-
-
-def hash_of(identity):
-    import hashlib
-
-    return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:6], 'big')
 
 
 if __name__ == '__main__':

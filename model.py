@@ -194,6 +194,11 @@ def softmax(o):
         return o.softmax(dim=0)
 
 
+def vocabulary_chunk(kind):
+    """Tokens whose V logits exist at a time, on a device of this kind; on a CPU few enough for its cache: 4 MB at V = 32,768."""
+    return 32 if kind == 'cpu' else 512
+
+
 def add(total, part):
     """total += part, of which part may be of lower precision; in rows that a CPU's cache holds, since it converts first."""
     rows = 1024 if total.device.type == 'cpu' else len(total)
@@ -329,6 +334,7 @@ class MHF(nn.Module):
             raise InputError(
                 f'the larger table has {len(table)} rows, of which the first {V} must be those of the model'
             )
+        is_token[:V] = self.is_token
         self.config, self.signatures, self.is_token = larger, signatures, is_token
 
     # ---- signatures in, hidden states out
@@ -446,10 +452,7 @@ class MHF(nn.Module):
         Bucket logits o, list of H (B, n), y (n, H) -> -log P(y) (n,), float32 or better. With `gradient`, o is overwritten by
         d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with s_i(w) = b, minus 1 if b = y_i.
         """
-        nll, m = (
-            [],
-            32 if y.device.type == 'cpu' else 512,
-        )  # tokens whose V logits exist at a time: 4 MB fit a CPU's cache
+        nll, m = [], vocabulary_chunk(y.device.type)
         _, _, ids, begins = self.index()
         for k in range(0, len(y), m):
             block = slice(k, k + m)
@@ -693,11 +696,8 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
     out_dir is given, or from a released model. The tokenizer must be the one whose table is in the model. Raises InputError.
     """
     if released:
-        model, trained_with, which = (
-            MHF.from_pretrained(released, revision or None),
-            None,
-            f'{released}, a released model',
-        )
+        model, trained_with = MHF.from_pretrained(released, revision or None), None
+        which = f'{released}, a released model'
     else:
         if not out_dir:
             found = [p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')]

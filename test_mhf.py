@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +38,15 @@ import configurator
 import eval as evaluation
 import model as model_module
 import prepare
-from hashing import InputError, extend_table, fingerprint, get_tokenizer, permute, signature_table
+from hashing import (
+    InputError,
+    extend_table,
+    fingerprint,
+    get_tokenizer,
+    permute,
+    signature_table,
+    tokenizer_fingerprint,
+)
 from model import MHF, MHFConfig, sample_token
 
 REPO = Path(__file__).resolve().parent
@@ -629,6 +638,9 @@ def test_vocabulary_grows_under_an_optimizer():
         loss.backward()
         optimizer.step()
     assert loss < 0.5 and (m.log_probs(ids)[:, :-1].argmax(-1) == ids[:, 1:]).float().mean() > 0.9
+    gapped = MHF(m.config, new, gaps=[7])
+    gapped.extend_vocabulary(extend_table(new, ['one more'], m.config.num_buckets))
+    assert not gapped.is_token[7] and gapped.is_token[400]
     for table, model in ((old[:200], m), (new[::-1], m), (np.arange(500)[:, None], random_model(num_hashes=0))):
         with pytest.raises(InputError, match='rows'):
             model.extend_vocabulary(table)
@@ -1541,6 +1553,44 @@ def test_sliding_windows():
             assert torch.allclose(logp.max().exp(), confidence[i]) and right[i] == (logp.argmax() == whole[i + 1])
 
 
+def test_prepared_split(tmp_path):
+    """A bin's signatures are read back as other ids than they were made from, or a bin of another tokenizer is accepted."""
+
+    class Tok:
+        name, tokens = 'small', [f'w{i}' for i in range(300)]
+
+    m = random_model()
+    m.signatures[250], m.is_token[250] = 0, False  # a gap, which has the padding token's signature
+    ids = [m.config.pad_id, 5, 299, 7, m.config.pad_id, 5]
+    np.save(tmp_path / 'x.npy', m.signatures[ids].numpy().astype(np.uint16))
+    (tmp_path / 'x.npy').rename(tmp_path / 'val.bin')
+    meta = dict(tokenizer='small', tokenizer_sha256=tokenizer_fingerprint(Tok), splits=dict(val=dict(bytes=30)))
+    (tmp_path / 'meta.json').write_text(json.dumps(meta))
+    assert evaluation.prepared_split(tmp_path, m, Tok) == (ids, 30)
+    Tok.tokens = Tok.tokens[:-1]
+    with pytest.raises(InputError, match="tokenizer 'small'"):
+        evaluation.prepared_split(tmp_path, m, Tok)
+    with pytest.raises(InputError, match='not a folder of prepare.py'):
+        evaluation.prepared_split(tmp_path / 'x', m, Tok)
+
+
+def test_harness_text_and_generation(mistral):
+    """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
+    m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+    lm = evaluation.harness(exact_scorer(m), mistral)
+    request = lambda *args: types.SimpleNamespace(args=args)
+    ids = mistral.encode(['a few words'])[0]
+    by_hand = m.log_probs(torch.tensor([[1, *ids[:-1]]]))[0].gather(1, torch.tensor(ids)[:, None]).sum().item()
+    assert lm.loglikelihood_rolling([request('a few words')]) == pytest.approx([by_hand], rel=1e-4)
+    greedy = m.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
+    said = mistral.decode(greedy[: greedy.index(1)] if 1 in greedy else greedy)
+    assert lm.generate_until([request('a few words', dict(until=[], max_gen_toks=6))]) == [said]
+    stop = said[len(said) // 2]
+    assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
+    with pytest.raises(InputError, match='greedy'):
+        lm.generate_until([request('a', dict(until=[], temperature=0.7))])
+
+
 def test_calibration_error():
     """The expected calibration error is not the weighted gap between accuracy and confidence."""
     right, confidence = torch.tensor([1.0, 0, 1, 1]).double(), torch.tensor([0.9, 0.9, 1.0, 0.31]).double()
@@ -1650,7 +1700,10 @@ def test_mubench_files(tmp_path, monkeypatch, mistral):
     write_jsonl_rows(tmp_path / 'mubench_mmlu_hi_test.jsonl', rows)
     monkeypatch.setattr(evaluation, 'data_dir', str(tmp_path))
     got, _ = evaluation.run_tasks(
-        ['mubench_hellaswag_ar', 'mubench_mmlu_hi'], exact_scorer(random_model(vocab_size=32768, num_buckets=300)), mistral, None
+        ['mubench_hellaswag_ar', 'mubench_mmlu_hi'],
+        exact_scorer(random_model(vocab_size=32768, num_buckets=300)),
+        mistral,
+        None,
     )
     assert all(got['n-samples'][t]['effective'] == 4 and 'acc_norm,none' in r for t, r in got['results'].items())
     for file in (REPO / 'eval_tasks').glob('mubench_*.yaml'):
