@@ -6,6 +6,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --data_dir=card660
+    $ python eval.py --tasks=latency                                          # what normalising over the vocabulary costs
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
 Writes results.json beside the checkpoint (or to --save); an interrupted evaluation goes on where it stopped.
@@ -18,10 +19,14 @@ import json
 import logging
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,22 +35,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hashing import InputError, did_you_mean, tokenizer_fingerprint
-from model import open_model, pick_device
+from hashing import InputError, did_you_mean, signature_table, tokenizer_fingerprint
+from model import MHF, at_least_float32, open_model, pick_device, vocabulary_chunk
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
 released = ''  # or a released model: a folder, or a hub id
 revision = ''  # of the hub id
 tokenizer = ''  # '' is the one the checkpoint was trained with
-# on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
+# on what: paper | bits_per_byte | card660 | latency | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
 text = ''  # of bits_per_byte: a text file, or a folder of prepare.py, of which the held-out split is read
 limit = 0  # documents per task; 0 is all
 bos = True  # bos before every context
 # how
-eval_batch_size = 0  # contexts that go through the model at a time; 0 is as many as 8,192 tokens hold
+batch_size = 256  # contexts that go through the model at a time, at most: memory may hold fewer
 seed = 1234  # of the few-shot examples
 save = ''  # the results' file; '' is results.json beside the checkpoint
 plot = False  # also draw the comparison, as .png beside the results' file
@@ -83,13 +88,14 @@ PUBLISHED = {
     '3B Standard': (2775, 0, (28.64, 60.23, 65.00, 31.80, 65.83, 39.65, 29.76, 64.80, 38.28, 62.26)),
     '3B H4B16K': (2775, 4, (37.26, 66.88, 68.00, 34.60, 68.39, 42.89, 30.91, 70.60, 40.74, 64.13)),
 }
-OURS = ('paper', 'bits_per_byte', 'card660')
+OURS = ('paper', 'bits_per_byte', 'card660', 'latency')
 PERCENT = (
     'acc_norm',
     'acc',
     'f1',
     'exact_match',
 )  # metrics that are shares; the first of these that a task has is shown
+LATENCY = dict(MultiHashFormer=97.38, Standard=96.42)  # ms, the paper's appendix: 1B on one MI300X
 
 
 # -----------------------------------------------------------------------------
@@ -103,8 +109,12 @@ class Scorer:
     predict a token of a continuation.
     """
 
-    def __init__(self, model, bos, per_batch, autocast, rank=0, world_size=1):
-        self.model, self.bos, self.per_batch, self.autocast = model, bos, per_batch, autocast
+    def __init__(self, model, bos, batch_size, tokens, autocast, rank=0, world_size=1):
+        self.model, self.bos, self.autocast = model, bos, autocast
+        self.batch_size, self.tokens = (
+            batch_size,
+            tokens,
+        )  # of a batch, at most: contexts, and tokens with their padding
         self.rank, self.world_size = rank, world_size
         self.device = model.embed.weight.device
 
@@ -131,12 +141,7 @@ class Scorer:
     def batches(self, rows):
         batch = []
         for row in rows:
-            full = (
-                len(batch) == self.per_batch
-                if self.per_batch
-                else (len(batch) + 1) * self.length(batch[0] if batch else row) > 8192
-            )
-            if batch and full:
+            if batch and (len(batch) == self.batch_size or (len(batch) + 1) * self.length(batch[0]) > self.tokens):
                 yield batch
                 batch = []
             batch.append(row)
@@ -167,14 +172,34 @@ class Scorer:
         m = self.model
         with self.autocast():
             h = m.hidden(m.signatures[ids.to(self.device)], positions=positions.to(self.device), mask=mask)
-            h, targets = h.flatten(0, 1)[torch.tensor(where).to(self.device)], torch.tensor(targets).to(self.device)
-            logp, best = [], []
-            for h_, t in zip(h.split(256), targets.split(256)):
-                p = m.token_logits(m.cascade(h_)).log_softmax(-1)
-                logp.append(p.gather(1, t[:, None])[:, 0])
-                best.append(p.argmax(1) == t)
-        logp, best = torch.cat(logp).double().cpu().split(sizes), torch.cat(best).cpu().split(sizes)
-        return [(a.sum().item(), bool(b.all())) for a, b in zip(logp, best)]
+            logp, best, _ = self.predict(h.flatten(0, 1)[torch.tensor(where).to(self.device)], torch.tensor(targets))
+        return [(a.sum().item(), bool(b.all())) for a, b in zip(logp.split(sizes), best.split(sizes))]
+
+    def score_in_memory(self, batch):
+        """As score, in halves where the whole does not fit."""
+        try:
+            return self.score(batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise InputError(f'a sequence of {self.length(batch[0]):,} tokens does not fit {self.device}') from None
+        half = len(batch) // 2
+        return self.score_in_memory(batch[:half]) + self.score_in_memory(batch[half:])
+
+    def predict(self, h, targets):
+        """
+        Hidden states h (n, d), ids of the next tokens (n,) -> log P(next), is it the likeliest, probability of the likeliest:
+        (3, n), float64, on the CPU.
+        """
+        m, parts, block = self.model, [], vocabulary_chunk(self.device.type)
+        E, targets = m.low_precision(m.embed.weight), targets.to(self.device)
+        for h_, targets_ in zip(h.split(256), targets.split(256)):
+            o = m.cascade(h_, E)
+            for k, t in zip(range(0, len(h_), block), targets_.split(block)):
+                scores = m.token_scores(at_least_float32(torch.cat([o_i[:, k : k + block] for o_i in o])))  # (V, block)
+                target, (top, best) = scores.gather(0, t[None])[0], scores.max(0)
+                total = scores.sub_(top).exp_().sum(0)
+                parts.append(torch.stack([target - top - total.log(), best == t, 1 / total]))
+        return torch.cat(parts, dim=1).double().cpu()
 
     def __call__(self, requests, done=None):
         """[(context ids, continuation ids)] -> [(log P, greedy?)] in their order; done(k, result) as soon as each is known."""
@@ -188,7 +213,7 @@ class Scorer:
         )
         for first in range(0, len(batches), self.world_size):
             share = batches[first : first + self.world_size]
-            mine = self.score(share[self.rank]) if self.rank < len(share) else None
+            mine = self.score_in_memory(share[self.rank]) if self.rank < len(share) else None
             everyone = [mine]
             if self.world_size > 1:
                 everyone = [None] * self.world_size
@@ -205,6 +230,19 @@ class Scorer:
                         bar.update(len(ks))
         bar.close()
         return results
+
+
+def tokens_that_fit(model):
+    """Tokens of a batch: as many as half of the free memory holds, but not more than make it faster (on a CPU, padding costs)."""
+    c, device = model.config, model.embed.weight.device
+    free, useful = 8e9, 2048
+    if device.type == 'cuda':
+        free, useful = torch.cuda.mem_get_info(device)[0], 65536
+    elif hasattr(os, 'sysconf') and 'SC_AVPHYS_PAGES' in os.sysconf_names:
+        free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    # float32 numbers of a token within a block, and its row of the mask
+    numbers = 4 * c.hidden_size + 4 * c.intermediate_size + 4 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    return min(useful, int(free / 2 / (4 * numbers + 5 * c.block_size)))
 
 
 def harness(scorer, tok):
@@ -319,12 +357,17 @@ def task_file(name, known, folder):
     return str(path), note
 
 
-def run_tasks(names, scorer, tok, cache):
-    """{task: lm-eval's results}, and notes on local data."""
+def run_tasks(names, lm, cache):
+    """lm: an lm-eval model -> lm-eval's results, and {task: note on its local data}."""
+    import datasets
+    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     logging.getLogger('lm_eval').setLevel(logging.ERROR)  # it says for each of our tasks that it overrides its own
+    logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it announces each of its retries
+    if data_dir:  # read in no time
+        datasets.disable_progress_bars()
     manager = TaskManager(include_path=str(HERE / 'eval_tasks'))
     for name in names:
         if name not in manager.all_tasks:
@@ -339,9 +382,11 @@ def run_tasks(names, scorer, tok, cache):
                 raise InputError(f"'{name}' is a group of tasks; with --data_dir name its tasks one by one")
             else:
                 specs.append(name)
+        file = Path(f'{cache}_rank0.db')  # lm-eval's name
+        resumed = file.exists()
         try:
             results = simple_evaluate(
-                harness(scorer, tok),
+                lm,
                 tasks=specs,
                 task_manager=manager,
                 limit=limit or None,
@@ -353,12 +398,19 @@ def run_tasks(names, scorer, tok, cache):
                 torch_random_seed=seed,
                 fewshot_random_seed=seed,
             )
+        # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
         except (
             OSError,
             ValueError,
-            ConnectionError,
-        ) as e:  # the hub out of reach, a file that is not what it should be
-            reason = ' '.join(str(e).split())[:300]
+            EOFError,
+            KeyError,
+            StopIteration,
+            datasets.exceptions.DatasetsError,
+            TemplateError,
+        ) as e:
+            if not resumed:
+                file.unlink(missing_ok=True)
+            reason = ' '.join(str(e).split())[:300] or 'nothing in it'
             raise InputError(
                 f'{", ".join(names)}: the data cannot be read ({type(e).__name__}: {reason}); see --data_dir'
             ) from None
@@ -382,14 +434,9 @@ def sliding(scorer, bos, ids):
         x, y = ids[b : b + T].to(scorer.device), ids[b + 1 : b + T + 1].to(scorer.device)
         skip = T // 2 if b else 0
         with scorer.autocast():
-            h = m.hidden(m.signatures[x[: len(y)]][None])[0, skip:]
-            for h_, y_ in zip(h.split(256), y[skip:].split(256)):
-                p = m.token_logits(m.cascade(h_)).log_softmax(-1)
-                confidence, best = p.max(1)
-                parts.append(
-                    torch.stack([-p.gather(1, y_[:, None])[:, 0], best == y_, confidence.exp()]).double().cpu()
-                )
-    return torch.cat(parts, dim=1)
+            parts.append(scorer.predict(m.hidden(m.signatures[x[: len(y)]][None])[0, skip:], y[skip:]))
+    logp, right, confidence = torch.cat(parts, dim=1)
+    return -logp, right, confidence
 
 
 def calibration_error(right, confidence, bins=15):
@@ -476,6 +523,43 @@ def card660(scorer, tok):
 
 
 # -----------------------------------------------------------------------------
+# what normalising costs
+
+
+@torch.no_grad()
+def latency(scorer, tok, dtype, passes=10):
+    """
+    Milliseconds for P(w) of every token of one sequence as long as the model's context, normalised over the vocabulary, for a
+    MultiHashFormer and the Standard model of the same backbone in turn: mean and standard deviation. The one that is not at
+    hand has random weights, and H=4, B=16,384 if it is the MultiHashFormer. Weights are in `dtype`.
+    """
+    c = scorer.model.config
+    other = replace(c, num_hashes=0) if c.num_hashes else replace(c, num_hashes=4, num_buckets=16384)
+    table = None if c.num_hashes else signature_table(tok.tokens, other.num_hashes, other.num_buckets, pad_id=tok.pad)
+    other = MHF(other, table, gaps=(~scorer.model.is_token).nonzero()[:, 0].tolist())
+    models = (scorer.model, other) if c.num_hashes else (other, scorer.model)
+    models = {name: deepcopy(m).to(scorer.device, dtype).eval() for name, m in zip(LATENCY, models)}
+    for m in models.values():
+        m.config = replace(m.config, loss='exact')
+    ids = scorer.model.is_token.nonzero()[:, 0]
+    ids = ids[torch.randint(len(ids), (1, c.block_size + 1), generator=torch.Generator().manual_seed(seed))]
+    seconds = {name: [] for name in models}
+    for k in tqdm(range(passes + 1), desc='latency', leave=False):  # the first is to warm up
+        for name, m in models.items():
+            s = m.signatures[ids.to(scorer.device)]
+            begin = time.perf_counter()
+            m(s[:, :-1], s[:, 1:]).item()  # waits for the device
+            seconds[name].append(time.perf_counter() - begin)
+    results = dict(tokens=c.block_size, passes=passes)
+    for name, times in seconds.items():
+        results[f'{name}_ms'] = 1e3 * statistics.mean(times[1:])
+        results[f'{name}_ms_deviation'] = 1e3 * statistics.stdev(times[1:])
+    ratio = lambda a: a['MultiHashFormer'] / a['Standard']
+    results['ratio'] = ratio({name: statistics.mean(times[1:]) for name, times in seconds.items()})
+    return results | dict(published_ratio_1B=ratio(LATENCY))
+
+
+# -----------------------------------------------------------------------------
 
 
 def nearest_published(c, decoder):
@@ -514,7 +598,7 @@ def show(results, published):
             f'{task:<24}{r["metric"]:<10}{r["shots"]:>6}{r["documents"]:>11}{scale * r["score"]:>9.2f}{stderr:>9}{shown:>28}'
             f'{"  (" + r["note"] + ")" if r["note"] else ""}'
         )
-    for part in ('bits_per_byte', 'card660'):
+    for part in OURS[1:]:
         if part in results:
             print(f'\n{part}')
             for key, value in results[part].items():
@@ -548,8 +632,10 @@ def main():
     wanted = [t.strip() for t in tasks.split(',') if t.strip()]
     if not wanted:
         raise InputError("tasks is empty; leave it out for the paper's tasks")
-    if limit < 0 or eval_batch_size < 0:
-        raise InputError(f'limit={limit} and eval_batch_size={eval_batch_size}: must not be negative')
+    if limit < 0:
+        raise InputError(f'limit={limit}: must not be negative')
+    if batch_size < 1:
+        raise InputError(f'batch_size={batch_size}: must be 1 or more')
     if data_dir and not Path(data_dir).is_dir():
         raise InputError(f'data_dir={data_dir}: no such folder')
     if 'card660' in wanted and not data_dir:
@@ -565,8 +651,10 @@ def main():
     model.to(where).eval()
     low = kind == 'bfloat16'
     autocast = lambda: torch.autocast(device_type, torch.bfloat16) if low else contextlib.nullcontext()
-    scorer = Scorer(model, tok.bos if bos else None, eval_batch_size, autocast, rank, world_size)
+    scorer = Scorer(model, tok.bos if bos else None, batch_size, tokens_that_fit(model), autocast, rank, world_size)
     target = Path(save) if save else (Path(which.split(',')[0]).parent if not released else Path()) / 'results.json'
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f'{target} cannot be written: no such folder, or not yours; name another file with --save')
     if world_size > 1:
         dist.init_process_group('nccl' if device_type == 'cuda' else 'gloo')
         if rank > 0:
@@ -588,7 +676,7 @@ def main():
                 kind,
             ]
             cache = f'{target.with_suffix(".cache")}_{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
-            raw, notes = run_tasks(names, scorer, tok, cache)
+            raw, notes = run_tasks(names, harness(scorer, tok), cache)
             results['tasks'], results['task_hashes'] = {}, raw.get('task_hashes', {})
             for task, r in raw['results'].items():
                 found = [k.removesuffix(',none') for k in r if k.endswith(',none') and '_stderr' not in k]
@@ -609,6 +697,8 @@ def main():
             results['bits_per_byte'] = bits_per_byte(scorer, tok)
         if 'card660' in wanted:
             results['card660'] = card660(scorer, tok)
+        if 'latency' in wanted:
+            results['latency'] = latency(scorer, tok, getattr(torch, kind))
     finally:
         if world_size > 1:
             dist.broadcast_object_list([None])

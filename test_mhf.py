@@ -1278,6 +1278,27 @@ BAD = [
     ('text that is not there', *E, '--tasks=bits_per_byte', '--text=no.txt', 'no.txt', None),
     ('not card660', *E, '--tasks=card660', '--data_dir=bins', 'dataset.tsv', None),
     ('eval without a checkpoint', 'eval.py', '--out_dir=nothing', 'nothing/ckpt.pt', None),
+    ('eval with another tokenizer', *E, '--tokenizer=tekken', "another vocabulary than the 'mistral'", None),
+    ('an empty text', *E, '--tasks=bits_per_byte', '--text=e.txt', 'no text in it', damage('e.txt', lambda _: b' \n')),
+    ('benchmarks that the hub does not give', *E, '--tasks=piqa', 'see --data_dir', None),
+    (
+        'a benchmark that is cut off',
+        *E,
+        '--tasks=piqa',
+        '--data_dir=.',
+        'EOFError',
+        damage('piqa_validation.jsonl.gz', lambda _: gzip.compress(os.urandom(999))[:500]),
+    ),
+    (
+        'a benchmark without its fields',
+        *E,
+        '--tasks=sciq',
+        '--data_dir=.',
+        'sciq',
+        damage('sciq_test.jsonl', lambda _: b'{"question": "Q"}\n'),
+    ),
+    ('results in no folder', *E, '--tasks=piqa', '--save=nowhere/r.json', 'nowhere/r.json', None),
+    ('batches of nothing', *E, '--batch_size=0', 'batch_size=0', None),
     ('unknown part of bench', 'bench.py', '--parts=hed', "did you mean 'head'", None),
     ('unknown gpu', 'bench.py', '--plan', '--gpu=H10', "did you mean 'H100'", None),
     ('head_tokens that are none', 'bench.py', '--head_tokens=1k', 'head_tokens=1k', None),
@@ -1502,8 +1523,8 @@ def test_plan(trained):
 # eval.py
 
 
-def exact_scorer(m, bos=1, per_batch=0):
-    return evaluation.Scorer(m, bos, per_batch, contextlib.nullcontext)
+def exact_scorer(m, bos=1, batch_size=256, tokens=200):
+    return evaluation.Scorer(m, bos, batch_size, tokens, contextlib.nullcontext)
 
 
 @pytest.mark.parametrize('num_hashes', [3, 0])
@@ -1523,13 +1544,23 @@ def test_scorer_equals_log_probs(num_hashes):
             logp = m.log_probs(ids[None, :-1])[0, -len(continuation) :]
             picked = logp.gather(1, ids[-len(continuation) :, None])
             by_hand.append((picked.sum().item(), bool((logp.argmax(1) == ids[-len(continuation) :]).all())))
-        for per_batch in (0, 1, 16):
-            known, scorer = {}, exact_scorer(m, bos, per_batch)
+        for batch_size, tokens in ((256, 10**6), (1, 10**6), (16, 10**6), (256, 100), (256, 1)):
+            known, scorer = {}, exact_scorer(m, bos, batch_size, tokens)
             got = scorer(requests, known.__setitem__)
             assert known == dict(enumerate(got))
             assert [g for _, g in got] == [g for _, g in by_hand]
             assert np.allclose([a for a, _ in got], [a for a, _ in by_hand], atol=1e-9)
         assert len(scorer.rows(requests)) < len(requests)
+    scorer.batch_size, scorer.tokens, score, sizes = 256, 10**6, scorer.score, []
+
+    def small_memory(batch):
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError
+        return score(batch)
+
+    scorer.score = small_memory
+    assert np.allclose([a for a, _ in scorer(requests)], [a for a, _ in by_hand], atol=1e-9) and sizes[0] > 2
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
     assert exact_scorer(m)([(contexts[1], [likeliest])])[0][1] is True
     for context, continuation, message in (([5], [], 'empty continuation'), ([5], [7] * 25, '25 tokens')):
@@ -1701,8 +1732,7 @@ def test_mubench_files(tmp_path, monkeypatch, mistral):
     monkeypatch.setattr(evaluation, 'data_dir', str(tmp_path))
     got, _ = evaluation.run_tasks(
         ['mubench_hellaswag_ar', 'mubench_mmlu_hi'],
-        exact_scorer(random_model(vocab_size=32768, num_buckets=300)),
-        mistral,
+        evaluation.harness(exact_scorer(random_model(vocab_size=32768, num_buckets=300)), mistral),
         None,
     )
     assert all(got['n-samples'][t]['effective'] == 4 and 'acc_norm,none' in r for t, r in got['results'].items())
@@ -1733,7 +1763,7 @@ def test_known_answers(tmp_path, monkeypatch, mistral):
 
     answers, scores = {a.strip() for texts in right.values() for a in texts}, {}
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in answers else -99.0), ('constant', lambda s: -1.0)):
-        got, notes = evaluation.run_tasks(list(evaluation.PAPER), Known(judge), mistral, None)
+        got, notes = evaluation.run_tasks(list(evaluation.PAPER), evaluation.harness(Known(judge), mistral), None)
         scores[name] = [got['results'][t][f'{evaluation.PAPER[t][1]},none'] for t in evaluation.PAPER]
     assert scores['oracle'] == [1.0] * 11
     # the constant model takes the first choice, or where scores are divided by length, the longest
@@ -1756,15 +1786,15 @@ def test_eval(trained, tmp_path):
         f'--data_dir={tmp_path}',
         '--tokenizer=mistral',
     ]
-    every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660', f'--text={tmp_path}/text.txt']
+    every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660,latency', f'--text={tmp_path}/text.txt']
 
     def results(name, *args, **kwargs):
         done = ok('eval.py', *args, f'--save={tmp_path}/{name}.json', cwd=tmp_path, **kwargs)
         return json.loads((tmp_path / f'{name}.json').read_text()), done
 
-    one, done = results('one', *every, '--eval_batch_size=1', '--plot')
+    one, done = results('one', *every, '--batch_size=1', '--plot')
     assert 'arc_easy' in done.stdout and 'bits_per_byte' in done.stdout and (tmp_path / 'one.png').stat().st_size > 5000
-    many, _ = results('many', *every, '--eval_batch_size=16', torchrun=['--nproc_per_node=2'])
+    many, _ = results('many', *every, '--batch_size=16', torchrun=['--nproc_per_node=2'])
     again, done = results('one', *every)
     assert 'scoring: ' not in done.stderr  # everything was in the cache
     for other in (many, again):
@@ -1773,6 +1803,7 @@ def test_eval(trained, tmp_path):
         assert [(t, r['score']) for t, r in other['tasks'].items()] == [
             (t, r['score']) for t, r in one['tasks'].items()
         ]
+    assert one['latency']['MultiHashFormer_ms'] > 0 and one['latency']['Standard_ms'] > 0
     split, _ = results('split', *base, '--tasks=bits_per_byte', f'--text={trained}/bins')
     meta = json.loads((trained / 'bins' / 'meta.json').read_text())['splits']['val']
     assert split['bits_per_byte']['bytes'] == meta['bytes'] and split['bits_per_byte']['tokens'] == meta['tokens'] - 1
@@ -1780,6 +1811,18 @@ def test_eval(trained, tmp_path):
     validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
     assert validated - 0.5 < split['bits_per_byte']['nats_per_token'] < validated + 0.02
     assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
+
+
+def test_same_scores_as_lm_eval_s_own_path(trained, tmp_path):
+    """With the same Standard weights eval.py and lm-eval's Hugging Face path give other accuracies, from real local files if there."""
+    small_tasks(tmp_path)
+    data = tmp_path if not (SHARED / 'data/eval').is_dir() else SHARED / 'data/eval'
+    few = ['--parts=eval', '--tasks=piqa,arc_easy', '--limit=24', '--repeats=1', '--block_size=512', '--dtype=float32']
+    rows = json.loads(ok('bench.py', 'cfg.py', '--json', *few, f'--data_dir={data}', cwd=trained).stdout)['eval']
+    scores = {(r['task'], r['path']): (r['acc,none'], r['acc_norm,none']) for r in rows}
+    assert len(scores) == 4
+    for task in ('piqa', 'arc_easy'):
+        assert scores[task, 'eval.py'] == scores[task, "lm-eval's hf, float32"]
 
 
 @pytest.fixture(scope='session')
