@@ -19,7 +19,9 @@ import gc
 import io
 import logging
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,14 +30,17 @@ from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
+from configurator import declared
 from hashing import InputError, did_you_mean, get_tokenizer, signature_table
 from model import MHF, MHFConfig, at_least_float32, pick_device, vocabulary_chunk
-from prepare import BATCH_CHARS, Source, _start_worker, _tokenise, batches, documents
+import prepare as preparing
+from prepare import Bins, ahead, batches, read_meta
 
 # what to do
 parts = 'train,head,generate,infer,prepare'  # and eval, which needs the packages for tests, and data
@@ -52,6 +57,7 @@ gpus = 8
 gpu = 'H100'
 mfu = 0.4  # share of the GPU's peak that training reaches
 # the rest as in train.py
+dataset = 'fineweb-edu:sample-10BT'  # of the part prepare, which takes stdlib for what is on the hub
 tokenizer = 'mistral'
 batch_size = 256
 micro_batch_size = 8
@@ -486,24 +492,90 @@ def bench_infer():
 
 
 def bench_prepare():
-    """prepare.py's work on one core: tokenising and signing; text of the Python standard library."""
-    _start_worker(tokenizer)
-    table = signature_table(tok.tokens, H, B, pad_id=tok.pad)
-    texts, size = [], 0
-    source = Source('stdlib')
-    source.bar = tqdm(disable=True)
-    for text in documents(source, dict(surrogates=0)):
-        texts.append(text)
-        size += len(text)
-        if size > 4 * BATCH_CHARS:
-            break
+    """prepare.py on all cores against the bare tokenizer and `datasets`; signing against cp; reading against training."""
+    import datasets
 
-    def run(measure):
-        return measure(lambda: [table[_tokenise(b)['train'][0]] for b in batches((t, False) for t in texts)])
+    globals()['__file__'] = None  # or worker processes would run this file again
+    what = 'stdlib' if dataset.partition(':')[0] in preparing.HUB else dataset
+    cores = os.cpu_count()
+    settings = declared('prepare.py') | dict(
+        dataset=what, tokenizer=tokenizer, num_hashes=0, val_fraction=0.01, num_workers=0
+    )
+    with tempfile.TemporaryDirectory() as folder, preparing.workers(cores, tokenizer) as pool:
+        folder = Path(folder)
+        made = [b for b, _ in batches(preparing.Source(what), preparing.at_start(0), 0.01, 4e6)]
+        size = sum(len(t.encode()) for b in made for t, _ in b)
+        plain = folder / 'texts.jsonl'  # for `datasets`
+        plain.write_text(''.join(dumps(dict(text=t)) + '\n' for b in made for t, _ in b))
+        list(pool.map(preparing._tokenise, made[: 2 * cores]))  # every worker has its tokenizer
 
-    rate = sum(len(t.encode()) for t in texts) / in_turn({'prepare': run})['prepare'][0]
-    say(f'\nprepare: {rate / 1e6:.2f} MB/s of text per core ({tokenizer})')
-    results['prepare'] = dict(bytes_per_s=rate)
+        def whole():
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                preparing.main(settings | dict(data_dir=str(folder / 'ids')))
+
+        def ids_of(rows):
+            if not hasattr(preparing, '_tokenizer'):
+                preparing._start_worker(tokenizer)
+            ids = [[preparing._tokenizer.bos, *i] for i in preparing._tokenizer.encode(rows['text'])]
+            return dict(ids=ids, length=[len(i) for i in ids])
+
+        def by_datasets():
+            datasets.disable_progress_bars()
+            rows = datasets.load_dataset('json', data_files=str(plain), split='train', cache_dir=str(folder / 'cache'))
+            rows = rows.map(ids_of, batched=True, remove_columns=['text'], num_proc=cores)
+            bin = np.memmap(folder / 'datasets.bin', np.uint16, 'w+', shape=(sum(rows['length']),))
+            k, number = 0, min(1024, len(rows))
+            for i in range(number):
+                ids = np.concatenate(rows.shard(number, i, contiguous=True).with_format('numpy')['ids'])
+                bin[k : k + len(ids)] = ids
+                k += len(ids)
+            bin.flush()
+            shutil.rmtree(folder / 'cache')
+
+        seconds = {'the tokenizer alone': [], 'prepare.py': [], '`datasets`, as in nanoGPT': []}
+        for k in range(repeats):
+            works = (lambda: list(pool.map(preparing._tokenise, made)), whole, by_datasets)
+            for times, work in zip(seconds.values(), works):
+                shutil.rmtree(folder / 'ids', ignore_errors=True)
+                begin = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - begin)
+        rates = {name: size / statistics.median(times) for name, times in seconds.items()}
+        say(f'\nprepare: {size / 1e6:.1f} MB of text ({what}), {tokenizer}, {cores} cores')
+        for name, rate in rates.items():
+            say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
+
+        whole()
+        sign = settings | dict(resign=str(folder / 'ids'), num_hashes=H, num_buckets=B, data_dir=str(folder / 'signed'))
+        meta = read_meta(folder / 'ids')
+        written, times = meta['splits']['train']['tokens'] * 2 * H, {'cp': [], 'resign': []}
+        for k in range(repeats + 1):
+            shutil.rmtree(folder / 'signed', ignore_errors=True)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                begin = time.perf_counter()
+                preparing.main(sign)
+                times['resign'].append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            for path in (folder / 'signed').glob('train*'):
+                subprocess.run(['cp', path, folder / 'copy'], check=True)
+            times['cp'].append(time.perf_counter() - begin)
+        signing = {name: written / statistics.median(t[1:]) for name, t in times.items()}
+        say(
+            f'signing {written / 1e6:,.0f} MB: {signing["resign"] / 1e9:.2f} GB/s, {signing["resign"] / signing["cp"]:.0%} of cp'
+        )
+
+        rows, n = Bins(folder / 'signed', read_meta(folder / 'signed')['splits']['train'], H), 0
+        starts = np.random.default_rng(0).integers(0, max(1, len(rows) - block_size), 64)
+        begin = time.perf_counter()
+        for batch in ahead(
+            np.stack([rows[b : b + block_size + 1] for b in starts]).astype(np.int64) for _ in range(50)
+        ):
+            n += batch.shape[0] * block_size
+        loading = n / (time.perf_counter() - begin)
+        trained = results.get('train', {}).get('exact', {}).get('tokens_per_s')
+        share = f', {trained / loading:.1%} of the time of a training step' if trained else ''
+        say(f'reading: {loading / 1e6:.1f} M tokens/s{share}')
+    results['prepare'] = dict(bytes_per_s=rates, signing_bytes_per_s=signing, reading_tokens_per_s=loading)
 
 
 def bench_eval():

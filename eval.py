@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from hashing import InputError, did_you_mean, signature_table, tokenizer_fingerprint
 from model import MHF, at_least_float32, open_model, pick_device, vocabulary_chunk
+from prepare import Bins, read_meta
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -449,21 +450,22 @@ def calibration_error(right, confidence, bins=15):
 def prepared_split(folder, model, tok):
     """(token ids, bytes of text) of the held-out split of a folder of prepare.py; the model's table reads signatures back."""
     try:
-        meta = json.loads((folder / 'meta.json').read_text())
-        rows = np.load(folder / 'val.bin', mmap_mode='r')
-        size = meta['splits']['val']['bytes']
+        meta = read_meta(folder)
+        rows, size = Bins(folder, meta['splits']['val'], meta['num_hashes'] or 1), meta['splits']['val']['bytes']
     except (OSError, ValueError, KeyError) as e:
-        raise InputError(f'--text={folder}: not a folder of prepare.py ({type(e).__name__}: {e})') from None
+        raise InputError(f'--text={folder}: not a finished folder of prepare.py ({type(e).__name__}: {e})') from None
     if meta.get('tokenizer_sha256') != tokenizer_fingerprint(tok):
         raise InputError(
             f"--text={folder} was made with tokenizer '{meta.get('tokenizer')}', the model's is '{tok.name}'"
         )
-    if rows.shape[1] != model.config.coordinates:
-        raise InputError(f'--text={folder} has {rows.shape[1]} ids per token, the model {model.config.coordinates}')
+    if not meta['num_hashes']:
+        return rows[: len(rows)][:, 0].tolist(), size
+    if rows.columns != model.config.coordinates:
+        raise InputError(f'--text={folder} has {rows.columns} ids per token, the model {model.config.coordinates}')
     table, is_token = model.signatures.tolist(), model.is_token.tolist()
     ids_of = {tuple(signature): i for i, signature in enumerate(table) if is_token[i]}
     try:
-        return [ids_of[tuple(row)] for row in rows.tolist()], size
+        return [ids_of[tuple(row)] for row in rows[: len(rows)].tolist()], size
     except KeyError:
         raise InputError(f'--text={folder} has signatures that are not in the table of the model') from None
 

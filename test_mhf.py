@@ -14,15 +14,18 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import mmh3
 import numpy as np
 import pytest
 import tiktoken
@@ -847,14 +850,15 @@ def test_bins_hold_the_text(trained, mistral):
         train=[t for i, t in enumerate(docs, 1) if i % 10], val=[t for i, t in enumerate(docs, 1) if i % 10 == 0]
     )
     for part, texts in expected.items():
-        rows = np.load(trained / f'bins/{part}.bin')
+        rows = np.load(trained / f'bins/{part}_000000.bin')
         ids = ids_of(rows, table)
-        starts = [i for i, t in enumerate(ids) if t == mistral.bos] + [len(ids)]
-        assert [mistral.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:])] == texts
+        assert documents_of(ids, mistral) == texts
         summary = meta['splits'][part]
         assert (summary['tokens'], summary['documents']) == (len(rows), len(texts))
         assert summary['bytes'] == sum(len(t.encode()) for t in texts)
-        assert summary['sha256'] == hashlib.sha256(rows.tobytes()).hexdigest()
+        assert summary['shards'] == [
+            dict(file=f'{part}_000000.bin', tokens=len(rows), digest=mmh3.hash_bytes(rows.tobytes(), 0, True).hex())
+        ]
 
 
 def test_every_format_gives_the_same_bins(trained, tmp_path):
@@ -895,7 +899,7 @@ def test_every_format_gives_the_same_bins(trained, tmp_path):
             cwd=tmp_path,
         )
         digests[name] = [
-            hashlib.sha256((tmp_path / f'd{k}/{p}.bin').read_bytes()).hexdigest() for p in ('train', 'val')
+            hashlib.sha256((tmp_path / f'd{k}/{p}_000000.bin').read_bytes()).hexdigest() for p in ('train', 'val')
         ]
     assert len({str(d) for d in digests.values()}) == 1, digests
 
@@ -905,8 +909,8 @@ def test_a_single_text_file(tmp_path, mistral):
     text = 'The quick brown fox.\n' * 400
     (tmp_path / 'input.txt').write_bytes(text.encode() + b'\xff\xfe broken \xe2\x82')
     done = ok('prepare.py', '--dataset=input.txt', '--data_dir=d', '--num_hashes=0', cwd=tmp_path)
-    assert 'invalid UTF-8: 4 bytes' in done.stdout
-    decoded = [mistral.decode(np.load(tmp_path / f'd/{p}.bin')[:, 0]) for p in ('train', 'val')]
+    assert 'input.txt: invalid utf8 bytes 4' in done.stdout
+    decoded = [mistral.decode(np.load(tmp_path / f'd/{p}_000000.bin')[:, 0]) for p in ('train', 'val')]
     assert '\n'.join(decoded) == text + '\ufffd\ufffd broken \ufffd' and 20 < len(decoded[1]) < 200
 
 
@@ -916,8 +920,8 @@ def test_a_large_text_file_is_read_in_pieces(tmp_path, monkeypatch):
     text = ''.join(f'line {i} ü\n' for i in range(500)) + 'x' * 950
     (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
     source = prepare.Source(str(tmp_path / 'a.txt'))
-    source.bar = type('Bar', (), dict(update=lambda self, n: None))()
-    pieces = list(source.read())
+    pieces = [text for text, wrong in source.read(0)]
+    assert pieces[3:] == [text for text, wrong in source.read(0, skip=3)]
     assert ''.join(pieces) == text and max(map(len, pieces)) <= 200 and pieces[0].endswith('\n')
 
 
@@ -926,6 +930,250 @@ def test_prepare_again(copy):
     before = snapshot(copy)
     assert 'prepared already' in ok('prepare.py', 'cfg.py', cwd=copy).stdout
     assert snapshot(copy) == before and not list((copy / 'bins').glob('*.tmp'))
+
+
+def documents_of(ids, tok):
+    """Token ids -> the texts between their bos."""
+    starts = [i for i, t in enumerate(ids) if t == tok.bos] + [len(ids)]
+    return [tok.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:])]
+
+
+def bins_of(folder):
+    """{file: its bytes} of the shards in a folder."""
+    return {p.name: p.read_bytes() for p in sorted(Path(folder).glob('*.bin*'))}
+
+
+def library_texts(size):
+    """About `size` characters of the standard library's source, as [text]."""
+    texts, got = [], 0
+    for path in sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py')):
+        texts.append(path.read_text(encoding='utf-8', errors='replace'))
+        got += len(texts[-1])
+        if got > size:
+            break
+    return texts
+
+
+def test_kill_prepare(tmp_path):
+    """A killed prepare.py begins again from nothing, loses or repeats text, or leaves other bytes; MHF_KILLS=20 kills twenty times."""
+    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(5e6) * 2)
+    args = [
+        '--dataset=docs.jsonl',
+        '--num_buckets=2048',
+        '--num_hashes=3',
+        '--shard_tokens=30000',
+        '--val_fraction=0.01',
+    ]
+    args += ['--deduplicate']
+    begin = time.monotonic()
+    ok('prepare.py', *args, '--data_dir=straight', '--num_workers=1', cwd=tmp_path)
+    length, wanted = time.monotonic() - begin, bins_of(tmp_path / 'straight')
+    draw, survived = np.random.default_rng(seed), 0
+    while survived < kills:
+        moment = draw.uniform(0.4 * length, length)  # before, it still imports
+        command = [sys.executable, REPO / 'prepare.py', *args, '--data_dir=killed']
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=moment)
+        over = process.poll() is not None
+        assert not over or process.returncode == 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if over:  # it finished: from the beginning again
+            assert bins_of(tmp_path / 'killed') == wanted
+            shutil.rmtree(tmp_path / 'killed')
+            continue
+        survived += 1
+        there = bins_of(tmp_path / 'killed')
+        digest = hashlib.sha256(b''.join(there.values())).hexdigest()[:12]
+        print(f'seed {seed}, killed after {moment:.2f} s of {length:.2f}: {len(there)} files, sha256 {digest}')
+    ok('prepare.py', *args, '--data_dir=killed', '--num_workers=2', cwd=tmp_path)
+    assert bins_of(tmp_path / 'killed') == wanted and len(wanted) > 20
+    metas = [json.loads((tmp_path / d / 'meta.json').read_text()) for d in ('straight', 'killed')]
+    assert metas[0] == metas[1] and metas[0]['sources'][0]['wrong']['repeated'] == len(library_texts(5e6))
+    assert not [p for p in (tmp_path / 'killed').iterdir() if p.suffix == '.tmp' or p.name.startswith('.')]
+
+
+def run_prepare(**changes):
+    prepare.main(configurator.declared('prepare.py') | dict(num_hashes=0, val_fraction=0.1, num_workers=1) | changes)
+
+
+def test_what_is_dropped_and_why(tmp_path, mistral, capsys, monkeypatch):
+    """A filter drops the wrong documents, an unreadable end of a file ends the run though it may be skipped, or nothing is counted."""
+    monkeypatch.setattr(prepare, 'PIECE_CHARS', 2000)
+    docs = [dict(text=f'document number {i}', score=i / 10) for i in range(40)]
+    docs += [docs[7], dict(text=' \n', score=9), dict(text='x' * 5000 + ' y' * 300, score=9), dict(text='a', score=9)]
+    lines = ''.join(json.dumps(d) + '\n' for d in docs)
+    (tmp_path / 'a.jsonl').write_text(lines.replace('{"text": "document number 3"', '{"text": oops', 1))
+    (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(lines.encode())[:-200])
+    files, out = f'{tmp_path}/a.jsonl,{tmp_path}/b.jsonl.gz', str(tmp_path / 'd')
+    with pytest.raises(InputError, match='line 4: not JSON'):
+        run_prepare(dataset=files, data_dir=out)
+    assert not Path(out).exists()
+    run_prepare(dataset=files, data_dir=out, on_error='skip', min_score=0.5, deduplicate=True)
+    said = capsys.readouterr().out
+    wrong = prepare.read_meta(Path(out))['sources'][0]['wrong']
+    assert wrong['unreadable'] == 2 and wrong['below_min_score'] >= 4 and wrong['empty'] == 1
+    assert all(f'{k.replace("_", " ")} {n}' in said for k, n in wrong.items())
+    ids = np.concatenate([np.load(f'{out}/{p}_000000.bin')[:, 0] for p in prepare.SPLITS])
+    texts = mistral.decode(ids.tolist())
+    assert [texts.count(f'number {i}') for i in (4, 5, 8)] == [0, 1, 1] and 'x' * 900 in texts
+    with pytest.raises(InputError, match="no field 'score'"):
+        write_jsonl(tmp_path / 'c.jsonl', ['one', 'two'])
+        run_prepare(dataset=str(tmp_path / 'c.jsonl'), data_dir=out + '2', min_score=1.0)
+
+
+def test_parts_and_mixtures(tmp_path, mistral):
+    """Machines that share the work read the same files or lose some; a mixture has other shares than were asked for."""
+    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
+    for i in range(4):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::4])
+    both = dict(dataset=f'{tmp_path}/*.jsonl', data_dir=str(tmp_path / 'd'), shard_tokens=5000)
+    with pytest.raises(InputError, match=r'5'):
+        run_prepare(**both, part='0/5')
+    run_prepare(**both, part='1/2')
+    with pytest.raises(InputError, match='lacks part 0/2'):
+        prepare.read_meta(tmp_path / 'd')
+    with pytest.raises(InputError, match='does not go with'):
+        run_prepare(**both)
+    run_prepare(**both, part='0/2')
+    meta = prepare.read_meta(tmp_path / 'd')
+    rows = [prepare.Bins(tmp_path / 'd', meta['splits'][p], 1) for p in prepare.SPLITS]
+    for r in rows:
+        r.verify()
+        whole = np.concatenate(r.shards)
+        assert len(r) == len(whole) and (r[0 : len(r)] == whole).all()
+        assert all((r[a:b] == whole[a:b]).all() for a, b in ((0, 5001), (4999, 10002), (len(r) - 9, len(r) + 9)))
+    said = [t for r in rows for t in documents_of(r[0 : len(r)][:, 0].tolist(), mistral)]
+    stripped = [t.strip() for t in texts if t.strip()]
+    assert sorted(said) == sorted(stripped)
+
+    mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
+    run_prepare(dataset=mixed, data_dir=str(tmp_path / 'm'))
+    meta = prepare.read_meta(tmp_path / 'm')
+    longest = max(len(i) for i in mistral.encode(stripped)) + 1
+    for entry, wanted in zip(meta['sources'], (4000, 2000)):
+        assert wanted <= entry['tokens'] < wanted + longest
+    assert meta['splits']['train']['tokens'] == sum(e['tokens'] for e in meta['sources'])
+    for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5'):
+        with pytest.raises(InputError, match='number of tokens'):
+            run_prepare(dataset=bad, data_dir=str(tmp_path / 'n'))
+
+
+def test_token_ids_are_signed_later(copy):
+    """Bins signed from token ids, or ids that train.py signs as it reads, give other batches than bins that prepare.py signed."""
+    ok('prepare.py', 'cfg.py', '--num_hashes=0', '--data_dir=ids', '--shard_tokens=3000', cwd=copy)
+    ok('prepare.py', 'cfg.py', '--shard_tokens=3000', '--data_dir=straight', cwd=copy)
+    ok('prepare.py', 'cfg.py', '--resign=ids', '--data_dir=signed', cwd=copy)
+    assert bins_of(copy / 'signed') == bins_of(copy / 'straight') and len(bins_of(copy / 'signed')) > 5
+    metas = [prepare.read_meta(copy / d) for d in ('signed', 'straight')]
+    for key in ('splits', 'table_sha256', 'num_hashes', 'num_buckets'):
+        assert metas[0][key] == metas[1][key]
+    assert 'prepared already' in ok('prepare.py', 'cfg.py', '--resign=ids', '--data_dir=signed', cwd=copy).stdout
+    short = ('cfg.py', '--max_steps=4', '--lr_decay_steps=24', '--eval_interval=2')
+    for name in ('bins', 'ids', 'straight'):
+        ok('train.py', *short, f'--data_dir={name}', f'--out_dir=by_{name}', cwd=copy)
+    for other in ('by_ids', 'by_straight'):
+        assert_same(*[{k: weights(copy, o)[k] for k in ('model', 'optimizer')} for o in ('by_bins', other)])
+    done = run('train.py', *short, '--data_dir=ids', '--out_dir=x', '--tokenizer=tekken', cwd=copy)
+    assert done.returncode == 1 and 'tokenizer=mistral' in done.stderr
+
+
+def fineweb_folder(folder, texts, files=3):
+    """A folder shaped like FineWeb-Edu's repository: a README that names its configurations, parquet files in row groups."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / 'sample/10BT').mkdir(parents=True)
+    (folder / 'README.md').write_text(
+        '---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n'
+    )
+    for i in range(files):
+        some = texts[i::files]
+        columns = dict(
+            text=some, id=['x'] * len(some), dump=['CC-MAIN'] * len(some), url=['http://'] * len(some),
+            language_score=[0.9] * len(some), token_count=[9] * len(some), score=[2.5] * len(some), int_score=[3] * len(some),
+        )  # fmt: skip
+        pq.write_table(pa.table(columns), folder / f'sample/10BT/{i:03}_00000.parquet', row_group_size=5)
+
+
+def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
+    """Rows are lost or read twice where the network fails and is tried again, or a failure that lasts loses what was read."""
+    import fsspec.implementations.local as local
+
+    texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
+    fineweb_folder(tmp_path / 'hub', texts)
+    monkeypatch.setitem(prepare.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
+    monkeypatch.setattr(prepare, 'PAUSES', (0, 0))
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 2000)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'good'), min_score=2.0)
+    wanted = bins_of(tmp_path / 'good')
+    ids = np.load(tmp_path / 'good/train_000000.bin')[:, 0].tolist()
+    in_order = [t.strip() for i in range(3) for t in texts[i::3]]
+    assert documents_of(ids, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
+
+    calls, real = [], local.LocalFileOpener.read
+    down = lambda n: n % 7 == 3
+
+    def read(self, *args):
+        calls.append(1)
+        if down(len(calls)):
+            raise ConnectionError('the network is down')
+        return real(self, *args)
+
+    monkeypatch.setattr(local.LocalFileOpener, 'read', read)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'shaky'), min_score=2.0)
+    assert bins_of(tmp_path / 'shaky') == wanted and any(map(down, range(len(calls))))
+    calls.clear()
+    down = lambda n: n > 8
+    with pytest.raises(InputError, match='the network does not give it.*tried 3 times'):
+        run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'), min_score=2.0)
+    kept = json.loads((tmp_path / 'broken/meta.json').read_text())
+    assert kept['splits']['train']['tokens'] > 100 and not kept['complete']
+    monkeypatch.undo()
+    monkeypatch.setitem(prepare.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 2000)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'), min_score=2.0)
+    assert bins_of(tmp_path / 'broken') == wanted
+    with pytest.raises(InputError, match='which language'):
+        prepare.Source('fineweb-2')
+
+
+def test_two_prepares_at_once(tmp_path):
+    """Two processes write into the same folder."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(2e5))
+    with prepare.locked(tmp_path / 'd', 'meta'):
+        with pytest.raises(InputError, match='another prepare.py is at work'):
+            run_prepare(dataset=str(tmp_path / 'docs.jsonl'), data_dir=str(tmp_path / 'd'))
+    run_prepare(dataset=str(tmp_path / 'docs.jsonl'), data_dir=str(tmp_path / 'd'))
+
+
+def test_disk_full_while_preparing(tmp_path, monkeypatch):
+    """A full disk loses the shards that were whole, or the same command cannot go on."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(1e6))
+    settings = dict(dataset=str(tmp_path / 'docs.jsonl'), shard_tokens=20000)
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 20000)
+    run_prepare(**settings, data_dir=str(tmp_path / 'good'))
+    real = prepare.Shards.write
+
+    def write(self, rows):
+        if len(self.state['shards']) >= 3:
+            raise OSError(28, 'No space left on device')
+        real(self, rows)
+
+    monkeypatch.setattr(prepare.Shards, 'write', write)
+    with pytest.raises(InputError, match='No space left.*the same command goes on'):
+        run_prepare(**settings, data_dir=str(tmp_path / 'full'))
+    assert len(json.loads((tmp_path / 'full/meta.json').read_text())['splits']['train']['shards']) >= 2
+    monkeypatch.setattr(prepare.Shards, 'write', real)
+    with pytest.raises(InputError, match='val_fraction'):
+        run_prepare(**settings | dict(val_fraction=0.2), data_dir=str(tmp_path / 'full'))
+    run_prepare(**settings, data_dir=str(tmp_path / 'full'))
+    assert bins_of(tmp_path / 'full') == bins_of(tmp_path / 'good')
 
 
 def test_training_learns_and_reports(trained):
@@ -961,7 +1209,7 @@ def test_learning_rate_schedule(trained):
 def test_validation_is_the_normalised_likelihood(trained):
     """val_nats or val_bpb is not what the model assigns to the held-out text."""
     model, _ = MHF.from_checkpoint(trained / 'out/ckpt.pt')
-    ids = torch.tensor(ids_of(np.load(trained / 'bins/val.bin'), np.load(trained / 'bins/signatures.npy')))
+    ids = torch.tensor(ids_of(np.load(trained / 'bins/val_000000.bin'), np.load(trained / 'bins/signatures.npy')))
     total = 0.0
     for b in range(0, len(ids) - 1, 64):
         row = ids[b : b + 65]
@@ -1097,7 +1345,7 @@ def test_standard_and_bfloat16(copy):
     """The Standard model does not go the same way through all scripts, or bfloat16 does not train."""
     flags = ['--num_hashes=0', '--data_dir=ids']
     ok('prepare.py', 'cfg.py', *flags, cwd=copy)
-    assert np.load(copy / 'ids/train.bin').shape[1] == 1
+    assert np.load(copy / 'ids/train_000000.bin').shape[1] == 1
     ok(
         'train.py',
         'cfg.py',
@@ -1252,9 +1500,13 @@ def edit_meta(**changes):
     return damage('bins/meta.json', lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
 
-def edit_rows(raw):
-    rows = raw[128:]
-    return raw[:128] + b'\xff' * len(rows)
+def edit_rows(folder):
+    path, meta = folder / 'bins/train_000000.bin', json.loads((folder / 'bins/meta.json').read_text())
+    raw = path.read_bytes()
+    path.write_bytes(raw[:128] + b'\xff' * len(raw[128:]))
+    with open(path, 'rb') as f:
+        meta['splits']['train']['shards'][0]['digest'] = prepare.digest_of(f).digest().hex()
+    (folder / 'bins/meta.json').write_text(json.dumps(meta))
 
 
 def bad_parquet(folder):
@@ -1365,10 +1617,30 @@ BAD = [
     ('bins of another B', *T, '--num_buckets=512', 'num_buckets=256', None),
     ('bins of another H', *T, '--num_hashes=4', 'num_hashes=3', None),
     ('bins with a table, Standard wanted', *T, '--num_hashes=0', 'num_hashes=3', None),
-    ('truncated bin', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda raw: raw[:-100])),
-    ('bin cut in its header', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda raw: raw[:20])),
-    ('foreign bin', *T, 'bins/train.bin is no whole bin', damage('bins/train.bin', lambda _: b'nanoGPT was here' * 99)),
-    ('bin of other data', *T, 'bins/val.bin holds', lambda f: shutil.copy(f / 'bins/train.bin', f / 'bins/val.bin')),
+    (
+        'truncated bin',
+        *T,
+        'bins/train_000000.bin is no whole bin',
+        damage('bins/train_000000.bin', lambda raw: raw[:-100]),
+    ),
+    (
+        'bin cut in its header',
+        *T,
+        'bins/train_000000.bin is no whole bin',
+        damage('bins/train_000000.bin', lambda raw: raw[:20]),
+    ),
+    (
+        'foreign bin',
+        *T,
+        'bins/train_000000.bin is no whole bin',
+        damage('bins/train_000000.bin', lambda _: b'nanoGPT was here' * 99),
+    ),
+    (
+        'bin of other data',
+        *T,
+        'bins/val_000000.bin holds',
+        lambda f: shutil.copy(f / 'bins/train_000000.bin', f / 'bins/val_000000.bin'),
+    ),
     (
         'bucket over B',
         'train.py',
@@ -1376,9 +1648,18 @@ BAD = [
         '--init_from=resume',
         '--max_steps=30',
         'has bucket 65535',
-        damage('bins/train.bin', edit_rows),
+        edit_rows,
     ),
-    ('missing bin', *T, 'bins/train.bin is missing', lambda f: (f / 'bins/train.bin').unlink()),
+    (
+        'damaged shard',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        'train_000000.bin is damaged: its digest is',
+        damage('bins/train_000000.bin', lambda raw: raw[:5000] + b'\0' + raw[5001:]),
+    ),
+    ('missing bin', *T, 'bins/train_000000.bin is missing', lambda f: (f / 'bins/train_000000.bin').unlink()),
     ('damaged meta.json', *T, 'meta.json is damaged', damage('bins/meta.json', lambda raw: raw[:50])),
     ('changed table', *T, 'fingerprint', damage('bins/signatures.npy', lambda raw: raw[:-2] + b'\x07\x00')),
     ('vocabulary that does not fit', *T, 'vocab_size=32000', edit_meta(vocab_size=32000)),
@@ -1594,14 +1875,17 @@ def test_prepared_split(tmp_path):
     m.signatures[250], m.is_token[250] = 0, False  # a gap, which has the padding token's signature
     ids = [m.config.pad_id, 5, 299, 7, m.config.pad_id, 5]
     np.save(tmp_path / 'x.npy', m.signatures[ids].numpy().astype(np.uint16))
-    (tmp_path / 'x.npy').rename(tmp_path / 'val.bin')
-    meta = dict(tokenizer='small', tokenizer_sha256=tokenizer_fingerprint(Tok), splits=dict(val=dict(bytes=30)))
+    (tmp_path / 'x.npy').rename(tmp_path / 'val_000000.bin')
+    nothing = dict(tokens=0, documents=0, bytes=0, shards=[])
+    val = nothing | dict(bytes=30, shards=[dict(file='val_000000.bin', tokens=len(ids), digest='')])
+    meta = dict(tokenizer='small', tokenizer_sha256=tokenizer_fingerprint(Tok), num_hashes=3, complete=True)
+    meta['splits'] = dict(train=nothing, val=val)
     (tmp_path / 'meta.json').write_text(json.dumps(meta))
     assert evaluation.prepared_split(tmp_path, m, Tok) == (ids, 30)
     Tok.tokens = Tok.tokens[:-1]
     with pytest.raises(InputError, match="tokenizer 'small'"):
         evaluation.prepared_split(tmp_path, m, Tok)
-    with pytest.raises(InputError, match='not a folder of prepare.py'):
+    with pytest.raises(InputError, match='not a finished folder of prepare.py'):
         evaluation.prepared_split(tmp_path / 'x', m, Tok)
 
 

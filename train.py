@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +29,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from hashing import InputError, permute
+from hashing import InputError, fingerprint, permute
 from model import MHF, MHFConfig, pick_device
-from prepare import data_folder, load_meta, load_table, open_bin
+from prepare import ahead, data_folder, load_meta, load_table, open_bin
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
@@ -142,12 +143,28 @@ train_rows, val_rows = open_bin(config, meta, 'train'), open_bin(config, meta, '
 num_blocks = (len(train_rows) - 1) // block_size
 if num_blocks < 1:
     raise InputError(
-        f'block_size={block_size} is over the {len(train_rows):,} tokens of {data_folder(config)}/train.bin'
+        f'block_size={block_size} is over the {len(train_rows):,} training tokens of {data_folder(config)}'
     )
+damage = []  # what is found wrong with the bins while training runs; few of them are read through before it begins
 
+
+def verify():
+    try:
+        for rows in (train_rows, val_rows):
+            rows.verify(slice(rank, None, world_size))
+    except (InputError, OSError) as e:
+        damage.append(e)
+
+
+verifying = threading.Thread(target=verify, daemon=True)
+verifying.start()
+
+table = load_table(config, meta)
+if table is not None:
+    meta['table_sha256'] = fingerprint(table)
+sign_here = table is not None and not meta['num_hashes']  # bins of token ids
 data_identity = {k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
 data_identity['train_sha256'] = meta['splits']['train']['sha256']
-table = load_table(config, meta)
 model_config = MHFConfig(
     vocab_size=meta['vocab_size'],
     pad_id=meta['pad_id'],
@@ -190,6 +207,9 @@ if wandb and master:
         import wandb as wandb_module
     except ImportError:
         raise InputError('wandb=True, but it is not installed: pip install wandb') from None
+verifying.join(10)
+if damage:
+    raise damage[0]
 try:
     out.mkdir(parents=True, exist_ok=True)
     (out / '.writable').touch()
@@ -247,22 +267,35 @@ def blocks_of(step):
     return blocks
 
 
-def to_device(rows):
-    """Rows (n, T + 1, H) uint16 -> inputs and targets, each (n, T, H) int64."""
-    if rows.max() >= raw_model.config.buckets:
-        raise InputError(
-            f'{data_folder(config)} has bucket {rows.max()}, the model has {raw_model.config.buckets}: a damaged bin'
-        )
+def host_rows(rows, starts):
+    """Sequences of block_size + 1 tokens from each of `starts` -> (n, T + 1, H) int64, pinned where there is a GPU."""
+    rows = np.stack([rows[b : b + block_size + 1] for b in starts])
+    most = raw_model.config.vocab_size if sign_here else raw_model.config.buckets
+    if rows.max() >= most:
+        what = 'token id' if sign_here else 'bucket'
+        raise InputError(f'{data_folder(config)} has {what} {rows.max()}, the model has {most}: a damaged bin')
     rows = torch.from_numpy(rows.astype(np.int64))
-    if device_type == 'cuda':
-        rows = rows.pin_memory()
+    return rows.pin_memory() if device_type == 'cuda' else rows
+
+
+def to_device(rows):
+    """(n, T + 1, H) on the host -> inputs and targets, each (n, T, H)."""
     rows = rows.to(device, non_blocking=True)
+    if sign_here:
+        rows = raw_model.signatures[rows[..., 0]]
     return rows[:, :-1], rows[:, 1:]
+
+
+def load():
+    """The micro-batches of this process, from start_step on."""
+    for step in range(start_step, max_steps):
+        for micro in blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+            yield host_rows(train_rows, micro * block_size)
 
 
 @torch.no_grad()
 def evaluate():
-    """Validation over the whole of val.bin, in order, shared by all processes: three numbers."""
+    """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
     starts = np.arange(0, len(val_rows) - 1, block_size)
     whole = [b for b in starts if b + block_size < len(val_rows)]
     chunks = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
@@ -270,7 +303,7 @@ def evaluate():
     sums = torch.zeros(2, dtype=torch.float64)
     raw_model.eval()
     for chunk in chunks[rank::world_size]:
-        x, y = to_device(np.stack([val_rows[b : b + block_size + 1] for b in chunk]))
+        x, y = to_device(host_rows(val_rows, chunk))
         with autocast:
             sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.nll(x, y)])
     raw_model.train()
@@ -405,16 +438,18 @@ bar = tqdm(
     delay=1,
     mininterval=0.2 if sys.stderr.isatty() else 20,  # nothing before the first step is through
 )
+micro_batches = ahead(load())
 try:
     for step in range(start_step, max_steps):
+        if damage:
+            raise InputError(f'{str(damage[0]).removeprefix("error: ")}; stopped at step {step}, {kept()}')
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
             group['lr'] = lr
-        blocks = blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]
         mean_loss = torch.zeros((), device=device)
-        for k, micro in enumerate(blocks):
-            x, y = to_device(np.stack([train_rows[b * block_size : (b + 1) * block_size + 1] for b in micro]))
+        for k in range(accumulation):
+            x, y = to_device(next(micro_batches))
             if distributed:  # gradients are exchanged once per update
                 model.require_backward_grad_sync = k == accumulation - 1
             with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
