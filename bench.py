@@ -47,9 +47,9 @@ parts = 'train,head,generate,infer,prepare'  # and eval, which needs the package
 repeats = 3  # of each measurement; the median counts
 head_tokens = '4096'  # tokens of the head alone, one number or several
 new_tokens = 64  # of generation
-tasks = 'hellaswag'  # of the part eval
+benchmarks = 'hellaswag'  # tasks of the part eval
 data_dir = ''  # local files of these tasks instead of the hub
-limit = 40  # documents per task; 0 is all
+documents = 40  # per task; 0 is all
 json = False  # one JSON object instead of tables
 # --plan, without allocating anything
 plan = False
@@ -626,9 +626,9 @@ def bench_eval():
             return results
 
         lm._loglikelihood_tokens = timed_requests
-    evaluation.data_dir, evaluation.limit = data_dir, limit
+    evaluation.data_dir, evaluation.limit = data_dir, documents
     rows = {}
-    for task in tasks.split(','):
+    for task in benchmarks.split(','):
         rates = {name: [] for name in paths}
         for _ in tqdm(
             range(repeats + 1), leave=False, disable=json or not sys.stderr.isatty()

@@ -13,6 +13,7 @@ Writes results.json beside the checkpoint (or to --save); an interrupted evaluat
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -358,18 +359,25 @@ def task_file(name, known, folder):
     return str(path), note
 
 
+@functools.cache
+def task_manager():
+    """The index of lm-eval's thousands of tasks and of ours, which takes seconds to make."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(HERE / 'eval_tasks'))
+
+
 def run_tasks(names, lm, cache):
     """lm: an lm-eval model -> lm-eval's results, and {task: note on its local data}."""
     import datasets
     from jinja2 import TemplateError
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     logging.getLogger('lm_eval').setLevel(logging.ERROR)  # it says for each of our tasks that it overrides its own
     logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it announces each of its retries
     if data_dir:  # read in no time
         datasets.disable_progress_bars()
-    manager = TaskManager(include_path=str(HERE / 'eval_tasks'))
+    manager = task_manager()
     for name in names:
         if name not in manager.all_tasks:
             raise InputError(f"unknown task '{name}'{did_you_mean(name, [*OURS, *manager.all_tasks])}")

@@ -83,7 +83,7 @@ HUB = {
 }
 TEXT_SUFFIXES = ('.txt', '.jsonl', '.parquet')
 BATCH_CHARS = 1 << 20  # a worker's portion
-PIECE_CHARS = 1 << 22  # a longer document is cut at line ends
+PIECE_CHARS = 1 << 20  # a longer document is cut at line ends
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds before the network is tried again
 COMMIT_SECONDS = 20  # what a kill loses at most
 # of a test directory of the standard library no file is used
@@ -420,34 +420,39 @@ def documents(source, number, file, row, seen=None):
 def batches(source, state, val_fraction, val_bytes, seen=None):
     """
     Batches of (text, held out?), each with the state behind it, from which this goes on with the next one. Held out is every
-    k-th document, k = 1/val_fraction, until val_bytes; of fewer than k documents, the tail of each.
+    k-th document, k = round(1/val_fraction), until val_bytes; of fewer than k documents, the tail of each.
     """
-    k, state = round(1 / val_fraction), deepcopy(state)
+    k_th, state = round(1 / val_fraction), deepcopy(state)
     rows, first = documents(source, state['source'], state['file'], state['row'], seen), []
     if state['tails'] is None:
         size = found = 0
         for row in rows:
             first.append(row)
             size, found = size + sum(map(len, row[2])), found + len(row[2])
-            if found >= k or size > 1 << 26:
+            if found >= k_th or size > 1 << 26:
                 break
-        state['tails'] = found < k and size <= 1 << 26
+        state['tails'] = found < k_th and size <= 1 << 26
     batch, size = [], 0
     for file, row, texts, wrong in itertools.chain(first, rows):
-        for key, n in wrong.items():
-            state['wrong'][key] = state['wrong'].get(key, 0) + n
-        for text in texts:
+        if state['piece'] == 0:
+            for key, n in wrong.items():
+                state['wrong'][key] = state['wrong'].get(key, 0) + n
+        for k, text in enumerate(texts[state['piece'] :], state['piece'] + 1):
             state['documents'] += 1
             if state['tails']:
                 cut = int(len(text) * (1 - val_fraction))
                 cut = text.find('\n', cut) + 1 or cut  # at a line end where there is one
                 batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
             else:
-                out = state['documents'] % k == 0 and state['held_out'] < val_bytes
+                out = state['documents'] % k_th == 0 and state['held_out'] < val_bytes
                 state['held_out'] += len(text.encode()) if out else 0
                 batch.append((text, out))
             size += len(text)
-        state['file'], state['row'] = file, row + 1
+            if size >= BATCH_CHARS and k < len(texts):
+                state['file'], state['row'], state['piece'] = file, row, k
+                yield batch, deepcopy(state)
+                batch, size = [], 0
+        state['file'], state['row'], state['piece'] = file, row + 1, 0
         if size >= BATCH_CHARS:
             yield batch, deepcopy(state)
             batch, size = [], 0
@@ -480,7 +485,7 @@ def workers(number, tokenizer):
     except BrokenProcessPool:
         raise InputError('a worker process was killed, perhaps for want of memory; use fewer --num_workers') from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def tokenised(pool, most, batches):
@@ -802,7 +807,7 @@ def begun(path, recipe):
     """The meta.json that a run before this one left, or None. Raises InputError where it is of another recipe."""
     try:
         there = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as e:
         raise InputError(f'{path} is damaged ({e}); delete the folder and prepare it again') from None
@@ -821,7 +826,7 @@ def save_table(folder, table):
 
 
 def at_start(source):
-    return dict(source=source, file=0, row=0, tails=None, documents=0, held_out=0, wrong={})
+    return dict(source=source, file=0, row=0, piece=0, tails=None, documents=0, held_out=0, wrong={})
 
 
 def prepare(config):
@@ -883,9 +888,11 @@ def prepare(config):
             replace_json(path, meta)
 
         totals = [s.total for s in sources]
+        measured = not (None in totals or any(entry['wanted'] for entry in meta['sources']))  # by what was read
         bar = tqdm(
-            total=None if None in totals else sum(totals),
-            unit='B',
+            total=sum(totals) if measured else sum(entry['wanted'] or 0 for entry in meta['sources']) or None,
+            initial=0 if measured else meta['splits']['train']['tokens'],
+            unit='B' if measured else ' tokens',
             unit_scale=True,
             desc='prepare',
             delay=1,
@@ -893,11 +900,12 @@ def prepare(config):
         )
         number = config['num_workers'] or os.cpu_count()
         try:
-            with bar, workers(number, config['tokenizer']) as pool:
+            with workers(number, config['tokenizer']) as pool:
                 for at in range(state['source'], len(sources)):
                     source, entry = sources[at], meta['sources'][at]
-                    source.bar = bar
-                    source.passed(state['file'])
+                    if measured:
+                        source.bar = bar
+                        source.passed(state['file'])
                     feed = batches(
                         source, state, config['val_fraction'], config['val_bytes'] // (n * len(sources)), seen
                     )
@@ -916,7 +924,10 @@ def prepare(config):
                         entry['tokens'] += len(result['train'][0])
                         entry['wrong'] = behind['wrong']
                         state, whole, known = behind, True, True
-                        bar.set_postfix_str(f'{meta["splits"]["train"]["tokens"]:,} tokens')
+                        if measured:
+                            bar.set_postfix_str(f'{meta["splits"]["train"]["tokens"]:,} tokens', refresh=False)
+                        else:
+                            bar.update(len(result['train'][0]))
                         if entry['wanted'] and entry['tokens'] >= entry['wanted']:
                             break
                         finished = sum(len(meta['splits'][p]['shards']) for p in SPLITS)
@@ -941,6 +952,8 @@ def prepare(config):
             meta['complete'], whole = True, False
             replace_json(path, meta)
         finally:
+            if not meta['complete']:  # the error's line stands alone
+                bar.leave, bar.disable = False, not sys.stderr.isatty()
             bar.close()
             if whole and known and not meta['complete']:  # stopped between two batches
                 with contextlib.suppress(OSError):
