@@ -499,7 +499,7 @@ def bench_prepare():
     what = 'stdlib' if dataset.partition(':')[0] in preparing.HUB else dataset
     cores = os.cpu_count()
     settings = declared('prepare.py') | dict(
-        dataset=what, tokenizer=tokenizer, num_hashes=0, val_fraction=0.01, num_workers=0
+        dataset=what, tokenizer=tokenizer, num_hashes=0, val_fraction=0.01, num_workers=0, shard_tokens=5000000
     )
     with tempfile.TemporaryDirectory() as folder, preparing.workers(cores, tokenizer) as pool:
         folder = Path(folder)
@@ -513,16 +513,16 @@ def bench_prepare():
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 preparing.main(settings | dict(data_dir=str(folder / 'ids')))
 
-        def ids_of(rows):
+        def ids_of(row):
             if not hasattr(preparing, '_tokenizer'):
                 preparing._start_worker(tokenizer)
-            ids = [[preparing._tokenizer.bos, *i] for i in preparing._tokenizer.encode(rows['text'])]
-            return dict(ids=ids, length=[len(i) for i in ids])
+            ids = [preparing._tokenizer.bos, *preparing._tokenizer.encode([row['text']])[0]]
+            return dict(ids=ids, length=len(ids))
 
         def by_datasets():
             datasets.disable_progress_bars()
             rows = datasets.load_dataset('json', data_files=str(plain), split='train', cache_dir=str(folder / 'cache'))
-            rows = rows.map(ids_of, batched=True, remove_columns=['text'], num_proc=cores)
+            rows = rows.map(ids_of, remove_columns=['text'], num_proc=cores)
             bin = np.memmap(folder / 'datasets.bin', np.uint16, 'w+', shape=(sum(rows['length']),))
             k, number = 0, min(1024, len(rows))
             for i in range(number):
@@ -548,21 +548,25 @@ def bench_prepare():
         whole()
         sign = settings | dict(resign=str(folder / 'ids'), num_hashes=H, num_buckets=B, data_dir=str(folder / 'signed'))
         meta = read_meta(folder / 'ids')
-        written, times = meta['splits']['train']['tokens'] * 2 * H, {'cp': [], 'resign': []}
-        for k in range(repeats + 1):
-            shutil.rmtree(folder / 'signed', ignore_errors=True)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                begin = time.perf_counter()
-                preparing.main(sign)
-                times['resign'].append(time.perf_counter() - begin)
+        written = sum(meta['splits'][p]['tokens'] for p in preparing.SPLITS) * 2 * H
+        times = {'resign': [], 'cp': [], 'cp and fsync': []}
+        for _ in range(repeats + 2):
+            for name in ('signed', 'copy'):
+                shutil.rmtree(folder / name, ignore_errors=True)
             begin = time.perf_counter()
-            for path in (folder / 'signed').glob('train*'):
-                subprocess.run(['cp', path, folder / 'copy'], check=True)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                preparing.main(sign)
+            times['resign'].append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            subprocess.run(['cp', '-r', folder / 'signed', folder / 'copy'], check=True)
             times['cp'].append(time.perf_counter() - begin)
+            for path in (folder / 'copy').iterdir():
+                with open(path) as f:
+                    os.fsync(f.fileno())
+            times['cp and fsync'].append(time.perf_counter() - begin)
         signing = {name: written / statistics.median(t[1:]) for name, t in times.items()}
-        say(
-            f'signing {written / 1e6:,.0f} MB: {signing["resign"] / 1e9:.2f} GB/s, {signing["resign"] / signing["cp"]:.0%} of cp'
-        )
+        shares = ', '.join(f'{signing["resign"] / signing[name]:.0%} of {name}' for name in ('cp', 'cp and fsync'))
+        say(f'signing {written / 1e6:,.0f} MB: {signing["resign"] / 1e9:.2f} GB/s, fsync included; {shares}')
 
         rows, n = Bins(folder / 'signed', read_meta(folder / 'signed')['splits']['train'], H), 0
         starts = np.random.default_rng(0).integers(0, max(1, len(rows) - block_size), 64)

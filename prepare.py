@@ -993,14 +993,21 @@ def report(meta, folder):
 
 
 def sign(source, target, table):
-    """One shard of token ids -> one of signatures, written beside and renamed; returns its digest."""
-    ids, digest, H = np.load(source, mmap_mode='r')[:, 0], mmh3.mmh3_x64_128(), table.shape[1]
+    """One shard of token ids -> one of signatures, written beside, fsynced and renamed; returns its digest."""
+    ids, digest, (V, H) = np.load(source, mmap_mode='r')[:, 0], mmh3.mmh3_x64_128(), table.shape
     description = dict(descr=table.dtype.str, fortran_order=False, shape=(len(ids), H))
-    table = table.view(f'u{2 * H}')[:, 0] if H in (1, 2, 4) else table  # a row as one number is four times as fast
+    if H in (1, 2, 4):  # a row as one number is faster
+        table = table.view(f'u{2 * H}')[:, 0]
+    out = np.empty((1 << 16, *table.shape[1:]), table.dtype)  # fits the cache
     with open(target.with_suffix('.bin.tmp'), 'wb') as f:
         np.lib.format.write_array_header_1_0(f, description)
-        for k in range(0, len(ids), 1 << 16):  # fits the cache
-            rows = table[ids[k : k + (1 << 16)]]
+        for k in range(0, len(ids), len(out)):
+            block = ids[k : k + len(out)]
+            if block.max() >= V:
+                raise InputError(f'{source} has token id {block.max()}, the tokenizer {V} tokens: a damaged bin')
+            rows = np.take(
+                table, block, axis=0, out=out[: len(block)], mode='clip'
+            )  # the default mode copies once more
             digest.update(rows)
             f.write(rows)
         f.flush()

@@ -986,7 +986,7 @@ def test_kill_prepare(tmp_path):
     length, wanted = time.monotonic() - begin, bins_of(tmp_path / 'straight')
     draw, survived = np.random.default_rng(seed), 0
     while survived < kills:
-        moment = draw.uniform(0.4 * length, length)  # before, it still imports
+        moment = draw.uniform(0.6 * length, length)  # before, it still imports
         command = [sys.executable, REPO / 'prepare.py', *args, '--data_dir=killed']
         process = subprocess.Popen(
             command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -1066,6 +1066,10 @@ def test_parts_and_mixtures(tmp_path, mistral):
     said = [t for r in rows for t in documents_of(r[0 : len(r)][:, 0].tolist(), mistral)]
     stripped = [t.strip() for t in texts if t.strip()]
     assert sorted(said) == sorted(stripped)
+
+    run_prepare(dataset=f'{tmp_path}/0.jsonl', data_dir=str(tmp_path / 'large'), tokenizer='tekken')
+    ids = np.load(tmp_path / 'large/train_000000.bin')
+    assert ids.dtype == np.uint32 and ids.max() > 65535
 
     mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
     run_prepare(dataset=mixed, data_dir=str(tmp_path / 'm'))
@@ -1186,6 +1190,11 @@ def test_disk_full_while_preparing(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.Shards, 'write', real)
     with pytest.raises(InputError, match='val_fraction'):
         run_prepare(**settings | dict(val_fraction=0.2), data_dir=str(tmp_path / 'full'))
+    raw = (tmp_path / 'docs.jsonl').read_bytes()
+    (tmp_path / 'docs.jsonl').write_bytes(raw + b'{"text": "one more"}')
+    with pytest.raises(InputError, match='made_from differs'):
+        run_prepare(**settings, data_dir=str(tmp_path / 'full'))
+    (tmp_path / 'docs.jsonl').write_bytes(raw)
     run_prepare(**settings, data_dir=str(tmp_path / 'full'))
     assert bins_of(tmp_path / 'full') == bins_of(tmp_path / 'good')
 
