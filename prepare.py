@@ -28,6 +28,7 @@ import multiprocessing
 import os
 import platform
 import re
+import signal
 import sqlite3
 import sys
 import sysconfig
@@ -107,7 +108,7 @@ def data_folder(config):
 
 def mixture(dataset):
     """'a@2e9,b@1e9' -> [('a', 2000000000), ('b', 1000000000)]; without any @ one source without a limit."""
-    if not re.search(r'@[^/,]*(,|$)', dataset):
+    if not re.search(r'@[^/,]*(,|$)', dataset) or os.path.isfile(dataset):
         return [(dataset, None)]
     sources = []
     for item in dataset.split(','):
@@ -462,6 +463,7 @@ def batches(source, state, val_fraction, val_bytes, seen=None):
 
 def _start_worker(name):
     global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
     _tokenizer = get_tokenizer(name)
 
 
@@ -771,8 +773,8 @@ def locked(folder, name):
             f'{folder} cannot be written ({e}); the shards that are whole are kept: the same command goes on from there'
         ) from None
     finally:
-        lock.release()
         Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
         if new and not any(folder.iterdir()):
             folder.rmdir()
 
@@ -966,7 +968,9 @@ def prepare(config):
             if meta['complete'] or not path.exists():
                 leftovers = [folder.glob(f'.seen_{i}of{n}*')]
                 if not meta['complete']:
-                    leftovers += [folder.glob(f'{names[p]}_[0-9]*.bin*') for p in SPLITS] + [folder.glob('*.tmp')]
+                    leftovers += [folder.glob(f'{names[p]}_[0-9]*.bin*') for p in SPLITS] + [
+                        folder.glob(f'{path.stem}.tmp')
+                    ]
                 for leftover in itertools.chain(*leftovers):
                     leftover.unlink()
     report(meta, folder)
