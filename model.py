@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import mmh3
 import numpy as np
 import torch
 import torch.nn as nn
@@ -547,10 +548,17 @@ class MHF(nn.Module):
     # ---- weights from elsewhere
 
     @classmethod
-    def from_checkpoint(cls, path, map_location='cpu'):
-        """A train.py checkpoint -> (model, the checkpoint's dict). Raises InputError."""
+    def from_checkpoint(cls, path, whole=False):
+        """
+        A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. The digest of the model is checked, that of the
+        optimizer and the rest only if `whole`. Raises InputError.
+        """
         try:
-            ckpt = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+            digests = ckpt.pop('digests')
+            for key in digests if whole else ('model', 'model_config'):
+                if digest_of_state(ckpt[key]) != digests[key]:
+                    raise ValueError(f"the digest of its '{key}' is not the one that was written")
             config = MHFConfig(**ckpt['model_config'])
             with torch.device('meta'):
                 model = cls(config)
@@ -566,6 +574,38 @@ class MHF(nn.Module):
                 f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})'
             ) from None
         return model, ckpt
+
+    def export(self, folder, tokenizer):
+        """
+        Writes the authors' released format into a new folder: config.json, with the name of the tokenizer, and model.safetensors.
+        from_pretrained reads back the same bits. Raises InputError.
+        """
+        from safetensors.torch import save_file
+
+        c, folder, weights = self.config, Path(folder), {}
+        for name, tensor in self.state_dict().items():
+            prefix = next((p for p, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
+            if prefix and (name != 'signatures' or c.num_hashes):
+                weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+        fields = dict(
+            model_type='qwen3', architectures=['Qwen3ForCausalLM'], vocab_size=c.vocab_size, hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+            max_position_embeddings=c.block_size, pad_token_id=c.pad_id, hidden_act='silu', attention_bias=False,
+            tie_word_embeddings=True, torch_dtype='float32', tokenizer=tokenizer, trained_loss=c.loss,
+        )  # fmt: skip
+        if c.num_hashes:
+            fields |= dict(
+                num_hashes=c.num_hashes, num_buckets=c.num_buckets, num_lsh=c.num_lsh, bottle_neck_dim=c.bottleneck
+            )
+        try:
+            folder.mkdir(parents=True)
+            save_file(weights, folder / 'model.safetensors', metadata=dict(format='pt'))
+            (folder / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
+        except FileExistsError:
+            raise InputError(f'export={folder} is there already; choose another folder') from None
+        except OSError as e:
+            raise InputError(f'export={folder} cannot be written ({e})') from None
 
     @classmethod
     def from_pretrained(cls, path_or_hub_id, revision=None):
@@ -596,6 +636,26 @@ class MHF(nn.Module):
             except Exception as e:  # missing, truncated, not safetensors
                 raise InputError(f'{folder / name} cannot be read: {" ".join(str(e).split())[:200]}') from None
         return _from_released(cls, released, weights, str(path_or_hub_id))
+
+
+def digest_of_state(state):
+    """MurmurHash3 of a tensor, a number, a string or a nest of dicts and lists of them: detects damage, not malice."""
+    digest = mmh3.mmh3_x64_128()
+
+    def add(x):
+        if isinstance(x, torch.Tensor):
+            digest.update(f'{x.dtype} {tuple(x.shape)}'.encode())
+            digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(x, (dict, list, tuple)):
+            digest.update(f'{type(x).__name__} {len(x)}'.encode())
+            for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+                digest.update(repr(key).encode())
+                add(value)
+        else:
+            digest.update(repr(x).encode())
+
+    add(state)
+    return digest.digest().hex()
 
 
 # released name -> ours, by prefix; the rest of each name is the same
@@ -669,7 +729,7 @@ def _from_released(cls, released, weights, where):
         rope_theta=released.get('rope_theta') or rope.get('rope_theta') or MHFConfig.rope_theta,
         norm_eps=released.get('rms_norm_eps', MHFConfig.norm_eps),
         pad_id=MHFConfig.pad_id if pad is None else pad,
-        loss='product',  # what the authors train with
+        loss=released.get('trained_loss', 'product'),  # product is what the authors train with
     )
     state = {}
     for name, tensor in weights.items():

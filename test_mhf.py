@@ -837,6 +837,12 @@ def weights(folder, out='out'):
     return torch.load(folder / out / 'ckpt.pt', weights_only=True)
 
 
+def save_edited(state, path):
+    """A checkpoint that was changed, with digests that fit."""
+    state['digests'] = {k: model_module.digest_of_state(v) for k, v in state.items() if k != 'digests'}
+    torch.save(state, path)
+
+
 def assert_same(a, b):
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
@@ -1313,7 +1319,7 @@ def test_non_finite_loss_stops_before_the_update(copy):
     state = torch.load(copy / 'out/ckpt.pt', weights_only=True)
     state['model']['norm.weight'][0] = math.inf
     (copy / 'bad').mkdir()
-    torch.save(state, copy / 'bad/ckpt.pt')
+    save_edited(state, copy / 'bad/ckpt.pt')
     before = (copy / 'bad/ckpt.pt').read_bytes()
     done = run('train.py', 'cfg.py', '--max_steps=30', '--init_from=resume', '--out_dir=bad', cwd=copy)
     assert done.returncode == 1 and 'Traceback' not in done.stderr
@@ -1384,37 +1390,175 @@ def test_standard_and_bfloat16(copy):
     assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=copy).stderr
 
 
-def test_interrupt_keeps_the_checkpoint(copy):
-    """Ctrl-C prints a traceback or leaves a run that cannot go on."""
-    import signal
-    import time
+def started(*args, cwd, wait_for, torchrun=()):
+    """A training process, once the file it writes is there."""
+    command = [sys.executable, *(['-m', 'torch.distributed.run', '--standalone', *torchrun] if torchrun else [])]
+    process = subprocess.Popen(
+        [*command, str(REPO / 'train.py'), *args],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1'),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    return process
 
-    command = [
-        sys.executable,
-        str(REPO / 'train.py'),
-        'cfg.py',
-        '--out_dir=b',
-        '--max_steps=100000',
-        '--eval_interval=5',
-    ]
-    process = subprocess.Popen(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    while not (copy / 'b/ckpt.pt').exists() and time.time() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+
+@pytest.mark.parametrize('signum, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_a_checkpoint(copy, signum, code):
+    """A preempted run loses its steps, prints a traceback, or cannot go on with the same command."""
+    args = ('cfg.py', '--out_dir=b', '--max_steps=100000', '--eval_interval=50000', '--init_from=auto')
+    process = started(*args, cwd=copy, wait_for='b/log.jsonl')
+    time.sleep(1)
+    process.send_signal(signum)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130 and 'Traceback' not in stderr and '--init_from=resume' in stderr
-    ckpt = weights(copy, 'b')
-    assert ckpt['step'] % 5 == 0
+    assert process.returncode == code and 'Traceback' not in stderr and '--init_from=resume' in stderr, stderr
+    at = weights(copy, 'b')['step']
+    assert [e['step'] for e in events(copy, 'b')] == list(range(1, at + 1)) and at % 50000
+    last = f'--max_steps={at + 3}'
+    done = ok('train.py', *args[:-3], '--init_from=auto', last, '--lr_decay_steps=100000', cwd=copy)
+    assert f'resumed at step {at}' in done.stdout
+    assert ': done' in ok('train.py', *args[:-3], '--init_from=auto', last, '--lr_decay_steps=100000', cwd=copy).stdout
+    straight = ('--out_dir=c', last, '--lr_decay_steps=100000', '--eval_interval=50000')
+    ok('train.py', 'cfg.py', *straight, cwd=copy)
+    for key in ('model', 'optimizer', 'recent'):
+        assert_same(weights(copy, 'b')[key], weights(copy, 'c')[key])
+
+
+def test_kill_train(copy):
+    """A killed run leaves no checkpoint that loads, or ends with other weights than an undisturbed one; MHF_KILLS=30 kills thirty times."""
+    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    args = ('cfg.py', '--max_steps=200', '--eval_interval=2', '--init_from=auto')
+    ok('train.py', *args, '--out_dir=straight', cwd=copy)
+    draw, wanted = (
+        np.random.default_rng(seed),
+        {k: weights(copy, 'straight')[k] for k in ('model', 'optimizer', 'step')},
+    )
+    survived = 0
+    while survived < kills:
+        process = started(
+            *args, '--out_dir=killed', cwd=copy, wait_for='killed/ckpt.pt.tmp' if survived % 2 else 'killed/ckpt.pt'
+        )
+        moment = draw.uniform(0, 1.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=moment)
+        if process.poll() is not None:
+            assert process.returncode == 0
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        survived += 1
+        model, ckpt = MHF.from_checkpoint(copy / 'killed/ckpt.pt', whole=True)
+        digest = model_module.digest_of_state(ckpt['model'])[:12]
+        print(
+            f'seed {seed}, killed {moment:.2f} s after a file appeared, checkpoint of step {ckpt["step"]}, digest {digest}'
+        )
+    ok('train.py', *args, '--out_dir=killed', cwd=copy)
+    assert_same({k: weights(copy, 'killed')[k] for k in wanted}, wanted)
+    assert steps(copy, 'killed') == steps(copy, 'straight') and not list((copy / 'killed').glob('*.tmp'))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(copy):
+    """A flipped bit in the weights or the optimizer goes unnoticed, or costs the whole run."""
     ok(
         'train.py',
         'cfg.py',
         '--out_dir=b',
-        '--init_from=resume',
-        f'--max_steps={ckpt["step"] + 1}',
-        '--lr_decay_steps=100000',
+        '--eval_interval=4',
+        '--max_steps=12',
+        '--lr_decay_steps=24',
+        '--keep=2',
         cwd=copy,
     )
+    names = {p.name for p in (copy / 'b').glob('*.pt')}
+    assert names == {'ckpt.pt', 'ckpt_best.pt', 'ckpt_000008.pt', 'ckpt_000012.pt'}
+    for part in ('model', 'optimizer'):
+        state = weights(copy, 'b')
+        tensor = state['model']['norm.weight'] if part == 'model' else state['optimizer']['state'][0]['exp_avg']
+        tensor.flatten()[3] += 1e-3
+        shutil.rmtree(copy / part, ignore_errors=True)
+        shutil.copytree(copy / 'b', copy / part)
+        for name in ('ckpt_000012.pt', 'ckpt.pt'):  # the same file
+            (copy / part / name).unlink()
+        torch.save(state, copy / part / 'ckpt.pt')
+        args = ('cfg.py', f'--out_dir={part}', '--eval_interval=4', '--init_from=resume')
+        done = ok('train.py', *args, cwd=copy)
+        assert (
+            f'WARNING: {part}/ckpt.pt' in done.stderr
+            and f"'{part}'" in done.stderr
+            and 'resumed at step 8' in done.stdout
+        )
+        assert_same(weights(copy, part)['model'], weights(copy)['model'])
+
+
+def test_another_number_of_processes_goes_on(copy):
+    """A run that is resumed on other hardware sees other batches."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--max_steps=6', '--lr_decay_steps=24', '--eval_interval=6', cwd=copy)
+    args = (
+        'cfg.py',
+        '--out_dir=b',
+        '--init_from=resume',
+        '--micro_batch_size=2',
+        '--max_steps=12',
+        '--lr_decay_steps=24',
+    )
+    ok('train.py', *args, cwd=copy, torchrun=['--nproc_per_node=4'])
+    ours, straight = steps(copy, 'b'), steps(copy)[:12]
+    assert [a['step'] for a in ours] == [b['step'] for b in straight]
+    assert np.allclose([a['loss'] for a in ours], [b['loss'] for b in straight], atol=1e-3)
+
+
+def test_a_dead_rank_does_not_hang_the_rest(copy):
+    """A machine that dies leaves the other ranks waiting, or torchrun --max-restarts begins from nothing."""
+    args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--max_steps=60', '--eval_interval=5', '--init_from=auto')
+    process = started(*args, cwd=copy, wait_for='b/ckpt_000005.pt', torchrun=['--nproc_per_node=2', '--max-restarts=1'])
+    import psutil
+
+    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if 'train.py' in ' '.join(p.cmdline())]
+    workers[-1].kill()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and 'resumed at step' in stdout, stderr[:6000]
+    assert [s['step'] for s in steps(copy, 'b')] == list(range(1, 61))
+
+
+def test_loss_spikes(copy):
+    """A spike goes unseen, or an ordinary loss stops the run."""
+    spike = '--spike_deviations=0.001'  # any loss above the median
+    ok(
+        'train.py',
+        'cfg.py',
+        '--out_dir=b',
+        spike,
+        '--max_steps=30',
+        '--lr_decay_steps=40',
+        '--learning_rate=1e-9',
+        cwd=copy,
+    )
+    assert any('spike' in e for e in events(copy, 'b')) and not any('spike' in e for e in events(copy))
+    args = ('--out_dir=c', spike, '--stop_on_spike', '--max_steps=30', '--lr_decay_steps=40', '--learning_rate=1e-9')
+    done = run('train.py', 'cfg.py', *args, cwd=copy)
+    assert done.returncode == 1 and 'is a spike above' in done.stderr and 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('num_hashes', [3, 0])
+def test_export_and_import(trained, tmp_path, num_hashes):
+    """A model trained here and exported is another one in the released format."""
+    if num_hashes:
+        done = ok('train.py', 'cfg.py', '--init_from=resume', f'--export={tmp_path}/out', cwd=trained)
+        assert 'step 24' in done.stdout
+        m, _ = MHF.from_checkpoint(trained / 'out/ckpt.pt')
+        fields = json.loads((tmp_path / 'out/config.json').read_text())
+        assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
+    else:
+        m = random_model(num_hashes=0, dtype=torch.float32)
+        m.export(tmp_path / 'out', 'mistral')
+    back = MHF.from_pretrained(tmp_path / 'out')
+    assert_same(dict(m.state_dict()), dict(back.state_dict()))
+    assert {k: v for k, v in asdict(m.config).items() if k != 'num_lsh'} == {
+        k: v for k, v in asdict(back.config).items() if k != 'num_lsh'
+    } or not num_hashes
+    with pytest.raises(InputError, match='there already'):
+        m.export(tmp_path / 'out', 'mistral')
 
 
 def test_a_malicious_checkpoint_is_not_run(copy):
@@ -1519,6 +1663,15 @@ def damage(path, edit):
     return setup
 
 
+def only_checkpoint(edit):
+    def setup(folder):
+        damage('out/ckpt.pt', edit)(folder)
+        for path in (folder / 'out').glob('ckpt_0*.pt'):
+            path.unlink()
+
+    return setup
+
+
 def edit_meta(**changes):
     return damage('bins/meta.json', lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
@@ -1532,7 +1685,7 @@ def edit_rows(folder):
     (folder / 'bins/meta.json').write_text(json.dumps(meta))
     ckpt = torch.load(folder / 'out/ckpt.pt', weights_only=True)
     ckpt['data']['train_sha256'] = prepare.read_meta(folder / 'bins')['splits']['train']['sha256']
-    torch.save(ckpt, folder / 'out/ckpt.pt')
+    save_edited(ckpt, folder / 'out/ckpt.pt')
 
 
 def bad_parquet(folder):
@@ -1704,7 +1857,7 @@ BAD = [
         'cfg.py',
         '--init_from=resume',
         'ckpt.pt is no checkpoint',
-        damage('out/ckpt.pt', lambda _: b'PK\x03\x04 zip'),
+        only_checkpoint(lambda _: b'PK\x03\x04 zip'),
     ),
     (
         'resume from half a checkpoint',
@@ -1712,7 +1865,7 @@ BAD = [
         'cfg.py',
         '--init_from=resume',
         'ckpt.pt is no checkpoint',
-        damage('out/ckpt.pt', lambda raw: raw[: len(raw) // 2]),
+        only_checkpoint(lambda raw: raw[: len(raw) // 2]),
     ),
     (
         'resume another architecture',
@@ -1732,6 +1885,11 @@ BAD = [
         'tokenizer_sha256',
         edit_meta(tokenizer_sha256='0'),
     ),
+    ('resume with another batch', 'train.py', 'cfg.py', '--init_from=resume', '--batch_size=4', 'batch_size=8', None),
+    ('resume with another seed', 'train.py', 'cfg.py', '--init_from=resume', '--seed=7', 'seed=', None),
+    ('export of nothing', *T, '--export=x', 'needs --init_from=resume', None),
+    ('export over a folder', 'train.py', 'cfg.py', '--init_from=resume', '--export=bins', 'there already', None),
+    ('keep', *T, '--keep=-1', 'keep=-1', None),
     ('resume what is done', 'train.py', 'cfg.py', '--init_from=resume', 'max_steps=24', None),
     ('unknown init_from', *T, '--init_from=gpt2', "init_from='gpt2'", None),
     ('no released model', *T, '--init_from=released:nowhere', 'nowhere', None),

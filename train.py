@@ -9,17 +9,26 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=1 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
 
-Needs the bins of prepare.py with the same config. Writes out_dir/ckpt.pt, ckpt_best.pt, log.jsonl and loss.png.
+Needs the bins of prepare.py with the same config. Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as
+ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, write a checkpoint and exit with 143 and 130; with
+--init_from=auto the same command starts and goes on:
+    $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/mhf_1b.py --init_from=auto
+(the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
+    $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 import shutil
+import signal
+import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,14 +39,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 from hashing import InputError, fingerprint, permute
-from model import MHF, MHFConfig, pick_device
+from model import MHF, MHFConfig, digest_of_state, pick_device
 from prepare import ahead, data_folder, load_meta, load_table, open_bin
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-init_from = 'scratch'  # scratch | resume (out_dir/ckpt.pt) | released:<folder or hub id>
+init_from = 'scratch'  # scratch | resume (out_dir/ckpt.pt) | auto (resume if there is a checkpoint) | released:<folder or hub id>
+keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
+export = ''  # with resume: only writes the model in the released format into this new folder
 wandb = False  # also log to Weights & Biases, where it is installed
 wandb_project = 'multihashformer'
 wandb_run_name = ''
@@ -71,6 +82,8 @@ beta1 = 0.9
 beta2 = 0.999
 grad_clip = 1.0  # norm over all parameters; 0 is off
 seed = 42  # of the weights and of the order of the data
+spike_deviations = 10.0  # a loss so many robust deviations above the last 100 is logged as a spike; 0 is never
+stop_on_spike = False
 # system; None takes what is there
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
@@ -106,7 +119,16 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 for key in ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate'):
     if not 0 < config[key] < math.inf:
         raise InputError(f'{key}={config[key]}: must be above 0')
-for key in ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'seed', 'num_hashes'):
+for key in (
+    'warmup_steps',
+    'lr_decay_steps',
+    'weight_decay',
+    'grad_clip',
+    'seed',
+    'num_hashes',
+    'keep',
+    'spike_deviations',
+):
     if not 0 <= config[key] < math.inf:
         raise InputError(f'{key}={config[key]}: must not be negative')
 if batch_size % (micro_batch_size * world_size):
@@ -125,18 +147,45 @@ if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
 
 source, _, where = init_from.partition(':')
-if source not in ('scratch', 'resume', 'released') or (source == 'released') != bool(where):
-    raise InputError(f"init_from='{init_from}': must be scratch, resume or released:<folder or hub id>")
+if source not in ('scratch', 'resume', 'auto', 'released') or (source == 'released') != bool(where):
+    raise InputError(f"init_from='{init_from}': must be scratch, resume, auto or released:<folder or hub id>")
 out = Path(out_dir)
-ckpt, start_step, best_val = None, 0, math.inf
+
+
+def milestones():
+    """The checkpoints with a step in their name, the newest first."""
+    found = [(int(m[1]), p) for p in out.glob('ckpt_*.pt') if (m := re.fullmatch(r'ckpt_(\d+)\.pt', p.name))]
+    return [p for _, p in sorted(found, reverse=True)]
+
+
+ckpt, start_step, best_val, recent = None, 0, math.inf, []
+saved = [p for p in (out / 'ckpt.pt', *milestones()) if p.exists()]
+if source == 'auto':
+    source = 'resume' if saved else 'scratch'
 if source == 'released':
     model = MHF.from_pretrained(where)
     # the data must fit its architecture; the context and the loss are ours to choose
     config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
 if source == 'resume':
-    model, ckpt = MHF.from_checkpoint(out / 'ckpt.pt')
-elif (out / 'ckpt.pt').exists():
-    raise InputError(f'{out}/ckpt.pt exists; go on with it by --init_from=resume, or choose another --out_dir')
+    for path in saved or [out / 'ckpt.pt']:
+        try:
+            model, ckpt = MHF.from_checkpoint(path, whole=True)
+            break
+        except InputError as e:
+            if path == (saved or [path])[-1]:
+                raise
+            if master:
+                print(
+                    f'WARNING: {str(e).removeprefix("error: ")}; going back to the checkpoint before', file=sys.stderr
+                )
+elif saved:
+    raise InputError(f'{saved[0]} exists; go on with it by --init_from=resume, or choose another --out_dir')
+if export:
+    if source != 'resume':
+        raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
+    model.export(export, ckpt['config']['tokenizer'])
+    print(f'{path}, step {ckpt["step"]} -> {export}')
+    sys.exit()
 
 meta = load_meta(config)
 train_rows, val_rows = open_bin(config, meta, 'train'), open_bin(config, meta, 'val')
@@ -178,7 +227,7 @@ else:
     different = [k for k, v in settable.items() if v != getattr(model.config, k)] if source == 'resume' else []
     if different:
         listed = ', '.join(f'{k}={getattr(model.config, k)} (now {settable[k]})' for k in different)
-        raise InputError(f'{out}/ckpt.pt is another architecture: {listed}; use its own settings')
+        raise InputError(f'{path} is another architecture: {listed}; use its own settings')
     V = meta['vocab_size']
     model.config.block_size, model.config.loss = block_size, config['loss']
     if model.config.vocab_size < V:
@@ -193,15 +242,23 @@ else:
             f'{theirs[first].tolist()} there, {table[first].tolist()} here'
         )
 if ckpt:
-    start_step, best_val = ckpt['step'], ckpt['best_val']
+    start_step, best_val, recent = ckpt['step'], ckpt['best_val'], ckpt['recent']
+    for key in ('batch_size', 'block_size', 'seed'):
+        if ckpt['config'][key] != config[key]:
+            raise InputError(
+                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}: the data would come in another order'
+            )
     there, here = ckpt['data'], data_identity
     for key in there:
         if there[key] != here[key]:
             raise InputError(
-                f'{out}/ckpt.pt was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}'
+                f'{path} was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}'
             )
+    if start_step >= max_steps and init_from == 'auto':
+        print(f'{path} is at step {start_step} of {max_steps}: done')
+        sys.exit()
     if start_step >= max_steps:
-        raise InputError(f'{out}/ckpt.pt is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
+        raise InputError(f'{path} is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
 if wandb and master:
     try:
         import wandb as wandb_module
@@ -315,33 +372,68 @@ def evaluate():
     return dict(val_loss=product if raw_model.config.loss == 'product' else nats, val_nats=nats, val_bpb=bits)
 
 
+def on_host(state):
+    """A copy in the host's memory, which training does not change."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to('cpu', copy=True)
+    if isinstance(state, dict):
+        return {k: on_host(v) for k, v in state.items()}
+    return [on_host(v) for v in state] if isinstance(state, list) else state
+
+
 def save(step, best):
-    """out_dir/ckpt.pt, replaced only by a whole new one; where it is the best so far, ckpt_best.pt is the same file."""
+    """Copies the state and leaves writing it to a thread; waits for the write before."""
+    global writing
+    if writing:
+        writing.result()
+    began = time.perf_counter()
     state = dict(
         model=raw_model.state_dict(),
         optimizer=optimizer.state_dict(),
         model_config=asdict(raw_model.config),
-        config=config,
+        config=dict(config),
         step=step,
         best_val=best_val,
+        recent=recent[:],
         data=data_identity,
     )
-    temporary = out / 'ckpt.pt.tmp'
+    state = on_host(state)
+    writing = writer.submit(write, state, best, time.perf_counter() - began)
+
+
+def write(state, best, stood):
+    """out_dir/ckpt.pt, replaced only by a whole new one; the milestone, and where it is the best so far ckpt_best.pt, are the same file."""
+    global last_saved
+    began, temporary, newest = time.perf_counter(), out / 'ckpt.pt.tmp', out / 'ckpt.pt'
+
+    def same(path):
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(newest, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(newest, temporary)
+        os.replace(temporary, path)
+
     try:
+        state['digests'] = {key: digest_of_state(value) for key, value in state.items()}
         with open(temporary, 'wb') as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, out / 'ckpt.pt')
+        os.replace(temporary, newest)
         if best:
-            try:
-                os.link(out / 'ckpt.pt', temporary)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(out / 'ckpt.pt', temporary)
-            os.replace(temporary, out / 'ckpt_best.pt')
+            same(out / 'ckpt_best.pt')
+        if keep:
+            same(out / f'ckpt_{state["step"]:06}.pt')
+        for path in milestones()[keep:]:
+            path.unlink()
+        last_saved = state['step']
     except (OSError, RuntimeError) as e:
         temporary.unlink(missing_ok=True)
-        raise InputError(f'{out}/ckpt.pt could not be written ({e}); the one before is untouched') from None
+        raise InputError(f'{newest} could not be written ({e}); the one before is untouched') from None
+    bar.write(
+        f'checkpoint of step {last_saved}: training stood still for {stood:.2f} s, written in {time.perf_counter() - began:.2f} s'
+    )
 
 
 def open_log():
@@ -403,6 +495,9 @@ def draw(path):
 
 
 def kept():
+    if writing:
+        with contextlib.suppress(InputError):
+            writing.result()
     if last_saved is None:
         return 'no checkpoint was written yet'
     return f'{out}/ckpt.pt is good, of step {last_saved}: go on with --init_from=resume'
@@ -423,12 +518,27 @@ if master:
     )
     if source == 'resume':
         print(f'resumed at step {start_step}')
+    for leftover in out.glob('ckpt*.tmp'):
+        leftover.unlink()
     log_file = open_log()
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 
 tokens_per_step = batch_size * block_size
 last_saved, speeds = (start_step if source == 'resume' else None), []
+writer, writing = ThreadPoolExecutor(1), None
+stopped_by = 0  # a signal
+
+
+def stop(signum, frame):
+    """After this step; a second signal at once."""
+    global stopped_by
+    stopped_by = signum
+    signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
+
+
+for signum in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signum, stop)
 bar = tqdm(
     total=max_steps,
     initial=start_step,
@@ -456,15 +566,28 @@ try:
                 micro_loss = model(x, y) / accumulation
             micro_loss.backward()
             mean_loss += micro_loss.detach()
+        stopping = stopped_by
         if distributed:
-            dist.all_reduce(mean_loss)
-            mean_loss /= world_size
+            shared = torch.stack([mean_loss / world_size, torch.tensor(float(stopping), device=device)])
+            dist.all_reduce(shared)
+            mean_loss, stopping = shared[0], int(shared[1].item()) and (stopped_by or signal.SIGTERM)
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         mean_loss, norm = mean_loss.item(), norm.item()
         if not math.isfinite(mean_loss) or not math.isfinite(norm):
             raise InputError(
                 f'step {step}: loss {mean_loss}, gradient norm {norm}; stopped before the update, {kept()}'
             )
+        spike = False
+        if spike_deviations and len(recent) >= 20:
+            middle = statistics.median(recent)
+            deviation = 1.4826 * statistics.median(abs(x - middle) for x in recent)
+            spike = mean_loss > middle + spike_deviations * max(deviation, 1e-3)
+        if spike and stop_on_spike:
+            raise InputError(
+                f'step {step}: loss {mean_loss:.4f} is a spike above the {middle:.4f} +- {deviation:.4f} of the last '
+                f'{len(recent)} steps; stopped before the update, {kept()}'
+            )
+        recent = [*recent[-99:], mean_loss]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - began
@@ -479,7 +602,10 @@ try:
                 lr=lr,
                 grad_norm=norm,
                 tokens_per_s=round(speeds[-1], 1),
+                **dict(spike=True) if spike else {},
             )
+            if spike:
+                bar.write(f'step {done}: loss {mean_loss:.4f} is a spike above {middle:.4f} +- {deviation:.4f}')
             bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
         if done % eval_interval == 0 or done == max_steps:
@@ -493,7 +619,17 @@ try:
                     f'step {done}: validation loss {result["val_loss"]:.4f}, {result["val_nats"]:.4f} nats per token, '
                     f'{result["val_bpb"]:.4f} bits per byte{" (best)" if best else ""}'
                 )
-            last_saved = done
+        elif stopping and master:
+            save(done, False)
+        if stopping and done < max_steps:
+            break
+    if writing:
+        writing.result()
+    if stopping and done < max_steps:
+        bar.close()
+        if master:
+            print(f'stopped by signal {stopping}; {kept()}', file=sys.stderr)
+        sys.exit(128 + stopping)
 except KeyboardInterrupt:
     bar.close()
     if master:
