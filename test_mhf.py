@@ -1428,7 +1428,7 @@ def test_a_signal_writes_a_checkpoint(copy, signum, code):
 def test_kill_train(copy):
     """A killed run leaves no checkpoint that loads, or ends with other weights than an undisturbed one; MHF_KILLS=30 kills thirty times."""
     kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
-    args = ('cfg.py', '--max_steps=200', '--eval_interval=2', '--init_from=auto')
+    args = ('cfg.py', '--max_steps=60', '--eval_interval=4', '--init_from=auto')
     ok('train.py', *args, '--out_dir=straight', cwd=copy)
     draw, wanted = (
         np.random.default_rng(seed),

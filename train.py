@@ -88,7 +88,7 @@ stop_on_spike = False
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
 compile = None  # torch.compile
-activation_checkpointing = False  # saves most activation memory for about a quarter more time; same gradients
+activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
 backend = None  # nccl | gloo
 
 exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
