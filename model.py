@@ -555,6 +555,8 @@ class MHF(nn.Module):
         """
         try:
             ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+            if 'digests' not in ckpt:
+                raise ValueError('it has no digests: an older train.py wrote it')
             digests = ckpt.pop('digests')
             for key in digests if whole else ('model', 'model_config'):
                 if digest_of_state(ckpt[key]) != digests[key]:
