@@ -33,6 +33,7 @@ import sqlite3
 import sys
 import sysconfig
 import time
+import zlib
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -199,7 +200,7 @@ class Source:
                 n += 1
         except InputError:
             raise
-        except (EOFError, OSError, ValueError, lzma.LZMAError, zlib_error(), _zst_error()) as e:
+        except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error, _zst_error()) as e:
             reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
             if remote and not isinstance(e, ValueError):
                 raise InputError(f'{path}, row {n + 1}: the network does not give it {reason}') from None
@@ -262,9 +263,7 @@ class Source:
             for field in ('text', 'score')[: 1 + (self.min_score > 0)]:
                 if field not in there:
                     raise InputError(f"{path}, line {n}: no field '{field}'; there are: {', '.join(there)}")
-            if not isinstance(row['text'], (str, type(None))):
-                raise InputError(f"{path}, line {n}: field 'text' is {type(row['text']).__name__}, expected a string")
-            yield self._judged(row['text'], row.get('score'))
+            yield self._judged(f'{path}, line {n}', row['text'], row.get('score'))
 
     def _parquet(self, path, skip):
         """Only the columns that are needed, a batch ahead of its use, from the row group of row `skip` on."""
@@ -289,12 +288,16 @@ class Source:
                 for batch in ahead(file.iter_batches(256, row_groups=groups, columns=columns)):
                     columns_of = [batch[c].to_pylist() for c in columns]
                     for row in list(zip(*columns_of))[skip:]:
-                        yield self._judged(*row)
+                        yield self._judged(path, *row)
                     skip = max(0, skip - len(batch))
             except pyarrow.ArrowException as e:
                 raise ValueError(f'damaged parquet: {e}') from None
 
-    def _judged(self, text, score=None):
+    def _judged(self, where, text, score=None):
+        if not isinstance(text, (str, type(None))):
+            raise InputError(f"{where}: field 'text' is {type(text).__name__}, expected a string")
+        if self.min_score and not isinstance(score, (int, float, type(None))):
+            raise InputError(f"{where}: field 'score' is {type(score).__name__}, expected a number")
         if self.min_score and (score is None or score < self.min_score):
             return '', dict(below_min_score=1)
         return text or '', {}
@@ -317,8 +320,9 @@ def hub_files(hub_id, name):
 
 def retried(read, skip):
     """Rows of read(skip); where the network fails, begins again behind the last one, after growing pauses."""
-    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
 
+    http_error = HfHubHTTPError.__bases__[0]  # of the client that this version of the hub uses
     failures = 0
     while True:
         try:
@@ -327,7 +331,7 @@ def retried(read, skip):
                 skip += 1
                 failures = 0
             return
-        except (OSError, httpx2.HTTPError) as e:
+        except (OSError, http_error) as e:
             if failures == len(PAUSES):
                 raise OSError(f'{type(e).__name__}: {e}; tried {failures + 1} times') from None
             time.sleep(PAUSES[failures])
@@ -354,12 +358,6 @@ def _zst_error():
     import zstandard
 
     return zstandard.ZstdError
-
-
-def zlib_error():
-    import zlib
-
-    return zlib.error
 
 
 def _pieces(file):
@@ -1045,7 +1043,7 @@ def resign_folder(config):
         recipe = recipe_of(mine)
         new = ids | recipe | dict(vocabulary_facts(tok, table), complete=False)
         with locked(folder, path.stem):
-            meta = begun(folder / path.name, recipe) or deepcopy(new)
+            meta = begun(folder / path.name, recipe | dict(made_from=ids['made_from'])) or deepcopy(new)
             if meta['complete']:
                 print(f'{folder} is prepared already; delete it to make it again')
                 continue

@@ -1442,9 +1442,11 @@ def test_kill_train(copy):
         moment = draw.uniform(0, 1.5)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=moment)
-        if process.poll() is not None:
+        if process.poll() is not None:  # it finished: from the beginning again
             assert process.returncode == 0
-            break
+            assert_same({k: weights(copy, 'killed')[k] for k in wanted}, wanted)
+            shutil.rmtree(copy / 'killed')
+            continue
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         survived += 1
@@ -1540,6 +1542,18 @@ def test_loss_spikes(copy):
     assert done.returncode == 1 and 'is a spike above' in done.stderr and 'Traceback' not in done.stderr
 
 
+def test_disk_full_while_training(copy):
+    """A checkpoint that does not fit costs the one before, or training goes on for hours without one."""
+    before = (copy / 'out/ckpt.pt').read_bytes()
+    command = f'ulimit -f {len(before) // 2048}; exec {sys.executable} {REPO}/train.py cfg.py --init_from=resume'
+    command += ' --max_steps=400 --eval_interval=60 --lr_decay_steps=24'
+    done = subprocess.run(['bash', '-c', command], cwd=copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert 'out/ckpt.pt could not be written' in done.stderr and 'the one before is untouched' in done.stderr
+    assert (copy / 'out/ckpt.pt').read_bytes() == before and not list((copy / 'out').glob('*.tmp'))
+    assert steps(copy)[-1]['step'] < 120  # it stopped after step 60, not at the next checkpoint
+
+
 @pytest.mark.parametrize('num_hashes', [3, 0])
 def test_export_and_import(trained, tmp_path, num_hashes):
     """A model trained here and exported is another one in the released format."""
@@ -1554,9 +1568,9 @@ def test_export_and_import(trained, tmp_path, num_hashes):
         m.export(tmp_path / 'out', 'mistral')
     back = MHF.from_pretrained(tmp_path / 'out')
     assert_same(dict(m.state_dict()), dict(back.state_dict()))
-    assert {k: v for k, v in asdict(m.config).items() if k != 'num_lsh'} == {
-        k: v for k, v in asdict(back.config).items() if k != 'num_lsh'
-    } or not num_hashes
+    of_hashes = set() if num_hashes else {'num_buckets', 'num_lsh', 'bottleneck'}  # the Standard model has none
+    configs = [{k: v for k, v in asdict(x.config).items() if k not in of_hashes} for x in (m, back)]
+    assert configs[0] == configs[1]
     with pytest.raises(InputError, match='there already'):
         m.export(tmp_path / 'out', 'mistral')
 
@@ -1887,6 +1901,14 @@ BAD = [
     ),
     ('resume with another batch', 'train.py', 'cfg.py', '--init_from=resume', '--batch_size=4', 'batch_size=8', None),
     ('resume with another seed', 'train.py', 'cfg.py', '--init_from=resume', '--seed=7', 'seed=', None),
+    (
+        'score is no number',
+        *P,
+        '--dataset=e.jsonl',
+        '--min_score=1',
+        "'score' is str",
+        damage('e.jsonl', lambda _: b'{"text": "x", "score": "high"}'),
+    ),
     ('export of nothing', *T, '--export=x', 'needs --init_from=resume', None),
     ('export over a folder', 'train.py', 'cfg.py', '--init_from=resume', '--export=bins', 'there already', None),
     ('keep', *T, '--keep=-1', 'keep=-1', None),

@@ -152,10 +152,15 @@ if source not in ('scratch', 'resume', 'auto', 'released') or (source == 'releas
 out = Path(out_dir)
 
 
+def step_of(path):
+    """The step in the name of a checkpoint, or None."""
+    found = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
+    return found and int(found[1])
+
+
 def milestones():
     """The checkpoints with a step in their name, the newest first."""
-    found = [(int(m[1]), p) for p in out.glob('ckpt_*.pt') if (m := re.fullmatch(r'ckpt_(\d+)\.pt', p.name))]
-    return [p for _, p in sorted(found, reverse=True)]
+    return sorted((p for p in out.glob('ckpt_*.pt') if step_of(p) is not None), key=step_of, reverse=True)
 
 
 ckpt, start_step, best_val, recent = None, 0, math.inf, []
@@ -344,7 +349,9 @@ def to_device(rows):
 
 
 def load():
-    """The micro-batches of this process, from start_step on."""
+    """The micro-batches of this process, from start_step on. Runs in a thread, which has a current GPU of its own."""
+    if device_type == 'cuda':
+        torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
         for micro in blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]:
             yield host_rows(train_rows, micro * block_size)
@@ -415,19 +422,23 @@ def write(state, best, stood):
         os.replace(temporary, path)
 
     try:
+        temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
         state['digests'] = {key: digest_of_state(value) for key, value in state.items()}
         with open(temporary, 'wb') as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, newest)
+        last_saved = state['step']
         if best:
             same(out / 'ckpt_best.pt')
         if keep:
             same(out / f'ckpt_{state["step"]:06}.pt')
-        for path in milestones()[keep:]:
+        later = [
+            p for p in milestones() if step_of(p) > state['step']
+        ]  # a damaged one, or a future that will be another
+        for path in later + milestones()[len(later) + keep :]:
             path.unlink()
-        last_saved = state['step']
     except (OSError, RuntimeError) as e:
         temporary.unlink(missing_ok=True)
         raise InputError(f'{newest} could not be written ({e}); the one before is untouched') from None
@@ -551,6 +562,8 @@ bar = tqdm(
 micro_batches = ahead(load())
 try:
     for step in range(start_step, max_steps):
+        if writing and writing.done():
+            writing.result()  # a full disk stops the run at once
         if damage:
             raise InputError(f'{str(damage[0]).removeprefix("error: ")}; stopped at step {step}, {kept()}')
         began = time.perf_counter()
@@ -621,6 +634,8 @@ try:
                 )
         elif stopping and master:
             save(done, False)
+        if not master and (done % eval_interval == 0 or stopping):
+            last_saved = done
         if stopping and done < max_steps:
             break
     if writing:
