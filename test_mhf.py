@@ -1257,15 +1257,57 @@ def test_the_paper_s_loss(copy):
     assert last['val_loss'] > last['val_nats'] + 3
 
 
-def test_resume_is_exact(copy):
-    """A stopped and resumed run sees other batches, another schedule or another optimizer state than a straight one."""
-    ok('train.py', 'cfg.py', '--out_dir=b', '--max_steps=12', '--lr_decay_steps=24', cwd=copy)
+def patched(patch, *args, cwd, **environment):
+    """train.py after the statements `patch`, which may change MHF or the library."""
+    code = f'import runpy, sys; sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / "train.py")!r}\n{patch}\n'
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    env = os.environ | dict(OMP_NUM_THREADS='1', **environment)
+    return subprocess.run([sys.executable, '-c', code, *args], cwd=cwd, capture_output=True, text=True, timeout=300, env=env)
+
+
+# does something in the n-th forward pass
+IN_FORWARD = """
+import os, signal, torch
+from model import MHF
+passes, head_loss = [], MHF.head_loss
+@torch.compiler.disable
+def counted(self, h, y):
+    passes.append(len(passes))
+    if len(passes) == {n}:
+        {do}
+    return head_loss(self, h, y)
+MHF.head_loss = counted
+"""
+
+
+@pytest.mark.parametrize('compiled', [False, True], ids=['plain', 'compiled'])
+def test_resume_is_exact(copy, compiled):
+    """A run that was stopped, in the middle of gradient accumulation and of an epoch, and resumed, twice in a row and with
+    evaluation and samples in between, ends with other weights, optimizer state or log than a straight one."""
+    if compiled and not shutil.which('g++'):
+        pytest.skip('torch.compile needs a C++ compiler')
+    write_jsonl(copy / 'few.jsonl', [t[:5000] for t in real_documents()[:3]])
+    data = ('cfg.py', '--dataset=few.jsonl', '--data_dir=few')
+    ok('prepare.py', *data, '--num_workers=1', cwd=copy)
+    args = (*data, '--micro_batch_size=2', '--eval_interval=8', '--init_from=auto', f'--compile={compiled}')
+    ok('train.py', *args, '--out_dir=a', cwd=copy)
+    blocks = (json.loads((copy / 'few/meta.json').read_text())['splits']['train']['tokens'] - 1) // 64
+    assert 3 < 24 * 8 / blocks and blocks % 8  # three epochs and more, whose borders lie within a batch
+    borders = (blocks // 8, 2 * blocks // 8)  # the steps that cross into the second and the third
+    for stop_at in borders[: 1 if compiled else 2]:
+        first = max(e['step'] for e in events(copy, 'b')) if (copy / 'b').exists() else 0
+        third = IN_FORWARD.format(n=4 * (stop_at - first) + 3, do='os.kill(os.getpid(), signal.SIGTERM)')
+        done = patched(third, *args, '--out_dir=b', cwd=copy)
+        assert done.returncode == 143 and weights(copy, 'b')['step'] == stop_at + 1, done.stderr[-3000:]
+    if not compiled:
+        ok('eval.py', '--out_dir=b', '--tasks=bits_per_byte', '--text=few.jsonl', '--device=cpu', cwd=copy)
+        ok('sample.py', 'cfg.py', '--out_dir=b', cwd=copy)
     with open(copy / 'b/log.jsonl', 'a') as f:
         f.write('{"step": 13, "lo')  # as a crash leaves it
-    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=copy)
-    assert steps(copy, 'b') == steps(copy)
-    a, b = weights(copy), weights(copy, 'b')
-    for key in ('model', 'optimizer', 'step', 'best_val'):
+    ok('train.py', *args, '--out_dir=b', cwd=copy)
+    assert steps(copy, 'b') == steps(copy, 'a')
+    a, b = weights(copy, 'a'), weights(copy, 'b')
+    for key in ('model', 'optimizer', 'step', 'best_val', 'recent'):
         assert_same(a[key], b[key])
 
 
@@ -1282,10 +1324,12 @@ def free_port():
 
 
 def test_any_world_size_sees_the_same_batches(copy):
-    """Two processes, two machines or another micro-batch train on other data or take another mean than one process."""
+    """2 or 4 processes, two machines or another micro-batch train on other data or take another mean than one process."""
     short = ('cfg.py', '--max_steps=6', '--lr_decay_steps=24', '--eval_interval=6')
     ok('train.py', *short, '--out_dir=micro', '--micro_batch_size=2', cwd=copy)
     ok('train.py', *short, '--out_dir=two', cwd=copy, torchrun=['--standalone', '--nproc_per_node=2'])
+    four = ['--standalone', '--nproc_per_node=4']
+    ok('train.py', *short, '--out_dir=four', '--micro_batch_size=2', cwd=copy, torchrun=four)
     nodes = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={free_port()}']
     with ThreadPoolExecutor(2) as pool:
         agents = [
@@ -1295,7 +1339,7 @@ def test_any_world_size_sees_the_same_batches(copy):
     for agent in agents:
         assert agent.result().returncode == 0, agent.result().stderr[-3000:]
     val = [e for e in events(copy, 'micro') if 'val_loss' in e][-1]
-    for out in ('micro', 'two', 'nodes'):
+    for out in ('micro', 'two', 'four', 'nodes'):
         for ours, reference in zip(steps(copy, out), steps(copy)):
             assert ours == pytest.approx(reference, rel=1e-4), out
         assert [e for e in events(copy, out) if 'val_loss' in e][-1] == pytest.approx(val, rel=1e-4)
@@ -1523,6 +1567,14 @@ def test_a_dead_rank_does_not_hang_the_rest(copy):
     assert [s['step'] for s in steps(copy, 'b')] == list(range(1, 61))
 
 
+def test_a_process_without_its_master(copy):
+    """A process whose master is not there waits for ever, or ends with a traceback; torch's own log of sockets may precede."""
+    env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), RANK='1', WORLD_SIZE='2')
+    done = run('train.py', 'cfg.py', '--out_dir=new', '--timeout=2', cwd=copy, **env)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and not (copy / 'new').exists()
+    assert done.stderr.splitlines()[-1].startswith('error: process 1 of 2 did not meet the others within 2 s')
+
+
 def test_loss_spikes(copy):
     """A spike goes unseen, or an ordinary loss stops the run."""
     spike = '--spike_deviations=0.001'  # any loss above the median
@@ -1540,6 +1592,65 @@ def test_loss_spikes(copy):
     args = ('--out_dir=c', spike, '--stop_on_spike', '--max_steps=30', '--lr_decay_steps=40', '--learning_rate=1e-9')
     done = run('train.py', 'cfg.py', *args, cwd=copy)
     assert done.returncode == 1 and 'is a spike above' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_read_only_while_training(copy):
+    """A file system that becomes read-only costs the checkpoint before, or leaves a traceback."""
+    before = (copy / 'out/ckpt.pt').read_bytes()
+    args = ('cfg.py', '--init_from=resume', '--max_steps=60', '--eval_interval=6', '--lr_decay_steps=24')
+    read_only = "import os\ndef replace(a, b):\n    if 'ckpt' in str(b): raise OSError(30, 'Read-only file system', str(b))\n    return rename(a, b)"
+    done = patched(f'{read_only}\nrename, os.replace = os.rename, replace', *args, cwd=copy)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert 'Read-only file system' in done.stderr and 'the one before is untouched' in done.stderr
+    assert (copy / 'out/ckpt.pt').read_bytes() == before and not list((copy / 'out').glob('*.tmp'))
+
+
+def test_out_of_memory_while_training(copy):
+    """A GPU that is too small prints a page of traceback, and not what to change."""
+    oom = IN_FORWARD.format(n=3, do="raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')")
+    done = patched(oom, 'cfg.py', '--init_from=resume', '--max_steps=30', cwd=copy)
+    lines = [line for line in done.stderr.splitlines() if 'error' in line]
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and len(lines) == 1, done.stderr
+    assert all(w in lines[0] for w in ('2.00 GiB', '--micro_batch_size (now 4)', 'ckpt.pt is good, of step 24'))
+
+
+def test_other_data_on_request(copy):
+    """Continual training cannot go on with other text, or does so unasked, or begins in the middle of it."""
+    write_jsonl(copy / 'more.jsonl', real_documents()[10:14])
+    data = ('cfg.py', '--dataset=more.jsonl', '--data_dir=more')
+    ok('prepare.py', *data, '--num_workers=1', cwd=copy)
+    args = (*data, '--init_from=resume', '--max_steps=26', '--lr_decay_steps=40')
+    refused = run('train.py', *args, cwd=copy)
+    assert refused.returncode == 1 and 'train_sha256=' in refused.stderr and '--new_data' in refused.stderr
+    done = ok('train.py', *args, '--new_data', cwd=copy)
+    assert 'resumed at step 24, with other data' in done.stdout
+    assert weights(copy)['first_step'] == 24 and [e['step'] for e in steps(copy)] == list(range(1, 27))
+    ok('train.py', *args[:-2], '--max_steps=28', '--lr_decay_steps=40', cwd=copy)  # now these are its data
+    assert weights(copy)['first_step'] == 24
+    other = run('train.py', *args, '--new_data', '--tokenizer=tekken', cwd=copy)
+    assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr
+
+
+def test_a_checkpoint_names_no_files(copy):
+    """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
+    state = weights(copy)
+    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset', 'export', 'wandb_run_name'), str(copy / 'outside/x'))
+    state['config'] |= hostile | dict(tokenizer='../../outside/x')
+    state['data']['tokenizer'] = '../../outside/x'
+    state['model_config']['../../outside/x'] = 1
+    for k, edit in enumerate((lambda s: s['model_config'].pop('../../outside/x'), lambda s: s['data'].update(tokenizer='mistral'))):
+        save_edited(state, copy / 'out/ckpt.pt')
+        for path in (copy / 'out').glob('ckpt_0*'):
+            path.unlink()
+        before = snapshot(copy)
+        for script, *args in (('sample.py', '--num_samples=1'), ('train.py', '--init_from=resume', '--max_steps=30')):
+            done = run(script, 'cfg.py', *args, cwd=copy)
+            assert done.returncode == 1 and 'Traceback' not in done.stderr and 'outside' in done.stderr, (k, done.stderr)
+        assert snapshot(copy) == before
+        edit(state)
+    save_edited(state, copy / 'out/ckpt.pt')  # now only its settings are hostile, which are compared and not used
+    ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', '--lr_decay_steps=24', cwd=copy)
+    assert not (copy / 'outside').exists() and not (copy.parent / 'outside').exists()
 
 
 def test_disk_full_while_training(copy):
@@ -1713,6 +1824,17 @@ def small_release(folder):
     write_released(folder / 'small', random_model(num_buckets=256, dtype=torch.float32))
 
 
+def environment(**variables):
+    """Of a process that something else than torchrun started."""
+    return lambda folder: dict(MASTER_ADDR='127.0.0.1', RANK='0', WORLD_SIZE='2') | variables
+
+
+def port_in_use(folder):
+    held.append(socket.create_server(('127.0.0.1', 0)))
+    return environment(MASTER_PORT=str(held[-1].getsockname()[1]))(folder)
+
+
+held = []  # sockets, as long as the tests run
 P, T, S = ('prepare.py', '--data_dir=new'), ('train.py', 'cfg.py', '--out_dir=new'), ('sample.py', 'cfg.py')
 E = ('eval.py', '--out_dir=out')
 BAD = [
@@ -1860,6 +1982,14 @@ BAD = [
     ('batch that does not divide', *T, '--batch_size=9', '--micro_batch_size=3', None),
     ('no such GPU', *T, '--device=cuda:7', 'cuda:7', None),
     ('no such device', *T, '--device=abacus', 'abacus', None),
+    ('no peers', *T, '--timeout=2', 'process 0 of 2 did not meet', lambda f: environment(MASTER_PORT=str(free_port()))(f)),
+    ('a port in use', *T, '--timeout=2', 'EADDRINUSE', port_in_use),
+    ('no address of the master', *T, 'MASTER_PORT', environment()),
+    ('a rank that is none', *T, 'RANK=two', environment(RANK='two')),
+    ('a rank over the number of processes', *T, 'RANK=2, WORLD_SIZE=2', environment(RANK='2')),
+    ('a rank without their number', *T, 'WORLD_SIZE=', lambda f: dict(RANK='1')),
+    ('no time to wait', *T, '--timeout=0', 'timeout=0', None),
+    ('too little memory', *T, '--intermediate_size=100000000000', 'not enough memory on cpu', None),
     ('no such backend', *T, '--backend=mpi', 'backend=mpi', None),
     ('no such dtype', *T, '--dtype=float8', 'dtype=float8', None),
     ('out_dir below a file', 'train.py', 'cfg.py', '--out_dir=docs.jsonl/x', 'docs.jsonl/x cannot be written', None),
@@ -1900,6 +2030,26 @@ BAD = [
         edit_meta(tokenizer_sha256='0'),
     ),
     ('resume with another batch', 'train.py', 'cfg.py', '--init_from=resume', '--batch_size=4', 'batch_size=8', None),
+    ('resume with another weight decay', 'train.py', 'cfg.py', '--init_from=resume', '--weight_decay=0', 'decay=0.1', None),
+    ('resume with another beta', 'train.py', 'cfg.py', '--init_from=resume', '--beta2=0.9', 'beta2=0.999', None),
+    (
+        'a log that is a folder',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        'log.jsonl cannot be written',
+        lambda f: ((f / 'out/log.jsonl').unlink(), (f / 'out/log.jsonl').mkdir()),
+    ),
+    (
+        'a folder in the way of a checkpoint',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        'ckpt.pt.tmp',
+        lambda f: (f / 'out/ckpt.pt.tmp').mkdir(),
+    ),
     ('resume with another seed', 'train.py', 'cfg.py', '--init_from=resume', '--seed=7', 'seed=', None),
     (
         'score is no number',
@@ -2336,10 +2486,9 @@ def bad_runs(trained, request, tmp_path_factory):
         *command, culprit, setup = rest
         folder = tmp_path_factory.mktemp('bad') / 'work'
         shutil.copytree(trained, folder)
-        if setup:
-            setup(folder)
+        environment = setup(folder) if setup else None
         before = snapshot(folder)
-        done = run(*command, cwd=folder)
+        done = run(*command, cwd=folder, **environment if isinstance(environment, dict) else {})
         return culprit, done, before, snapshot(folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -30,6 +30,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ from prepare import ahead, data_folder, load_meta, load_table, open_bin
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
 init_from = 'scratch'  # scratch | resume (out_dir/ckpt.pt) | auto (resume if there is a checkpoint) | released:<folder or hub id>
+new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
 keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
 export = ''  # with resume: only writes the model in the released format into this new folder
 wandb = False  # also log to Weights & Biases, where it is installed
@@ -90,6 +92,7 @@ dtype = None  # bfloat16 | float32, of the matrix products; parameters and optim
 compile = None  # torch.compile
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
 backend = None  # nccl | gloo
+timeout = 600  # seconds that processes wait for each other
 
 exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
 
@@ -97,8 +100,31 @@ exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
 # processes and devices
 
 distributed = 'RANK' in os.environ  # set by torchrun
-rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+try:
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+except ValueError:
+    rank, world_size = -1, -1
+if not 0 <= rank < world_size:
+    named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
+    raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
 master = rank == 0
+
+
+def one_line(kind, e, traceback):
+    """What Python calls with an error that nothing caught: no traceback where the machine is at fault and not the code."""
+    words = ' '.join(str(e).split())[:300]
+    if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
+        words = f'not enough memory on {device} ({words}); a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'
+    elif isinstance(e, dist.DistError) or 'gloo' in words:
+        words = f'process {rank} of {world_size} lost the others ({words})'
+    elif kind is KeyboardInterrupt:
+        words = 'interrupted'
+    else:
+        return sys.__excepthook__(kind, e, traceback)
+    print(f'error: {words}{f"; {kept()}" if "writing" in globals() else ""}', file=sys.stderr)
+
+
+sys.excepthook = one_line
 
 device, dtype = pick_device(device, dtype)
 device_type = torch.device(device).type
@@ -116,7 +142,7 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 # -----------------------------------------------------------------------------
 # settings, data and model: everything is checked before anything is written
 
-for key in ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate'):
+for key in ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate', 'timeout'):
     if not 0 < config[key] < math.inf:
         raise InputError(f'{key}={config[key]}: must be above 0')
 for key in (
@@ -163,7 +189,7 @@ def milestones():
     return sorted((p for p in out.glob('ckpt_*.pt') if step_of(p) is not None), key=step_of, reverse=True)
 
 
-ckpt, start_step, best_val, recent = None, 0, math.inf, []
+ckpt, start_step, first_step, best_val, recent = None, 0, 0, math.inf, []
 saved = [p for p in (out / 'ckpt.pt', *milestones()) if p.exists()]
 if source == 'auto':
     source = 'resume' if saved else 'scratch'
@@ -247,18 +273,21 @@ else:
             f'{theirs[first].tolist()} there, {table[first].tolist()} here'
         )
 if ckpt:
-    start_step, best_val, recent = ckpt['step'], ckpt['best_val'], ckpt['recent']
-    for key in ('batch_size', 'block_size', 'seed'):
+    start_step, first_step, best_val, recent = (ckpt[k] for k in ('step', 'first_step', 'best_val', 'recent'))
+    for key in ('batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2'):
         if ckpt['config'][key] != config[key]:
             raise InputError(
-                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}: the data would come in another order'
+                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}; a resumed run keeps it'
             )
-    there, here = ckpt['data'], data_identity
-    for key in there:
-        if there[key] != here[key]:
-            raise InputError(
-                f'{path} was trained on other data: {key}={there[key]}, {data_folder(config)} has {here[key]}'
-            )
+    different = [k for k in ckpt['data'] if ckpt['data'][k] != data_identity[k]]
+    if different == ['train_sha256'] and new_data:
+        first_step, best_val = start_step, math.inf
+    elif different:
+        key = different[0]
+        raise InputError(
+            f'{path} was trained on other data: {key}={ckpt["data"][key]}, {data_folder(config)} has {data_identity[key]}'
+            + ('; --new_data goes on with it' if different == ['train_sha256'] else '')
+        )
     if start_step >= max_steps and init_from == 'auto':
         print(f'{path} is at step {start_step} of {max_steps}: done')
         sys.exit()
@@ -272,6 +301,16 @@ if wandb and master:
 verifying.join(10)
 if damage:
     raise damage[0]
+if distributed:
+    try:
+        dist.init_process_group(
+            backend or ('nccl' if device_type == 'cuda' else 'gloo'), timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
+        reason = ' '.join(str(e).split())[:200]
+        raise InputError(
+            f'process {rank} of {world_size} did not meet the others within {timeout} s ({reason}); start all of them by torchrun'
+        ) from None
 try:
     out.mkdir(parents=True, exist_ok=True)
     (out / '.writable').touch()
@@ -282,8 +321,6 @@ except OSError as e:
 # -----------------------------------------------------------------------------
 # optimizer, wrappers
 
-if distributed:
-    dist.init_process_group(backend or ('nccl' if device_type == 'cuda' else 'gloo'))
 model.to(device)
 decayed = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]
@@ -321,7 +358,7 @@ def learning_rate_at(step):
 
 def blocks_of(step):
     """The batch_size blocks of update `step`, a function of (seed, step) alone: epoch after epoch, each a fresh permutation."""
-    i = np.arange(step * batch_size, (step + 1) * batch_size)
+    i = np.arange((step - first_step) * batch_size, (step - first_step + 1) * batch_size)
     blocks = np.empty_like(i)
     for epoch in np.unique(i // num_blocks):
         here = i // num_blocks == epoch
@@ -400,6 +437,7 @@ def save(step, best):
         model_config=asdict(raw_model.config),
         config=dict(config),
         step=step,
+        first_step=first_step,  # of the present data
         best_val=best_val,
         recent=recent[:],
         data=data_identity,
@@ -448,27 +486,30 @@ def write(state, best, stood):
 
 
 def open_log():
-    """out_dir/log.jsonl, without what it says of steps that will happen again."""
+    """out_dir/log.jsonl, without what it says of steps that will happen again; what a crash left half-written goes."""
     path, temporary, lines = out / 'log.jsonl', out / 'log.jsonl.tmp', []
-    if source == 'resume' and path.exists():
-        lines = [json.dumps(e) + '\n' for e in read_log() if e['step'] <= start_step]
     try:
+        for leftover in out.glob('ckpt*.tmp'):
+            leftover.unlink()
+        if source == 'resume' and path.exists():
+            lines = [json.dumps(e) + '\n' for e in read_log() if e['step'] <= start_step]
         temporary.write_text(''.join(lines))
         os.replace(temporary, path)
         return open(path, 'a')
     except OSError as e:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise InputError(f'{path} cannot be written ({e})') from None
 
 
 def read_log():
-    """The events of out_dir/log.jsonl; a last line that a crash left unfinished is dropped."""
+    """The events of out_dir/log.jsonl; lines that are none, like a last one that a crash left unfinished, are dropped."""
     events = []
-    for line in (out / 'log.jsonl').read_text().splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            break
+    for line in (out / 'log.jsonl').read_text(errors='replace').splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get('step'), int):
+                events.append(event)
     return events
 
 
@@ -528,9 +569,7 @@ if master:
         f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}'
     )
     if source == 'resume':
-        print(f'resumed at step {start_step}')
-    for leftover in out.glob('ckpt*.tmp'):
-        leftover.unlink()
+        print(f'resumed at step {start_step}{", with other data" if start_step and first_step == start_step else ""}')
     log_file = open_log()
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
