@@ -12,6 +12,7 @@ train.py and the others run this file with exec(), like nanoGPT: it sets their g
 
 import ast
 import builtins  # train.py has a setting called compile
+import functools
 import sys
 import types
 from pathlib import Path
@@ -22,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py')
 
 
+@functools.cache
 def declared(script):
     """{name: default} of the settings of a script of this repository."""
     settings = {}

@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hashing import InputError, did_you_mean, get_tokenizer, signature_table, tokenizer_fingerprint
+from hashing import InputError, did_you_mean, get_tokenizer, misfit, signature_table, tokenizer_fingerprint
 
 LOSSES = ('exact', 'product')
 
@@ -558,10 +558,16 @@ class MHF(nn.Module):
             if 'digests' not in ckpt:
                 raise ValueError('it has no digests: an older train.py wrote it')
             digests = ckpt.pop('digests')
+            if wrong := misfit(ckpt, CHECKPOINT, 'checkpoint'):
+                raise ValueError(wrong)
             for key in digests if whole else ('model', 'model_config'):
                 if digest_of_state(ckpt[key]) != digests[key]:
                     raise ValueError(f"the digest of its '{key}' is not the one that was written")
             config = MHFConfig(**ckpt['model_config'])
+            layers = sum(k.endswith('.input_layernorm.weight') for k in ckpt['model'])
+            there = *ckpt['model']['signatures'].shape, layers
+            if there != (config.vocab_size, config.coordinates, config.num_layers):
+                raise ValueError(f'its tensors are of V, H, layers = {there}, its config says otherwise')
             with torch.device('meta'):
                 model = cls(config)
             # copies, because the mapped file may be replaced while a training run goes on
@@ -659,6 +665,19 @@ def digest_of_state(state):
     add(state)
     return digest.digest().hex()
 
+
+# what from_checkpoint finds in a checkpoint of train.py
+CHECKPOINT = dict(
+    model=dict,
+    model_config=dict,
+    optimizer=dict(state=dict, param_groups=[dict]),
+    config=dict(tokenizer=str),
+    step=int,  # updates done
+    first_step=int,  # of the present data
+    best_val=(int, float),
+    recent=[float],  # the last losses
+    data=dict(tokenizer=str, tokenizer_sha256=str, table_sha256=(str, type(None)), train_sha256=str),
+)
 
 # released name -> ours, by prefix; the rest of each name is the same
 RELEASED_NAMES = {

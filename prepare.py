@@ -47,7 +47,15 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from configurator import declared
-from hashing import InputError, did_you_mean, fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
+from hashing import (
+    InputError,
+    did_you_mean,
+    fingerprint,
+    get_tokenizer,
+    misfit,
+    signature_table,
+    tokenizer_fingerprint,
+)
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files or globs of
 # .txt .jsonl .parquet, the first two also as .gz .xz .zst; several separated by commas, as a mixture with @tokens each
@@ -616,7 +624,7 @@ class Bins:
                 rows = np.load(path, mmap_mode='r')
             except FileNotFoundError:
                 raise InputError(f'{path} is missing; delete {folder} and run prepare.py again') from None
-            except (ValueError, OSError, EOFError, SyntaxError) as e:
+            except Exception as e:  # numpy's errors over a damaged header are many
                 reason = ' '.join(str(e).split())[:200]
                 raise InputError(
                     f'{path} is no whole bin ({reason}); delete {folder} and run prepare.py again'
@@ -666,20 +674,36 @@ def meta_files(folder):
     return [found.get((number, i), folder / 'meta.json') for i in range(number)]
 
 
+_SHARD = dict(file=str, tokens=int, digest=str)
+_SPLIT = dict(tokens=int, documents=int, bytes=int, shards=[_SHARD])
+META = dict(  # what train.py reads of meta.json
+    tokenizer=str,
+    num_hashes=int,
+    vocab_size=int,
+    pad_id=int,
+    gaps=[int],
+    tokenizer_sha256=str,
+    table_sha256=(str, type(None)),
+    splits={p: _SPLIT for p in SPLITS},
+)
+
+
 def read_meta(folder):
     """What the meta.json of a finished folder, or those of its parts together, say. Raises InputError, and FileNotFoundError."""
     metas = []
     for path in meta_files(folder):
         try:
             metas.append(json.loads(path.read_text()))
-            if not metas[-1]['complete']:
-                raise InputError(f'{folder} is not finished; run prepare.py again with the same settings')
-        except (KeyError, TypeError) as e:
-            raise InputError(f'{path} lacks {e}; delete the folder and prepare it again') from None
-        except InputError:
+        except FileNotFoundError:
             raise
-        except ValueError as e:
+        except (ValueError, OSError, RecursionError) as e:
             raise InputError(f'{path} is damaged ({e}); delete the folder and prepare it again') from None
+        if wrong := misfit(metas[-1], dict(complete=bool), 'meta'):
+            raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
+        if not metas[-1]['complete']:
+            raise InputError(f'{folder} is not finished; run prepare.py again with the same settings')
+        if wrong := misfit(metas[-1], META, 'meta') or unlikely(metas[-1]):
+            raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
     meta, *others = metas
     for other in others:
         for key in meta.keys() - {'part', 'splits', 'sources'}:
@@ -692,6 +716,20 @@ def read_meta(folder):
         listed = json.dumps([s['digest'] for s in meta['splits'][p]['shards']])
         meta['splits'][p]['sha256'] = hashlib.sha256(listed.encode()).hexdigest()
     return meta
+
+
+def unlikely(meta):
+    """The first number or name in a meta.json that cannot be, or ''."""
+    V, shards = meta['vocab_size'], [s for p in SPLITS for s in meta['splits'][p]['shards']]
+    found = [f'vocab_size={V}'] * (not 0 < V < 2**32) + [f'num_hashes={meta["num_hashes"]}'] * (meta['num_hashes'] < 0)
+    found += ['no table_sha256'] * (meta['num_hashes'] > 0 and meta['table_sha256'] is None)
+    found += [f'id {i} of {V} tokens' for i in (meta['pad_id'], *meta['gaps']) if not 0 <= i < V]
+    found += [f'a bin called {s["file"]}' for s in shards if Path(s['file']).name != s['file']]
+    found += [f'{p} of no tokens' for p in SPLITS if meta['splits'][p]['tokens'] < 1]
+    for p in SPLITS:
+        if sum(s['tokens'] for s in meta['splits'][p]['shards']) != meta['splits'][p]['tokens']:
+            found.append(f'splits.{p}.tokens={meta["splits"][p]["tokens"]}, not the sum of its shards')
+    return next(iter(found), '')
 
 
 def load_meta(config):
@@ -734,7 +772,7 @@ def load_table(config, meta):
     path = data_folder(config) / 'signatures.npy'
     try:
         table = np.load(path)
-    except (OSError, ValueError, EOFError) as e:
+    except Exception as e:  # numpy's errors over a damaged header are many
         raise InputError(f'{path} cannot be read ({e}); delete {path.parent} and run prepare.py again') from None
     if fingerprint(table) != meta['table_sha256']:
         raise InputError(

@@ -54,6 +54,7 @@ from model import MHF, MHFConfig, sample_token
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
+FUZZ = int(os.environ.get('MHF_FUZZ', 60))  # examples of damage
 
 
 def shared(path):
@@ -1262,7 +1263,9 @@ def patched(patch, *args, cwd, **environment):
     code = f'import runpy, sys; sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / "train.py")!r}\n{patch}\n'
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     env = os.environ | dict(OMP_NUM_THREADS='1', **environment)
-    return subprocess.run([sys.executable, '-c', code, *args], cwd=cwd, capture_output=True, text=True, timeout=300, env=env)
+    return subprocess.run(
+        [sys.executable, '-c', code, *args], cwd=cwd, capture_output=True, text=True, timeout=300, env=env
+    )
 
 
 # does something in the n-th forward pass
@@ -1631,6 +1634,99 @@ def test_other_data_on_request(copy):
     assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr
 
 
+def damaged(draw, raw):
+    """raw, cut off, with bytes changed, put in or taken out, or something else."""
+    kind, at = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other'])), draw(st.integers(0, len(raw) - 1))
+    piece = draw(st.binary(min_size=1, max_size=40))
+    return dict(
+        cut=raw[:at],
+        change=raw[:at] + piece + raw[at + len(piece) :],
+        insert=raw[:at] + piece + raw[at:],
+        remove=raw[:at] + raw[at + len(piece) :],
+        other=piece,
+    )[kind]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def edited(draw, value):
+    """A nest of dicts and lists with one place changed, or taken out."""
+    inner = (
+        [k for k in (value if isinstance(value, dict) else range(len(value)))]
+        if isinstance(value, (dict, list))
+        else []
+    )
+    if not inner or draw(st.integers(0, 3)) == 0:
+        return draw(json_values)
+    key = draw(st.sampled_from(inner))
+    new = dict(value) if isinstance(value, dict) else list(value)
+    if draw(st.integers(0, 5)) == 0:
+        del new[key]
+    else:
+        new[key] = edited(draw, value[key])
+    return new
+
+
+@settings(max_examples=FUZZ, deadline=None)
+@given(st.data())
+def test_fuzz_bins(trained, tmp_path_factory, data):
+    """Damaged bins or a damaged meta.json end in a traceback, write something, or are read as if they were whole."""
+    folder = tmp_path_factory.mktemp('b')
+    shutil.copytree(trained / 'bins', folder / 'bins')
+    name = data.draw(st.sampled_from(['meta.json', 'train_000000.bin', 'val_000000.bin', 'signatures.npy']))
+    raw = (folder / 'bins' / name).read_bytes()
+    if name == 'meta.json' and data.draw(st.booleans()):
+        new = json.dumps(edited(data.draw, json.loads(raw))).encode()
+    else:
+        new = damaged(data.draw, raw)
+    (folder / 'bins' / name).write_bytes(new)
+    before = snapshot(folder)
+    config = configurator.declared('train.py') | configurator.declared('prepare.py')
+    config |= configurator.read_config(trained / 'cfg.py') | dict(data_dir=str(folder / 'bins'))
+    try:
+        meta = prepare.load_meta(config)
+        table = prepare.load_table(config, meta)
+        for split in prepare.SPLITS:
+            rows = prepare.open_bin(config, meta, split)
+            rows.verify()
+            original = np.load(trained / f'bins/{split}_000000.bin')
+            np.testing.assert_array_equal(rows[:], original)
+        np.testing.assert_array_equal(table, np.load(trained / 'bins/signatures.npy'))
+    except InputError as e:
+        assert '\n' not in str(e)
+    assert snapshot(folder) == before
+
+
+@settings(max_examples=FUZZ, deadline=None)
+@given(st.data())
+def test_fuzz_checkpoint(trained, tmp_path_factory, data):
+    """A damaged checkpoint ends in a traceback, or loads with other weights; one with other contents and fitting digests hangs."""
+    folder = tmp_path_factory.mktemp('k')
+    raw = (trained / 'out/ckpt.pt').read_bytes()
+    if data.draw(st.booleans()):
+        (folder / 'ckpt.pt').write_bytes(damaged(data.draw, raw))
+        state = None
+    else:
+        state = edited(data.draw, torch.load(trained / 'out/ckpt.pt', weights_only=True))
+        save_edited(state, folder / 'ckpt.pt') if isinstance(state, dict) else torch.save(state, folder / 'ckpt.pt')
+    before = snapshot(folder)
+    try:
+        model, ckpt = MHF.from_checkpoint(folder / 'ckpt.pt', whole=True)
+        if state is None:
+            assert_same(
+                ckpt,
+                {k: v for k, v in torch.load(trained / 'out/ckpt.pt', weights_only=True).items() if k != 'digests'},
+            )
+    except InputError as e:
+        assert '\n' not in str(e)
+    assert snapshot(folder) == before
+
+
 def test_a_checkpoint_names_no_files(copy):
     """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
     state = weights(copy)
@@ -1638,14 +1734,19 @@ def test_a_checkpoint_names_no_files(copy):
     state['config'] |= hostile | dict(tokenizer='../../outside/x')
     state['data']['tokenizer'] = '../../outside/x'
     state['model_config']['../../outside/x'] = 1
-    for k, edit in enumerate((lambda s: s['model_config'].pop('../../outside/x'), lambda s: s['data'].update(tokenizer='mistral'))):
+    for k, edit in enumerate(
+        (lambda s: s['model_config'].pop('../../outside/x'), lambda s: s['data'].update(tokenizer='mistral'))
+    ):
         save_edited(state, copy / 'out/ckpt.pt')
         for path in (copy / 'out').glob('ckpt_0*'):
             path.unlink()
         before = snapshot(copy)
         for script, *args in (('sample.py', '--num_samples=1'), ('train.py', '--init_from=resume', '--max_steps=30')):
             done = run(script, 'cfg.py', *args, cwd=copy)
-            assert done.returncode == 1 and 'Traceback' not in done.stderr and 'outside' in done.stderr, (k, done.stderr)
+            assert done.returncode == 1 and 'Traceback' not in done.stderr and 'outside' in done.stderr, (
+                k,
+                done.stderr,
+            )
         assert snapshot(copy) == before
         edit(state)
     save_edited(state, copy / 'out/ckpt.pt')  # now only its settings are hostile, which are compared and not used
@@ -1757,6 +1858,36 @@ def test_configurator_refuses(tmp_path, argv, file, culprit):
     with pytest.raises(InputError, match=culprit) as e:
         configured(tmp_path, *argv, file=file)
     assert '\n' not in str(e.value)
+
+
+known = sorted(configurator.known_settings())
+values = st.one_of(
+    st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=12), st.lists(st.integers(), max_size=2)
+)
+spelled = st.builds(repr, values) | st.sampled_from(
+    ['1e3', '0x10', '1_000', '9' * 5000, '((((', '[' * 200, '"', "'a", '\x00', 'nan']
+)
+names = st.sampled_from(known) | st.text(max_size=8).filter(lambda t: 'h' not in t)
+
+
+@settings(max_examples=FUZZ, deadline=None)
+@given(st.lists(st.tuples(names, spelled), max_size=4), st.lists(st.tuples(names, spelled), max_size=3))
+def test_fuzz_configurator(tmp_path_factory, on_the_command_line, in_the_file):
+    """Some setting or config file ends in a traceback, is taken with another type, or writes something."""
+    folder = tmp_path_factory.mktemp('c')
+    file = ''.join(f'{k} = {v}\n' for k, v in in_the_file)
+    (folder / 'c.py').write_text(file, encoding='utf-8', errors='replace')
+    defaults = configurator.declared('train.py')
+    try:
+        got = configurator.configure(
+            {'__file__': str(REPO / 'train.py')},
+            [str(folder / 'c.py'), *(f'--{k}={v}' for k, v in on_the_command_line)],
+        )
+        assert got.keys() == defaults.keys()
+        assert all(defaults[k] is None or type(v) is type(defaults[k]) for k, v in got.items())
+    except InputError as e:
+        assert str(e).startswith('error: ') and '\n' not in str(e)
+    assert [p.name for p in folder.iterdir()] == ['c.py']
 
 
 @pytest.mark.parametrize('script', configurator.SCRIPTS)
@@ -1982,7 +2113,13 @@ BAD = [
     ('batch that does not divide', *T, '--batch_size=9', '--micro_batch_size=3', None),
     ('no such GPU', *T, '--device=cuda:7', 'cuda:7', None),
     ('no such device', *T, '--device=abacus', 'abacus', None),
-    ('no peers', *T, '--timeout=2', 'process 0 of 2 did not meet', lambda f: environment(MASTER_PORT=str(free_port()))(f)),
+    (
+        'no peers',
+        *T,
+        '--timeout=2',
+        'process 0 of 2 did not meet',
+        lambda f: environment(MASTER_PORT=str(free_port()))(f),
+    ),
     ('a port in use', *T, '--timeout=2', 'EADDRINUSE', port_in_use),
     ('no address of the master', *T, 'MASTER_PORT', environment()),
     ('a rank that is none', *T, 'RANK=two', environment(RANK='two')),
@@ -2030,7 +2167,15 @@ BAD = [
         edit_meta(tokenizer_sha256='0'),
     ),
     ('resume with another batch', 'train.py', 'cfg.py', '--init_from=resume', '--batch_size=4', 'batch_size=8', None),
-    ('resume with another weight decay', 'train.py', 'cfg.py', '--init_from=resume', '--weight_decay=0', 'decay=0.1', None),
+    (
+        'resume with another weight decay',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--weight_decay=0',
+        'decay=0.1',
+        None,
+    ),
     ('resume with another beta', 'train.py', 'cfg.py', '--init_from=resume', '--beta2=0.9', 'beta2=0.999', None),
     (
         'a log that is a folder',

@@ -275,9 +275,9 @@ else:
 if ckpt:
     start_step, first_step, best_val, recent = (ckpt[k] for k in ('step', 'first_step', 'best_val', 'recent'))
     for key in ('batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2'):
-        if ckpt['config'][key] != config[key]:
+        if ckpt['config'].get(key) != config[key]:
             raise InputError(
-                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}; a resumed run keeps it'
+                f'{path} was trained with {key}={ckpt["config"].get(key)}, now it is {config[key]}; a resumed run keeps it'
             )
     different = [k for k in ckpt['data'] if ckpt['data'][k] != data_identity[k]]
     if different == ['train_sha256'] and new_data:
@@ -333,7 +333,10 @@ optimizer = torch.optim.AdamW(
     fused=device_type in ('cuda', 'cpu'),
 )
 if ckpt:
-    optimizer.load_state_dict(ckpt['optimizer'])
+    try:
+        optimizer.load_state_dict(ckpt['optimizer'])
+    except (ValueError, KeyError, AttributeError) as e:
+        raise InputError(f'{path} has the optimizer of another model ({e})') from None
     del ckpt
 model.activation_checkpointing = activation_checkpointing
 raw_model = model  # neither compiled nor wrapped: what is saved and evaluated
