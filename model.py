@@ -9,12 +9,12 @@ one coordinate, V buckets and the token id as signature, without gate and cascad
     $ python model.py          # prints every config's parameter counts
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import mmh3
 import numpy as np
 import torch
 import torch.nn as nn
@@ -555,9 +555,9 @@ class MHF(nn.Module):
         """
         try:
             ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-            if 'digests' not in ckpt:
-                raise ValueError('it has no digests: an older train.py wrote it')
-            digests = ckpt.pop('digests')
+            if 'sha256' not in ckpt:
+                raise ValueError('it has no sha256: an older train.py wrote it')
+            digests = ckpt.pop('sha256')
             if wrong := misfit(ckpt, CHECKPOINT, 'checkpoint'):
                 raise ValueError(wrong)
             for key in digests if whole else ('model', 'model_config'):
@@ -647,8 +647,8 @@ class MHF(nn.Module):
 
 
 def digest_of_state(state):
-    """MurmurHash3 of a tensor, a number, a string or a nest of dicts and lists of them: detects damage, not malice."""
-    digest = mmh3.mmh3_x64_128()
+    """SHA-256 of a tensor, a number, a string or a nest of dicts and lists of them; hashlib lets other threads run meanwhile."""
+    digest = hashlib.sha256()
 
     def add(x):
         if isinstance(x, torch.Tensor):
@@ -663,7 +663,7 @@ def digest_of_state(state):
             digest.update(repr(x).encode())
 
     add(state)
-    return digest.digest().hex()
+    return digest.hexdigest()
 
 
 # what from_checkpoint finds in a checkpoint of train.py

@@ -840,7 +840,7 @@ def weights(folder, out='out'):
 
 def save_edited(state, path):
     """A checkpoint that was changed, with digests that fit."""
-    state['digests'] = {k: model_module.digest_of_state(v) for k, v in state.items() if k != 'digests'}
+    state['sha256'] = {k: model_module.digest_of_state(v) for k, v in state.items() if k != 'sha256'}
     torch.save(state, path)
 
 
@@ -1720,7 +1720,7 @@ def test_fuzz_checkpoint(trained, tmp_path_factory, data):
         if state is None:
             assert_same(
                 ckpt,
-                {k: v for k, v in torch.load(trained / 'out/ckpt.pt', weights_only=True).items() if k != 'digests'},
+                {k: v for k, v in torch.load(trained / 'out/ckpt.pt', weights_only=True).items() if k != 'sha256'},
             )
     except InputError as e:
         assert '\n' not in str(e)

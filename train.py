@@ -464,7 +464,7 @@ def write(state, best, stood):
 
     try:
         temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
-        state['digests'] = {key: digest_of_state(value) for key, value in state.items()}
+        state['sha256'] = {key: digest_of_state(value) for key, value in state.items()}
         with open(temporary, 'wb') as f:
             torch.save(state, f)
             f.flush()
@@ -580,6 +580,7 @@ if master:
 tokens_per_step = batch_size * block_size
 last_saved, speeds = (start_step if source == 'resume' else None), []
 writer, writing = ThreadPoolExecutor(1), None
+torch.serialization.set_crc32_options(False)  # checkpoints have SHA-256; this one would keep training waiting
 stopped_by = 0  # a signal
 
 
