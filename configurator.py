@@ -20,7 +20,7 @@ from pathlib import Path
 from hashing import InputError, did_you_mean
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py')
+SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand.py')
 
 
 @functools.cache

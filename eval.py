@@ -5,6 +5,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks               # the same from local files, without internet
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
+    $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.txt,en.txt
     $ python eval.py --tasks=card660 --data_dir=card660
     $ python eval.py --tasks=latency                                          # what normalising over the vocabulary costs
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
@@ -48,7 +49,8 @@ tokenizer = ''  # '' is the one the checkpoint was trained with
 # on what: paper | bits_per_byte | card660 | latency | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
-text = ''  # of bits_per_byte: a text file, or a folder of prepare.py, of which the held-out split is read
+text = ''  # of bits_per_byte: text files, or folders of prepare.py, of which the held-out split is read, separated by commas
+before = ''  # an out_dir, released folder or hub id: the model before an expansion, for the same with it
 limit = 0  # documents per task; 0 is all
 bos = True  # bos before every context
 # how
@@ -478,20 +480,21 @@ def prepared_split(folder, model, tok):
         raise InputError(f'--text={folder} has signatures that are not in the table of the model') from None
 
 
-def bits_per_byte(scorer, tok):
-    if Path(text).is_dir():
-        (first, *ids), size = prepared_split(Path(text), scorer.model, tok)
+def bits_per_byte(scorer, tok, path, known):
+    """Of the text or prepared folder `path`. Where token ids from `known` on occur, the top-1 accuracy at those, too."""
+    if Path(path).is_dir():
+        (first, *ids), size = prepared_split(Path(path), scorer.model, tok)
     else:
         try:
-            content = Path(text).read_bytes().decode('utf-8')
+            content = Path(path).read_bytes().decode('utf-8')
         except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f'--text={text}: {e}') from None
+            raise InputError(f'--text={path}: {e}') from None
         if not content.strip():
-            raise InputError(f'--text={text}: no text in it')
+            raise InputError(f'--text={path}: no text in it')
         first, ids, size = tok.bos, tok.encode([content])[0], len(content.encode())
     nats, right, confidence = sliding(scorer, first, ids)
-    mean = nats.mean().item()
-    return dict(
+    mean, new = nats.mean().item(), torch.tensor(ids) >= known
+    return (dict(new_tokens=int(new.sum()), new_token_accuracy=right[new].mean().item()) if new.any() else {}) | dict(
         tokens=len(nats),
         bytes=size,
         nats_per_token=mean,
@@ -590,10 +593,9 @@ def commit():
         return None
 
 
-def show(results, published):
+def show(results):
     """The tables."""
-    name, row = published
-    scores = results.get('tasks', {})
+    name, scores = results['published']['model'], results.get('tasks', {})
     print(results['model'])
     if scores:
         print(
@@ -601,36 +603,70 @@ def show(results, published):
         )
     for task, r in scores.items():
         paper = PAPER.get(task)
-        shown = f'{row[COLUMNS.index(paper[2])]:.2f}' if paper else ''
+        shown = f'{results["published"][paper[2]]:.2f}' if paper else ''
         scale = 100 if r['metric'] in PERCENT else 1
         stderr = f'{scale * r["stderr"]:.2f}' if isinstance(r['stderr'], float) else '-'
         print(
             f'{task:<24}{r["metric"]:<10}{r["shots"]:>6}{r["documents"]:>11}{scale * r["score"]:>9.2f}{stderr:>9}{shown:>28}'
             f'{"  (" + r["note"] + ")" if r["note"] else ""}'
         )
-    for part in OURS[1:]:
-        if part in results:
-            print(f'\n{part}')
-            for key, value in results[part].items():
-                print(f'  {key:<28}{value:>14,.4f}' if isinstance(value, float) else f'  {key:<28}{value:>14,}')
+    parts = {f'bits_per_byte, {name}': values for name, values in results.get('bits_per_byte', {}).items()}
+    for part, values in (parts | {part: results[part] for part in OURS[2:] if part in results}).items():
+        print(f'\n{part}')
+        for key, value in values.items():
+            print(f'  {key:<28}{value:>14,.4f}' if isinstance(value, float) else f'  {key:<28}{value:>14,}')
 
 
-def draw(results, published, path):
+def compare(results):
+    """Bits per byte of each text and the tasks' scores, before and after."""
+    was = results['before']
+    print(f'\n{was["model"]} -> {results["model"]}')
+    for name, now in results.get('bits_per_byte', {}).items():
+        then, new = was['bits_per_byte'][name], ''
+        if 'new_tokens' in now:
+            new = f', {now["new_tokens"]:,} new tokens, of which {now["new_token_accuracy"]:.1%} are the likeliest'
+        print(
+            f'{name}: {then["bits_per_byte"]:.4f} -> {now["bits_per_byte"]:.4f} bits per byte, '
+            f'{then["tokens"]:,} -> {now["tokens"]:,} tokens{new}'
+        )
+    for task, r in results.get('tasks', {}).items():
+        print(f'{task}: {r["metric"]} {was["tasks"][task]["score"]:.4f} -> {r["score"]:.4f}')
+
+
+def draw_texts(results, path):
+    """Bits per byte of each text, before an expansion and after."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    names = list(results['bits_per_byte'])
+    fig, ax = plt.subplots(figsize=(max(5, 1.8 * len(names)), 4))
+    for offset, of in ((-0.2, results['before']), (0.2, results)):
+        bits = [of['bits_per_byte'][n]['bits_per_byte'] for n in names]
+        ax.bar_label(ax.bar(np.arange(len(names)) + offset, bits, 0.4, label=of['model']), fmt='%.3f', fontsize=8)
+    ax.set_xticks(np.arange(len(names)), [Path(n).stem for n in names])
+    ax.set(ylabel='bits per byte')
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
+    plt.close(fig)
+
+
+def draw(results, path):
     """Scores as bars, beside the published row's."""
     import matplotlib
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
-    name, row = published
     labels = list(results['tasks'])
     fig, ax = plt.subplots(figsize=(max(6, len(labels)), 5))
     x = np.arange(len(labels))
     scores = [results['tasks'][t] for t in labels]
     errors = [100 * r['stderr'] if isinstance(r['stderr'], float) else 0 for r in scores]
     ax.bar(x - 0.2, [100 * r['score'] for r in scores], 0.4, yerr=errors, label='this model')
-    paper = [row[COLUMNS.index(PAPER[t][2])] if t in PAPER else np.nan for t in labels]
-    ax.bar(x + 0.2, paper, 0.4, label=f'published: {name}', color='lightgray')
+    paper = [results['published'][PAPER[t][2]] if t in PAPER else np.nan for t in labels]
+    ax.bar(x + 0.2, paper, 0.4, label=f'published: {results["published"]["model"]}', color='lightgray')
     ax.set_xticks(x, labels, rotation=45, ha='right')
     ax.set(ylabel='score, %', title=results['model'])
     ax.legend()
@@ -638,54 +674,24 @@ def draw(results, published, path):
     plt.close(fig)
 
 
-def main():
-    wanted = [t.strip() for t in tasks.split(',') if t.strip()]
-    if not wanted:
-        raise InputError("tasks is empty; leave it out for the paper's tasks")
-    if limit < 0:
-        raise InputError(f'limit={limit}: must not be negative')
-    if batch_size < 1:
-        raise InputError(f'batch_size={batch_size}: must be 1 or more')
-    if data_dir and not Path(data_dir).is_dir():
-        raise InputError(f'data_dir={data_dir}: no such folder')
-    if 'card660' in wanted and not data_dir:
-        raise InputError('card660 needs --data_dir, the folder of its dataset.tsv')
-    if 'bits_per_byte' in wanted and not text:
-        raise InputError('bits_per_byte needs --text, a text file')
-    names = [n for t in wanted if t not in OURS[1:] for n in (PAPER if t == 'paper' else [t])]
-
-    where, kind = pick_device(device, dtype)
-    device_type = torch.device(where).type
+def measure(model, tok, which, wanted, target, where, kind, known):
+    """All that is wanted of one model, as in results.json; nothing on processes that only help."""
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    model, tok, which = open_model(out_dir, released, revision, tokenizer)
     model.to(where).eval()
-    low = kind == 'bfloat16'
-    autocast = lambda: torch.autocast(device_type, torch.bfloat16) if low else contextlib.nullcontext()
+    autocast = contextlib.nullcontext
+    if kind == 'bfloat16':
+        autocast = functools.partial(torch.autocast, torch.device(where).type, torch.bfloat16)
     scorer = Scorer(model, tok.bos if bos else None, batch_size, tokens_that_fit(model), autocast, rank, world_size)
-    target = Path(save) if save else (Path(which.split(',')[0]).parent if not released else Path()) / 'results.json'
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(f'{target} cannot be written: no such folder, or not yours; name another file with --save')
-    if world_size > 1:
-        dist.init_process_group('nccl' if device_type == 'cuda' else 'gloo')
-        if rank > 0:
-            serve(scorer)
-            dist.destroy_process_group()
-            return
-    versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
-    results = dict(model=which, commit=commit(), versions=versions, settings=config, device=where, dtype=kind)
+    if rank > 0:
+        return serve(scorer)
     published = nearest_published(model.config, model.num_params()[1])
-    published = published, PUBLISHED[published][2]
-    results['published'] = dict(model=published[0], **dict(zip(COLUMNS, published[1])))
+    results = dict(model=which, published=dict(model=published, **dict(zip(COLUMNS, PUBLISHED[published][2]))))
+    names = [n for t in wanted if t not in OURS[1:] for n in (PAPER if t == 'paper' else [t])]
     try:
         if names:
-            identity = [
-                which,
-                model.config.num_hashes,
-                sum(p.detach().double().sum().item() for p in model.parameters()),
-                bos,
-                kind,
-            ]
-            cache = f'{target.with_suffix(".cache")}_{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
+            weights = sum(p.detach().double().sum().item() for p in model.parameters())
+            identity = json.dumps([which, model.config.num_hashes, weights, bos, kind])
+            cache = f'{target.with_suffix(".cache")}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}'
             raw, notes = run_tasks(names, harness(scorer, tok), cache)
             results['tasks'], results['task_hashes'] = {}, raw.get('task_hashes', {})
             for task, r in raw['results'].items():
@@ -704,7 +710,7 @@ def main():
                     all={k: v for k, v in r.items() if isinstance(v, (int, float))},
                 )
         if 'bits_per_byte' in wanted:
-            results['bits_per_byte'] = bits_per_byte(scorer, tok)
+            results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, known) for path in text.split(',')}
         if 'card660' in wanted:
             results['card660'] = card660(scorer, tok)
         if 'latency' in wanted:
@@ -712,16 +718,61 @@ def main():
     finally:
         if world_size > 1:
             dist.broadcast_object_list([None])
+    return results
+
+
+def main():
+    wanted = [t.strip() for t in tasks.split(',') if t.strip()]
+    if not wanted:
+        raise InputError("tasks is empty; leave it out for the paper's tasks")
+    if limit < 0:
+        raise InputError(f'limit={limit}: must not be negative')
+    if batch_size < 1:
+        raise InputError(f'batch_size={batch_size}: must be 1 or more')
+    if data_dir and not Path(data_dir).is_dir():
+        raise InputError(f'data_dir={data_dir}: no such folder')
+    if 'card660' in wanted and not data_dir:
+        raise InputError('card660 needs --data_dir, the folder of its dataset.tsv')
+    if 'bits_per_byte' in wanted and not text:
+        raise InputError('bits_per_byte needs --text, a text file')
+
+    where, kind = pick_device(device, dtype)
+    opened = [open_model(out_dir, released, revision, tokenizer)]
+    if before:
+        opened.insert(0, open_model(before) if (Path(before) / 'ckpt.pt').exists() else open_model(released=before))
+    which = opened[-1][2]
+    target = Path(save) if save else (Path(which.split(',')[0]).parent if not released else Path()) / 'results.json'
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f'{target} cannot be written: no such folder, or not yours; name another file with --save')
+    distributed = int(os.environ.get('WORLD_SIZE', 1)) > 1
+    if distributed:
+        dist.init_process_group('nccl' if torch.device(where).type == 'cuda' else 'gloo')
+    try:
+        known = len(opened[0][1].tokens)
+        measured = [measure(*o, wanted, target, where, kind, known) for o in opened]
+    finally:
+        if distributed:
             dist.destroy_process_group()
-    show(results, published)
+    if measured[-1] is None:
+        return
+    versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
+    results = dict(commit=commit(), versions=versions, settings=config, device=where, dtype=kind) | measured[-1]
+    for part in measured:
+        show(part)
+    if before:
+        results['before'] = measured[0]
+        compare(results)
     try:
         temporary = target.with_suffix('.tmp')
         temporary.write_text(json.dumps(results, indent=1, default=str) + '\n')
         os.replace(temporary, target)
         print(f'\n{target}')
-        if plot and names:
-            draw(results, published, target.with_suffix('.png'))
+        if plot and 'tasks' in results:
+            draw(results, target.with_suffix('.png'))
             print(target.with_suffix('.png'))
+        if plot and before and 'bits_per_byte' in results:
+            draw_texts(results, target.with_name(f'{target.stem}_text.png'))
+            print(target.with_name(f'{target.stem}_text.png'))
     except OSError as e:
         raise InputError(f'{target} cannot be written ({e}); name another file with --save') from None
 

@@ -201,11 +201,11 @@ def permute(index, n, seed, epoch=0):
 class SentencePieceTokenizer:
     """A SentencePiece model: a token's string is its piece ('▁the', '<0x0A>', '<s>')."""
 
-    def __init__(self, name, model_file):
+    def __init__(self, name, **model):  # model_file=path or model_proto=bytes
         import sentencepiece
 
         self.name = name
-        self.sp = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        self.sp = sentencepiece.SentencePieceProcessor(**model)
         self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
         self.bos = self.sp.bos_id()
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.sp.eos_id()
@@ -215,6 +215,11 @@ class SentencePieceTokenizer:
 
     def decode(self, ids):
         return self.sp.decode([int(i) for i in ids])
+
+    def split(self, pieces):
+        """Pieces, like those of a larger tokenizer -> the ids that each is split into, at the beginning of a line."""
+        before = len(self.sp.encode('\n'))
+        return [ids[before:] for ids in self.encode('\n' + p.replace('▁', ' ') for p in pieces)]
 
 
 class TiktokenTokenizer:
@@ -244,15 +249,22 @@ class TiktokenTokenizer:
 
 def get_tokenizer(name):
     """
-    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries), or
-    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use). Raises InputError.
+    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries), any
+    tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use), or a SentencePiece file *.model,
+    like those of expand.py. Raises InputError.
     """
     import mistral_common
     import tiktoken
 
     data = Path(mistral_common.__file__).parent / 'data'
     if name == 'mistral':
-        return SentencePieceTokenizer(name, data / 'mistral_instruct_tokenizer_240323.model.v3')
+        return SentencePieceTokenizer(name, model_file=str(data / 'mistral_instruct_tokenizer_240323.model.v3'))
+    if name.endswith('.model'):
+        try:
+            return SentencePieceTokenizer(name, model_file=name)
+        except (OSError, RuntimeError) as e:
+            reason = ' '.join(str(e).split())[:200]
+            raise InputError(f"tokenizer '{name}' is no readable SentencePiece model ({reason})") from None
     if name == 'tekken':
         return _tekken(data / 'tekken_240911.json')
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]

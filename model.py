@@ -319,24 +319,36 @@ class MHF(nn.Module):
         decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
         return sum(p.numel() for p in self.parameters()) - decoder, decoder
 
-    def extend_vocabulary(self, table, gaps=()):
+    def extend_vocabulary(self, table, gaps=(), made_of=None):
         """
         Takes a larger table (V', H) whose first V rows are the present ones. No parameter is added or changed, so an optimizer
-        made before stays good. Raises InputError for other old rows, and for a Standard model, which would need new rows of E.
+        made before stays good. A Standard model needs no table but made_of, for each new token the ids of the old ones that its
+        string is split into: its new row of E is their mean, and an optimizer has to be made anew. Raises InputError for other
+        old rows, or where the one or the other is missing.
         """
-        c, V = self.config, self.config.vocab_size
-        if not c.num_hashes:
-            raise InputError(
-                f"the Standard model's embedding has {V} rows, and the optimizer the same: for {len(table)} tokens make both anew"
-            )
-        larger = replace(c, vocab_size=len(table))
-        signatures, is_token = (torch.tensor(t, device=self.signatures.device) for t in vocabulary(larger, table, gaps))
-        if len(table) < V or not torch.equal(signatures[:V], self.signatures):
+        V = int(self.is_token.nonzero()[-1]) + 1  # without unused rows at the end, which released tables have
+        if not self.config.num_hashes:
+            if made_of is None:
+                raise InputError(
+                    f"the Standard model's embedding has {V} rows; for more tokens say which old ones the new are made_of"
+                )
+            old = self.embed.weight.data[:V]
+            new = [old[torch.tensor(ids, device=old.device)].mean(0, keepdim=True) for ids in made_of]
+            self.embed = nn.Embedding.from_pretrained(torch.cat([old, *new]), freeze=False)
+            table = np.arange(V + len(made_of))[:, None]
+        old, is_token = self.signatures[:V], self.is_token[:V]
+        if len(table) < V or not np.array_equal(np.asarray(table)[:V], old.cpu().numpy()):
             raise InputError(
                 f'the larger table has {len(table)} rows, of which the first {V} must be those of the model'
             )
-        is_token[:V] = self.is_token
-        self.config, self.signatures, self.is_token = larger, signatures, is_token
+        self.replace_vocabulary(table, self.config.pad_id, gaps)
+        self.is_token[:V] = is_token
+
+    def replace_vocabulary(self, table, pad_id, gaps=()):
+        """Takes the table (V', H) of any other vocabulary, whose tokens get buckets that were trained for others."""
+        config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
+        signatures, is_token = (torch.tensor(t, device=self.signatures.device) for t in vocabulary(config, table, gaps))
+        self.config, self.signatures, self.is_token = config, signatures, is_token
 
     # ---- signatures in, hidden states out
 
@@ -619,7 +631,7 @@ class MHF(nn.Module):
     def from_pretrained(cls, path_or_hub_id, revision=None):
         """
         The authors' released format (config.json and safetensors, one file or sharded), from a folder or from the Hugging
-        Face hub; a plain Qwen3 model with tied embeddings becomes a Standard model. float32. Raises InputError.
+        Face hub (a revision may also stand behind the id, after @); a plain Qwen3 model with tied embeddings becomes a Standard model. float32. Raises InputError.
         """
         from safetensors.torch import load_file
 
@@ -695,6 +707,8 @@ def _fetch(path_or_hub_id, revision):
     folder = Path(path_or_hub_id)
     if folder.is_dir():
         return folder
+    path_or_hub_id, _, branch = str(path_or_hub_id).partition('@')
+    revision = revision or branch or None
     if str(path_or_hub_id).count('/') != 1 or str(path_or_hub_id).startswith(('.', '/', '~')):
         raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
     import huggingface_hub
@@ -837,6 +851,8 @@ if __name__ == '__main__':
     print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         settings = read_config(path)
+        if 'init_from' in settings:  # goes on from a model of another config
+            continue
         with torch.device('meta'):
             interface, decoder = MHF(
                 MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})

@@ -112,7 +112,9 @@ def data_folder(config):
     if config['num_hashes']:
         kind = f'H{config["num_hashes"]}B{config["num_buckets"]}'
         kind += f'lsh{config["num_lsh"]}' * (config['num_lsh'] > 0) + 'single' * config['single_id']
-    return Path('data') / '_'.join([re.sub(r'[^\w.-]+', '-', name), config['tokenizer'], kind])
+    return Path('data') / '_'.join(
+        [re.sub(r'[^\w.-]+', '-', name), Path(config['tokenizer']).name.removesuffix('.model'), kind]
+    )
 
 
 def mixture(dataset):

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from hashing import InputError, fingerprint, permute
+from hashing import InputError, fingerprint, get_tokenizer, permute
 from model import MHF, MHFConfig, digest_of_state, pick_device
 from prepare import ahead, data_folder, load_meta, load_table, open_bin
 
@@ -47,7 +47,9 @@ from prepare import ahead, data_folder, load_meta, load_table, open_bin
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-init_from = 'scratch'  # scratch | resume (out_dir/ckpt.pt) | auto (resume if there is a checkpoint) | released:<folder or hub id>
+# scratch | resume (out_dir/ckpt.pt) | auto (resume if there is a checkpoint) | released:<folder or hub id> | expand:<out_dir,
+# released folder or hub id>, whose vocabulary the one of the data extends | replace:<the same>, with a whole other vocabulary
+init_from = 'scratch'
 new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
 keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
 export = ''  # with resume: only writes the model in the released format into this new folder
@@ -83,6 +85,7 @@ weight_decay = 0.1  # on every parameter of two or more dimensions
 beta1 = 0.9
 beta2 = 0.999
 grad_clip = 1.0  # norm over all parameters; 0 is off
+train_layers = 0  # of the first and of the last layers, the others are frozen; 0 trains all of them
 seed = 42  # of the weights and of the order of the data
 spike_deviations = 10.0  # a loss so many robust deviations above the last 100 is logged as a spike; 0 is never
 stop_on_spike = False
@@ -154,6 +157,7 @@ for key in (
     'num_hashes',
     'keep',
     'spike_deviations',
+    'train_layers',
 ):
     if not 0 <= config[key] < math.inf:
         raise InputError(f'{key}={config[key]}: must not be negative')
@@ -173,8 +177,10 @@ if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
 
 source, _, where = init_from.partition(':')
-if source not in ('scratch', 'resume', 'auto', 'released') or (source == 'released') != bool(where):
-    raise InputError(f"init_from='{init_from}': must be scratch, resume, auto or released:<folder or hub id>")
+if source not in ('scratch', 'resume', 'auto') and not (source in ('released', 'expand', 'replace') and where):
+    raise InputError(
+        f"init_from='{init_from}': must be scratch, resume, auto, or released:, expand: or replace:<folder or hub id>"
+    )
 out = Path(out_dir)
 
 
@@ -193,8 +199,12 @@ ckpt, start_step, first_step, best_val, recent = None, 0, 0, math.inf, []
 saved = [p for p in (out / 'ckpt.pt', *milestones()) if p.exists()]
 if source == 'auto':
     source = 'resume' if saved else 'scratch'
-if source == 'released':
-    model = MHF.from_pretrained(where)
+if source in ('released', 'expand', 'replace'):
+    if source != 'released' and (Path(where) / 'ckpt.pt').exists():
+        model, origin = MHF.from_checkpoint(Path(where) / 'ckpt.pt')
+        origin = origin['config']['tokenizer']
+    else:
+        model, origin = MHF.from_pretrained(where), 'mistral'
     # the data must fit its architecture; the context and the loss are ours to choose
     config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
 if source == 'resume':
@@ -254,6 +264,25 @@ if source == 'scratch':
     torch.manual_seed(seed)
     model = MHF(model_config, table, meta['gaps'])
 else:
+    before = model.config.vocab_size, sum(model.num_params())
+    if source == 'expand' and not model.config.num_hashes:
+        old, new = get_tokenizer(origin), get_tokenizer(config['tokenizer'])
+        if new.tokens[: len(old.tokens)] != old.tokens or not hasattr(old, 'split'):
+            raise InputError(f"tokenizer '{new.name}' does not extend '{old.name}', which {where} was trained with")
+        model.extend_vocabulary(None, made_of=old.split(new.tokens[len(old.tokens) :]))
+    elif source == 'expand':
+        try:
+            model.extend_vocabulary(table, meta['gaps'])
+        except InputError as e:
+            raise InputError(
+                f'{where} cannot be expanded by {data_folder(config)}: {str(e).removeprefix("error: ")}'
+            ) from None
+    elif source == 'replace':
+        if not model.config.num_hashes:
+            raise InputError(
+                f'{where} is a Standard model: each of its tokens has a row of its own, which cannot be replaced'
+            )
+        model.replace_vocabulary(table, meta['pad_id'], meta['gaps'])
     settable = {k: v for k, v in asdict(model_config).items() if k in config or k == 'vocab_size'}
     different = [k for k, v in settable.items() if v != getattr(model.config, k)] if source == 'resume' else []
     if different:
@@ -274,10 +303,10 @@ else:
         )
 if ckpt:
     start_step, first_step, best_val, recent = (ckpt[k] for k in ('step', 'first_step', 'best_val', 'recent'))
-    for key in ('batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2'):
-        if ckpt['config'].get(key) != config[key]:
+    for key in ('batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2', 'train_layers'):
+        if ckpt['config'].get(key, config[key]) != config[key]:
             raise InputError(
-                f'{path} was trained with {key}={ckpt["config"].get(key)}, now it is {config[key]}; a resumed run keeps it'
+                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}; a resumed run keeps it'
             )
     different = [k for k in ckpt['data'] if ckpt['data'][k] != data_identity[k]]
     if different == ['train_sha256'] and new_data:
@@ -322,9 +351,10 @@ except OSError as e:
 # optimizer, wrappers
 
 model.to(device)
-decayed = [p for p in model.parameters() if p.dim() >= 2]
-others = [p for p in model.parameters() if p.dim() < 2]
-assert sum(p.numel() for p in decayed + others) == sum(model.num_params())
+if train_layers:
+    model.layers[train_layers : len(model.layers) - train_layers].requires_grad_(False)
+decayed = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
+others = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
 optimizer = torch.optim.AdamW(
     [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
     lr=learning_rate,
@@ -571,6 +601,11 @@ if master:
     print(
         f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}'
     )
+    if source in ('expand', 'replace'):
+        print(f'{before[0]:,} -> {c.vocab_size:,} tokens: {sum(raw_model.num_params()) - before[1]:,} new parameters')
+    if train_layers:
+        frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
+        print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
     if source == 'resume':
         print(f'resumed at step {start_step}{", with other data" if start_step and first_step == start_step else ""}')
     log_file = open_log()
