@@ -17,11 +17,13 @@ for eval.py.
 
 import io
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from hashing import InputError, SentencePieceTokenizer, extend_table, get_tokenizer, signature_table
 from prepare import Source, at_start, batches
@@ -29,7 +31,7 @@ from prepare import Source, at_start, batches
 base = 'mistral'  # the tokenizer to expand: mistral, or a .model file
 texts = ''  # one language each: what prepare.py reads, separated by commas, with @ and a number of tokens
 num_new_tokens = 5118  # of a language without @; three make the paper's 15,354
-text_bytes = 100000000  # of a language to learn from, at most
+text_bytes = 30000000  # of a language to learn from, at most
 tokenizer = 'expanded.model'  # the file to write
 num_hashes = 4  # of the signatures; 0 is for the Standard model
 num_buckets = 16384
@@ -51,8 +53,8 @@ def languages():
         what, at, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
         if not str(number).isdigit():
             raise InputError(f"texts '{item}': after @ comes a number of tokens, like @5000")
-        name = what.split(':')[-1] if not os.path.exists(what) else Path(what).name.split('.')[0]
-        found.append((name.replace('/', '-'), what, int(number)))
+        name = what.split('/')[-1].split(':')[-1].split('.')[0]
+        found.append((re.sub(r'\W+', '-', name), what, int(number)))
     names = Counter(name for name, _, _ in found)
     if not found:
         raise InputError('texts is empty; name a text for each language: --texts=ar.jsonl,zh.jsonl')
@@ -150,7 +152,9 @@ def expanded(tok, learn, numbers):
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tok.sp.serialized_model_proto())
     old = {p.piece for p in model.pieces}
-    ranked = {n: candidates(learn[n], old, model.trainer_spec, number) for n, number in numbers.items() if number}
+    wanted = [(n, number) for n, number in numbers.items() if number]
+    wanted = tqdm(wanted, desc='learn', unit='language', delay=1, leave=False)
+    ranked = {n: candidates(learn[n], old, model.trainer_spec, number) for n, number in wanted}
     useless = set()
     while True:
         chosen, taken = {}, old | useless
@@ -182,7 +186,7 @@ def draw(rows, path):
 
     fig, ax = plt.subplots(figsize=(max(5, 1.6 * len(rows)), 4))
     x = np.arange(len(rows))
-    for offset, k, label in ((-0.2, 2, f'{base}'), (0.2, 3, Path(tokenizer).stem)):
+    for offset, k, label in ((-0.2, 2, Path(base).stem), (0.2, 3, Path(tokenizer).stem)):
         bars = ax.bar(x + offset, [row[k] for row in rows], 0.4, label=label)
         ax.bar_label(bars, fmt='%.2f', fontsize=8)
     ax.set_xticks(x, [row[0] for row in rows])
@@ -251,4 +255,5 @@ if __name__ == '__main__':
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit('error: interrupted; nothing was written')
+        print('interrupted; nothing was written', file=sys.stderr)
+        sys.exit(130)

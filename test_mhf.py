@@ -39,6 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
 import eval as evaluation
+import expand
 import model as model_module
 import prepare
 from hashing import (
@@ -1559,14 +1560,18 @@ def test_another_number_of_processes_goes_on(copy):
 
 def test_a_dead_rank_does_not_hang_the_rest(copy):
     """A machine that dies leaves the other ranks waiting, or torchrun --max-restarts begins from nothing."""
-    args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--max_steps=60', '--eval_interval=5', '--init_from=auto')
-    process = started(*args, cwd=copy, wait_for='b/ckpt_000005.pt', torchrun=['--nproc_per_node=2', '--max-restarts=1'])
     import psutil
 
-    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if 'train.py' in ' '.join(p.cmdline())]
-    workers[-1].kill()
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and 'resumed at step' in stdout, stderr[:6000]
+    args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--max_steps=60', '--eval_interval=5', '--init_from=auto')
+    for restarts, wait_for in ((0, 'b/ckpt_000005.pt'), (1, 'b/ckpt_000020.pt')):
+        torchrun = ['--nproc_per_node=2', f'--max-restarts={restarts}']
+        process = started(*args, cwd=copy, wait_for=wait_for, torchrun=torchrun)
+        ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if 'train.py' in ' '.join(p.cmdline())]
+        ranks[-1].kill()
+        stdout, stderr = process.communicate(timeout=120)
+        assert (process.returncode == 0) == (restarts == 1), stderr[:6000]
+        assert MHF.from_checkpoint(copy / 'b/ckpt.pt', whole=True)[1]['step'] >= 5
+    assert 'resumed at step' in stdout
     assert [s['step'] for s in steps(copy, 'b')] == list(range(1, 61))
 
 
@@ -1785,6 +1790,12 @@ def test_export_and_import(trained, tmp_path, num_hashes):
     assert configs[0] == configs[1]
     with pytest.raises(InputError, match='there already'):
         m.export(tmp_path / 'out', 'mistral')
+    if not num_hashes:  # other tools read it, too
+        from transformers import AutoModelForCausalLM
+
+        qwen3, ids = AutoModelForCausalLM.from_pretrained(tmp_path / 'out'), torch.arange(20)[None]
+        theirs = qwen3(ids).logits.log_softmax(-1)
+        assert relative(theirs, m.log_probs(ids)) < 1e-4
 
 
 def test_a_malicious_checkpoint_is_not_run(copy):
@@ -1889,22 +1900,22 @@ def test_expand_a_model(expansion, mistral):
     assert torch.equal(at_once.signatures[:32768], base.signatures) and len(at_once.signatures) == 33968
     ids = torch.tensor([mistral.encode([real_documents()[0]])[0][:64]])
     assert torch.equal(at_once.bucket_logits(ids), base.bucket_logits(ids))
-    ok('train.py', *args, '--max_steps=3', '--warmup_steps=1', '--out_dir=expanded', cwd=expansion)
+    args = (
+        'cfg.py',
+        '--init_from=auto:expand:base',
+        *args[2:],
+        '--num_layers=4',
+        '--warmup_steps=1',
+        '--out_dir=expanded',
+    )
+    ok('train.py', *args, '--max_steps=3', cwd=expansion)
     trained_on, ckpt = MHF.from_checkpoint(expansion / 'expanded/ckpt.pt', whole=True)
     assert trained_on.num_params() == base.num_params()
     frozen = [n for (n, a), b in zip(base.named_parameters(), trained_on.parameters()) if torch.equal(a, b)]
     assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
     assert len(ckpt['optimizer']['state']) == len(list(base.parameters())) - len(frozen)
-    resumed = (
-        'cfg.py',
-        '--init_from=resume',
-        '--tokenizer=three.model',
-        '--data_dir=more',
-        '--num_layers=4',
-        '--max_steps=4',
-    )
-    ok('train.py', *resumed, '--warmup_steps=1', '--train_layers=1', '--out_dir=expanded', cwd=expansion)
-    refused = run('train.py', *resumed, '--out_dir=expanded', '--max_steps=9', cwd=expansion)
+    assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
+    refused = run('train.py', *args, '--train_layers=0', '--max_steps=9', cwd=expansion)
     assert refused.returncode == 1 and 'train_layers=1, now it is 0' in refused.stderr
     text = ','.join(f'three_{n}.txt' for n in (*LANGUAGES, 'docs'))
     args = ('--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', f'--text={text}', '--plot', '--device=cpu')
@@ -2114,6 +2125,18 @@ def bad_parquet(folder):
     pq.write_table(pa.table(dict(content=['x'], url=['y'])), folder / 'x.parquet')
 
 
+def tokenizer_with(*pieces):
+    """mistral with these behind its own, whatever they are."""
+
+    def setup(folder):
+        from sentencepiece import sentencepiece_model_pb2
+
+        model = sentencepiece_model_pb2.ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
+        (folder / 'x.model').write_bytes(expand.with_pieces(model, pieces))
+
+    return setup
+
+
 def small_release(folder):
     write_released(folder / 'small', random_model(num_buckets=256, dtype=torch.float32))
 
@@ -2188,6 +2211,8 @@ BAD = [
         'prefix () is full',
         None,
     ),
+    ('a tokenizer with a piece twice', *P, '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
+    ('a tokenizer with an old piece again', *P, '--tokenizer=x.model', 'x.model', tokenizer_with('▁the')),
     ('a tokenizer that is not there', *P, '--tokenizer=no.model', "'no.model' is no readable", None),
     (
         'a tokenizer that is damaged',

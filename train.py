@@ -47,8 +47,8 @@ from prepare import ahead, data_folder, load_meta, load_table, open_bin
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-# scratch | resume (out_dir/ckpt.pt) | auto (resume if there is a checkpoint) | released:<folder or hub id> | expand:<out_dir,
-# released folder or hub id>, whose vocabulary the one of the data extends | replace:<the same>, with a whole other vocabulary
+# scratch | resume (out_dir/ckpt.pt) | released:<folder or hub id> | expand:<out_dir, released folder or hub id>, whose vocabulary
+# the one of the data extends | replace:<the same>, with a whole other vocabulary | auto, auto:expand:... (resume where it can)
 init_from = 'scratch'
 new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
 keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
@@ -177,7 +177,9 @@ if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
 
 source, _, where = init_from.partition(':')
-if source not in ('scratch', 'resume', 'auto') and not (source in ('released', 'expand', 'replace') and where):
+if auto := source == 'auto':
+    source, _, where = (where or 'scratch').partition(':')
+if source not in (('released', 'expand', 'replace') if where else ('scratch', 'resume')):
     raise InputError(
         f"init_from='{init_from}': must be scratch, resume, auto, or released:, expand: or replace:<folder or hub id>"
     )
@@ -197,8 +199,8 @@ def milestones():
 
 ckpt, start_step, first_step, best_val, recent = None, 0, 0, math.inf, []
 saved = [p for p in (out / 'ckpt.pt', *milestones()) if p.exists()]
-if source == 'auto':
-    source = 'resume' if saved else 'scratch'
+if auto and saved:
+    source = 'resume'
 if source in ('released', 'expand', 'replace'):
     if source != 'released' and (Path(where) / 'ckpt.pt').exists():
         model, origin = MHF.from_checkpoint(Path(where) / 'ckpt.pt')
@@ -317,7 +319,7 @@ if ckpt:
             f'{path} was trained on other data: {key}={ckpt["data"][key]}, {data_folder(config)} has {data_identity[key]}'
             + ('; --new_data goes on with it' if different == ['train_sha256'] else '')
         )
-    if start_step >= max_steps and init_from == 'auto':
+    if start_step >= max_steps and auto:
         print(f'{path} is at step {start_step} of {max_steps}: done')
         sys.exit()
     if start_step >= max_steps:
