@@ -339,15 +339,16 @@ def bench_train():
         if name != 'product':
             model.to(device).activation_checkpointing = activation_checkpointing
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=device_type != 'mps')
-            forward = torch.compile(model) if compile else model
+            if compile:
+                model.compile()
 
-        def step(measure, name=name, model=model, optimizer=optimizer, forward=forward):
+        def step(measure, name=name, model=model, optimizer=optimizer):
             model.config.loss = kinds[name].loss
             s = random_tokens(model, micro_batch_size, block_size + 1)
 
             def work():
                 with autocast():
-                    loss = forward(s[:, :-1], s[:, 1:])
+                    loss = model(s[:, :-1], s[:, 1:])
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -417,7 +417,11 @@ class MHF(nn.Module):
 
     forward = train_loss  # what DDP and torch.compile call
 
-    @torch.compiler.disable
+    def compile(self, **options):
+        """nn.Module.compile, of all but the head, whose loops would take a minute to trace."""
+        self.head_loss = torch.compiler.disable(self.head_loss)
+        super().compile(**options)
+
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
         if torch.is_grad_enabled():

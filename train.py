@@ -269,7 +269,7 @@ else:
     before = model.config.vocab_size, sum(model.num_params())
     if source == 'expand' and not model.config.num_hashes:
         old, new = get_tokenizer(origin), get_tokenizer(config['tokenizer'])
-        if new.tokens[: len(old.tokens)] != old.tokens or not hasattr(old, 'split'):
+        if new.tokens[: len(old.tokens)] != old.tokens or len(old.tokens) != before[0] or not hasattr(old, 'split'):
             raise InputError(f"tokenizer '{new.name}' does not extend '{old.name}', which {where} was trained with")
         model.extend_vocabulary(None, made_of=old.split(new.tokens[len(old.tokens) :]))
     elif source == 'expand':
@@ -371,9 +371,9 @@ if ckpt:
         raise InputError(f'{path} has the optimizer of another model ({e})') from None
     del ckpt
 model.activation_checkpointing = activation_checkpointing
-raw_model = model  # neither compiled nor wrapped: what is saved and evaluated
+raw_model = model  # not wrapped by DDP: what is saved and evaluated
 if compile:
-    model = torch.compile(model)
+    model.compile()
 if distributed:
     model = DDP(
         model,
