@@ -10,7 +10,7 @@ demo: .venv/installed
 	.venv/bin/python sample.py config/mhf_tiny.py
 
 test: .venv/installed
-	.venv/bin/python -m pytest -rs test_mhf.py
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

@@ -462,8 +462,8 @@ def prepared_split(folder, model, tok):
     try:
         meta = read_meta(folder)
         rows, size = Bins(folder, meta['splits']['val'], meta['num_hashes'] or 1), meta['splits']['val']['bytes']
-    except (OSError, ValueError, KeyError) as e:
-        raise InputError(f'--text={folder}: not a finished folder of prepare.py ({type(e).__name__}: {e})') from None
+    except FileNotFoundError:
+        raise InputError(f'--text={folder}: not a folder of prepare.py') from None
     if meta.get('tokenizer_sha256') != tokenizer_fingerprint(tok):
         raise InputError(
             f"--text={folder} was made with tokenizer '{meta.get('tokenizer')}', the model's is '{tok.name}'"

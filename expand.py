@@ -11,8 +11,8 @@ Adds the tokens of new languages to a tokenizer; a MultiHashFormer reads and wri
 
 Of each text SentencePiece learns merges of its own. Those that the base does not have are ranked by the tokens they save in the
 text, and the best go behind the base's pieces: with the lowest priorities, so that a text without them is split as before.
-Held out are the documents that prepare.py holds out of the same files (at most 400 kB of each); they are written beside the .model
-for eval.py.
+Held out are the documents that prepare.py holds out of the same file as a source of a mixture, by the same val_fraction and without
+min_score, deduplicate and parts; at most 400 kB of each. They are written beside the .model, for eval.py.
 """
 
 import io
@@ -51,15 +51,16 @@ def languages():
     found = []
     for item in filter(None, map(str.strip, texts.split(','))):
         what, at, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
-        if not str(number).isdigit():
-            raise InputError(f"texts '{item}': after @ comes a number of tokens, like @5000")
-        name = what.split('/')[-1].split(':')[-1].split('.')[0]
-        found.append((re.sub(r'\W+', '-', name), what, int(number)))
-    names = Counter(name for name, _, _ in found)
+        if not str(number).isdecimal() or int(number) > 10**6:
+            raise InputError(f"texts '{item}': after @ comes a number of tokens, like @5000, at most 1,000,000")
+        if what in (other for _, other, _ in found):
+            raise InputError(f"texts names '{what}' twice")
+        *_, folder, name = ['', *(re.sub(r'[^\w-]', '', part.split(':')[-1].split('.')[0]) for part in what.split('/'))]
+        taken = {other for other, _, _ in found}  # ar/*.jsonl is called ar
+        possible = (name, folder, f'{folder}_{name}', f'text{len(found)}')
+        found.append((next(n for n in possible if n and n not in taken), what, int(number)))
     if not found:
         raise InputError('texts is empty; name a text for each language: --texts=ar.jsonl,zh.jsonl')
-    if repeated := [n for n, k in names.items() if k > 1]:
-        raise InputError(f"texts has two sources called '{repeated[0]}'; put them into one, or rename a file")
     return found
 
 
@@ -74,6 +75,10 @@ def read(what):
             break
     if not any(learn):
         raise InputError(f'{what}: no text in it')
+    if not any(held):
+        raise InputError(
+            f'{what}: none of the {len(learn):,} documents that were read is held out; raise val_fraction={val_fraction} or text_bytes'
+        )
     return [t for t in learn if t], [t for t in held if t]
 
 
@@ -103,7 +108,7 @@ def candidates(learn, old, spec, number):
     )
     out, lines = io.BytesIO(), [line for text in learn for line in text.splitlines() if line.strip()]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=len(old) + 2 * number,
+        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=len(old) + 2 * number + len({c for text in learn for c in text}),
         hard_vocab_limit=False, character_coverage=1.0, normalization_rule_name='identity', remove_extra_whitespaces=False,
         max_sentence_length=1 << 24, minloglevel=2, **{key: getattr(spec, key) for key in same},
     )  # fmt: skip
@@ -116,17 +121,22 @@ def candidates(learn, old, spec, number):
             for part in last_merge(piece, rank):
                 made[part] += made[piece]
     letters = Counter(c.isascii() for text in learn for c in text if c.isalpha())
-    foreign = letters[False] > letters[True]  # then Latin letters are not this language's
+    foreign = (
+        letters[False] > letters[True]
+    )  # then Latin letters, and what is ASCII altogether, are not this language's
     found = []
     for piece, k in rank.items():
         saved = made[piece] * (len(piece.encode()) - 1 if len(piece) == 1 else 1)
-        if piece not in old and saved > 1 and not (foreign and any(c.isascii() and c.isalpha() for c in piece)):
+        ascii_only = piece.replace('▁', '').isascii()
+        if foreign and (ascii_only or any(c.isascii() and c.isalpha() for c in piece)):
+            continue
+        if piece not in old and saved > 1:
             found.append((saved, k, piece))
     return sorted(found, key=lambda f: (-f[0], f[1]))
 
 
 def with_pieces(model, pieces):
-    """A SentencePiece model (ModelProto) with `pieces` behind its own, of lower priority than all of them, as bytes."""
+    """A SentencePiece model (ModelProto) with `pieces` behind its own, of lower priority than its merges, as bytes."""
     larger = type(model).FromString(model.SerializeToString())
     lowest = min(
         p.score for p in model.pieces if p.type == p.NORMAL and p.score > -1e8
@@ -151,6 +161,8 @@ def expanded(tok, learn, numbers):
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tok.sp.serialized_model_proto())
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
+        raise InputError(f"base='{base}' is no byte-pair encoding, only those can be expanded")
     old = {p.piece for p in model.pieces}
     wanted = [(n, number) for n, number in numbers.items() if number]
     wanted = tqdm(wanted, desc='learn', unit='language', delay=1, leave=False)
@@ -199,8 +211,10 @@ def main():
     target, wanted = Path(tokenizer), languages()
     if target.suffix != '.model':
         raise InputError(f"tokenizer='{tokenizer}': the file to write must end with .model")
-    if target.exists():
-        raise InputError(f'{target} is there already; delete it, or choose another --tokenizer')
+    written = {name: target.with_name(f'{target.stem}_{name}.txt') for name, _, _ in wanted}
+    for path in (target, target.with_suffix('.png'), *written.values()):
+        if path.exists():
+            raise InputError(f'{path} is there already; delete it, or choose another --tokenizer')
     if not 0 < val_fraction < 1:
         raise InputError(f'val_fraction={val_fraction}: must be between 0 and 1')
     tok = get_tokenizer(base)
@@ -240,7 +254,7 @@ def main():
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix('.tmp')
         for name, (_, held) in documents.items():
-            target.with_name(f'{target.stem}_{name}.txt').write_text('\n\n'.join(held) + '\n', encoding='utf-8')
+            written[name].write_text('\n\n'.join(held) + '\n', encoding='utf-8')
         temporary.write_bytes(larger.sp.serialized_model_proto())
         os.replace(temporary, target)
         draw(rows, target.with_suffix('.png'))

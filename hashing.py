@@ -264,7 +264,9 @@ def get_tokenizer(name):
             return SentencePieceTokenizer(name, model_file=name)
         except (OSError, RuntimeError) as e:
             reason = ' '.join(str(e).split())[:200]
-            raise InputError(f"tokenizer '{name}' is no readable SentencePiece model ({reason}); --tokenizer names another") from None
+            raise InputError(
+                f"tokenizer '{name}' is no readable SentencePiece model ({reason}); --tokenizer names another"
+            ) from None
     if name == 'tekken':
         return _tekken(data / 'tekken_240911.json')
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]

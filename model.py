@@ -713,6 +713,8 @@ def _fetch(path_or_hub_id, revision):
         return folder
     path_or_hub_id, _, branch = str(path_or_hub_id).partition('@')
     revision = revision or branch or None
+    if folder.parent != Path() and folder.parent.is_dir():
+        raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
     if str(path_or_hub_id).count('/') != 1 or str(path_or_hub_id).startswith(('.', '/', '~')):
         raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
     import huggingface_hub

@@ -610,7 +610,11 @@ def test_lean_head_composes():
     s = m.signatures[torch.randint(0, 300, (2, 9))]
     x, y = s[:, :-1], s[:, 1:]
     plain = loss_and_gradients(m, plain_loss(m, x, y, 'exact'))
-    for m.head_chunk, m.activation_checkpointing, compiled in ((5, True, False), (10**6, False, False), (5, False, True)):
+    for m.head_chunk, m.activation_checkpointing, compiled in (
+        (5, True, False),
+        (10**6, False, False),
+        (5, False, True),
+    ):
         if compiled:
             m.compile(backend='aot_eager')
         lean = loss_and_gradients(m, m(x, y))
@@ -1842,6 +1846,7 @@ def expansion(trained, tmp_path_factory):
     return folder
 
 
+@pytest.mark.xdist_group('expand')
 def test_expanded_tokenizer(expansion, mistral):
     """New pieces change the old ones or how English is split, lose text, can never occur, are too few, or save nothing."""
     tok = get_tokenizer(str(expansion / 'three.model'))
@@ -1864,6 +1869,7 @@ def test_expanded_tokenizer(expansion, mistral):
     assert (expansion / 'three.png').read_bytes()[:4] == b'\x89PNG'
 
 
+@pytest.mark.xdist_group('expand')
 def test_expand_again_and_on_real_text(expansion, tmp_path):
     """An expanded tokenizer cannot be expanded, the same command gives another one, or real text gives too few tokens."""
     run_again = ('expand.py', 'cfg.py', '--texts=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0', '--num_new_tokens=400')
@@ -1883,6 +1889,7 @@ def test_expand_again_and_on_real_text(expansion, tmp_path):
     assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
 
 
+@pytest.mark.xdist_group('expand')
 def test_expand_a_model(expansion, mistral):
     """The expanded model has another parameter, other old signatures or other logits, or trains what is frozen."""
     torch.manual_seed(0)
@@ -1905,7 +1912,6 @@ def test_expand_a_model(expansion, mistral):
         'cfg.py',
         '--init_from=auto:expand:base',
         *args[2:],
-        '--num_layers=4',
         '--warmup_steps=1',
         '--out_dir=expanded',
     )
@@ -1930,6 +1936,7 @@ def test_expand_a_model(expansion, mistral):
     assert (expansion / 'expanded/results_text.png').stat().st_size > 5000
 
 
+@pytest.mark.xdist_group('expand')
 def test_expand_a_standard_model(expansion, mistral):
     """A new row of the Standard model is not the mean of the rows of its token's old pieces."""
     m = random_model(num_hashes=0, vocab_size=32768, dtype=torch.float32)
@@ -1956,6 +1963,7 @@ def test_expand_a_standard_model(expansion, mistral):
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
 
 
+@pytest.mark.xdist_group('expand')
 def test_replace_the_whole_vocabulary(expansion):
     """mistral -> tekken costs a parameter, or is done where an extension was asked for."""
     ok('prepare.py', 'cfg.py', '--dataset=docs.jsonl', '--tokenizer=tekken', '--data_dir=tekken', cwd=expansion)
@@ -2192,7 +2200,24 @@ BAD = [
     ('expand by nothing', *X, 'texts is empty', None),
     ('expand by a file that is not there', *X, '--texts=xx.jsonl', 'xx.jsonl', None),
     ('expand by an empty file', *X, '--texts=e.txt', 'e.txt: no text', damage('e.txt', lambda _: b'')),
-    ('expand by one language twice', *X, '--texts=docs.jsonl,./docs.jsonl', "two sources called 'docs'", None),
+    ('expand by one text twice', *X, '--texts=docs.jsonl,docs.jsonl', "'docs.jsonl' twice", None),
+    ('expand by too many tokens', *X, '--texts=docs.jsonl@2000000000', 'at most 1,000,000', None),
+    (
+        'expand without held-out text',
+        *X,
+        '--texts=long.jsonl',
+        '--val_fraction=0.03',
+        '--text_bytes=1000',
+        'is held out; raise val_fraction=0.03',
+        damage('long.jsonl', lambda _: b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40))),
+    ),
+    (
+        'expand over a held-out text',
+        *X,
+        '--texts=docs.jsonl',
+        'new_docs.txt is there already',
+        damage('new_docs.txt', lambda _: b'precious'),
+    ),
     ('expand by some tokens', *X, '--texts=docs.jsonl@some', "'docs.jsonl@some'", None),
     ('expand what is no SentencePiece', *X, '--texts=docs.jsonl', '--base=tekken', "base='tekken'", None),
     ('expand into another kind of file', *X, '--texts=docs.jsonl', '--tokenizer=new.json', 'new.json', None),
@@ -2230,6 +2255,7 @@ BAD = [
         small_release,
     ),
     ('expand a model that is not there', *T, '--init_from=expand:nowhere', 'nowhere', None),
+    ('expand a model that is not in a folder', *T, '--init_from=expand:out/x', 'no such folder in out', None),
     ('expand nothing', *T, '--init_from=expand:', "init_from='expand:'", None),
     ('negative layers', *T, '--train_layers=-1', 'train_layers=-1', None),
     ('before what is not there', *E, '--tasks=piqa', '--before=nowhere', 'nowhere', None),
@@ -2356,6 +2382,7 @@ BAD = [
     ('no address of the master', *T, 'MASTER_PORT', environment()),
     ('a rank that is none', *T, 'RANK=two', environment(RANK='two')),
     ('a rank over the number of processes', *T, 'RANK=2, WORLD_SIZE=2', environment(RANK='2')),
+    ('their number without a rank', *T, 'RANK=None, WORLD_SIZE=8', lambda f: dict(WORLD_SIZE='8')),
     ('a rank without their number', *T, 'WORLD_SIZE=', lambda f: dict(RANK='1')),
     ('no time to wait', *T, '--timeout=0', 'timeout=0', None),
     ('too little memory', *T, '--intermediate_size=100000000000', 'not enough memory on cpu', None),
@@ -2612,16 +2639,16 @@ def test_prepared_split(tmp_path):
     ids = [m.config.pad_id, 5, 299, 7, m.config.pad_id, 5]
     np.save(tmp_path / 'x.npy', m.signatures[ids].numpy().astype(np.uint16))
     (tmp_path / 'x.npy').rename(tmp_path / 'val_000000.bin')
-    nothing = dict(tokens=0, documents=0, bytes=0, shards=[])
-    val = nothing | dict(bytes=30, shards=[dict(file='val_000000.bin', tokens=len(ids), digest='')])
+    shard = dict(file='val_000000.bin', tokens=len(ids), digest='')
+    val = dict(tokens=len(ids), documents=1, bytes=30, shards=[shard])
     meta = dict(tokenizer='small', tokenizer_sha256=tokenizer_fingerprint(Tok), num_hashes=3, complete=True)
-    meta['splits'] = dict(train=nothing, val=val)
+    meta |= dict(vocab_size=300, pad_id=m.config.pad_id, gaps=[250], table_sha256='', splits=dict(train=val, val=val))
     (tmp_path / 'meta.json').write_text(json.dumps(meta))
     assert evaluation.prepared_split(tmp_path, m, Tok) == (ids, 30)
     Tok.tokens = Tok.tokens[:-1]
     with pytest.raises(InputError, match="tokenizer 'small'"):
         evaluation.prepared_split(tmp_path, m, Tok)
-    with pytest.raises(InputError, match='not a finished folder of prepare.py'):
+    with pytest.raises(InputError, match='not a folder of prepare.py'):
         evaluation.prepared_split(tmp_path / 'x', m, Tok)
 
 
@@ -2874,6 +2901,7 @@ def bad_runs(trained, request, tmp_path_factory):
         yield {row[0]: pool.submit(one, *row) for row in BAD if row[0] in names}
 
 
+@pytest.mark.xdist_group('bad')  # one process starts them all
 @pytest.mark.parametrize('name', [row[0] for row in BAD])
 def test_bad_input(bad_runs, name):
     """The user sees a traceback, a riddle, or finds files changed by a command that failed."""

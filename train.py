@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from hashing import InputError, fingerprint, get_tokenizer, permute
+from hashing import InputError, fingerprint, get_tokenizer, permute, tokenizer_fingerprint
 from model import MHF, MHFConfig, digest_of_state, pick_device
 from prepare import ahead, data_folder, load_meta, load_table, open_bin
 
@@ -107,7 +107,7 @@ try:
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 except ValueError:
     rank, world_size = -1, -1
-if not 0 <= rank < world_size:
+if not 0 <= rank < world_size or distributed != ('WORLD_SIZE' in os.environ):
     named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
     raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
 master = rank == 0
@@ -204,11 +204,9 @@ if auto and saved:
 if source in ('released', 'expand', 'replace'):
     if source != 'released' and (Path(where) / 'ckpt.pt').exists():
         model, origin = MHF.from_checkpoint(Path(where) / 'ckpt.pt')
-        origin = origin['config']['tokenizer']
+        origin = origin['data']
     else:
-        model, origin = MHF.from_pretrained(where), 'mistral'
-    # the data must fit its architecture; the context and the loss are ours to choose
-    config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
+        model, origin = MHF.from_pretrained(where), {}
 if source == 'resume':
     for path in saved or [out / 'ckpt.pt']:
         try:
@@ -223,6 +221,8 @@ if source == 'resume':
                 )
 elif saved:
     raise InputError(f'{saved[0]} exists; go on with it by --init_from=resume, or choose another --out_dir')
+if where:  # the data must fit its architecture; the context and the loss are ours to choose
+    config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
 if export:
     if source != 'resume':
         raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
@@ -268,7 +268,12 @@ if source == 'scratch':
 else:
     before = model.config.vocab_size, sum(model.num_params())
     if source == 'expand' and not model.config.num_hashes:
-        old, new = get_tokenizer(origin), get_tokenizer(config['tokenizer'])
+        old, new = get_tokenizer(origin.get('tokenizer', 'mistral')), get_tokenizer(config['tokenizer'])
+        for tok, trained_with in ((old, origin.get('tokenizer_sha256')), (new, meta['tokenizer_sha256'])):
+            if trained_with and tokenizer_fingerprint(tok) != trained_with:
+                raise InputError(
+                    f"tokenizer '{tok.name}' is not what it was when {where} or {data_folder(config)} was made"
+                )
         if new.tokens[: len(old.tokens)] != old.tokens or len(old.tokens) != before[0] or not hasattr(old, 'split'):
             raise InputError(f"tokenizer '{new.name}' does not extend '{old.name}', which {where} was trained with")
         model.extend_vocabulary(None, made_of=old.split(new.tokens[len(old.tokens) :]))
@@ -483,7 +488,7 @@ def save(step, best):
 
 def write(state, best, stood):
     """out_dir/ckpt.pt, replaced only by a whole new one; the milestone, and where it is the best so far ckpt_best.pt, are the same file."""
-    global last_saved
+    global last_saved, good
     began, temporary, newest = time.perf_counter(), out / 'ckpt.pt.tmp', out / 'ckpt.pt'
 
     def same(path):
@@ -502,7 +507,7 @@ def write(state, best, stood):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, newest)
-        last_saved = state['step']
+        last_saved, good = state['step'], newest
         if best:
             same(out / 'ckpt_best.pt')
         if keep:
@@ -587,7 +592,7 @@ def kept():
             writing.result()
     if last_saved is None:
         return 'no checkpoint was written yet'
-    return f'{out}/ckpt.pt is good, of step {last_saved}: go on with --init_from=resume'
+    return f'{good} is good, of step {last_saved}: go on with --init_from=resume'
 
 
 # -----------------------------------------------------------------------------
@@ -615,7 +620,7 @@ if master:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 
 tokens_per_step = batch_size * block_size
-last_saved, speeds = (start_step if source == 'resume' else None), []
+last_saved, good, speeds = (start_step, path, []) if source == 'resume' else (None, None, [])
 writer, writing = ThreadPoolExecutor(1), None
 torch.serialization.set_crc32_options(False)  # checkpoints have SHA-256; this one would keep training waiting
 stopped_by = 0  # a signal
@@ -715,7 +720,7 @@ try:
         elif stopping and master:
             save(done, False)
         if not master and (done % eval_interval == 0 or stopping):
-            last_saved = done
+            last_saved, good = done, out / 'ckpt.pt'
         if stopping and done < max_steps:
             break
     if writing:

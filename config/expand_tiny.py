@@ -9,7 +9,7 @@ train_layers = 1  # of the four the first and the last; always E, hash encoder a
 # expand.py
 base = 'mistral'
 texts = '../shared/data/text/ar.jsonl.xz,../shared/data/text/zh.jsonl.xz,../shared/data/text/hi.jsonl.xz'
-tokenizer = 'out/tokenizer/ar_zh_hi.model'
+tokenizer = 'out/tokenizer/tiny_ar_zh_hi.model'
 
 dataset = (
     '../shared/data/text/ar.jsonl.xz@3e5,../shared/data/text/zh.jsonl.xz@3e5,../shared/data/text/hi.jsonl.xz@3e5,'
