@@ -50,7 +50,7 @@ def languages():
     """texts -> [(name, what to read, number of new tokens)]."""
     found = []
     for item in filter(None, map(str.strip, texts.split(','))):
-        what, at, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
+        what, _, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
         if not str(number).isdecimal() or int(number) > 10**6:
             raise InputError(f"texts '{item}': after @ comes a number of tokens, like @5000, at most 1,000,000")
         if what in (other for _, other, _ in found):
@@ -99,18 +99,13 @@ def candidates(learn, old, spec, number):
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
-    same = (
-        'max_sentencepiece_length',
-        'split_by_unicode_script',
-        'split_by_number',
-        'split_by_whitespace',
-        'split_digits',
-    )
+    options = 'max_sentencepiece_length split_by_unicode_script split_by_number split_by_whitespace split_digits'
+    enough = len(old) + 2 * number + len({c for text in learn for c in text})
     out, lines = io.BytesIO(), [line for text in learn for line in text.splitlines() if line.strip()]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=len(old) + 2 * number + len({c for text in learn for c in text}),
+        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=enough,
         hard_vocab_limit=False, character_coverage=1.0, normalization_rule_name='identity', remove_extra_whitespaces=False,
-        max_sentence_length=1 << 24, minloglevel=2, **{key: getattr(spec, key) for key in same},
+        max_sentence_length=1 << 24, minloglevel=2, **{key: getattr(spec, key) for key in options.split()},
     )  # fmt: skip
     learned = sentencepiece_model_pb2.ModelProto.FromString(out.getvalue())
     rank = {p.piece: k for k, p in enumerate(learned.pieces) if p.type == p.NORMAL}
@@ -120,11 +115,8 @@ def candidates(learn, old, spec, number):
         if len(piece) > 1:
             for part in last_merge(piece, rank):
                 made[part] += made[piece]
-    letters = Counter(c.isascii() for text in learn for c in text if c.isalpha())
-    foreign = (
-        letters[False] > letters[True]
-    )  # then Latin letters, and what is ASCII altogether, are not this language's
-    found = []
+    letters, found = Counter(c.isascii() for text in learn for c in text if c.isalpha()), []
+    foreign = letters[False] > letters[True]  # then Latin letters, and what is all ASCII, are not this language's
     for piece, k in rank.items():
         saved = made[piece] * (len(piece.encode()) - 1 if len(piece) == 1 else 1)
         ascii_only = piece.replace('▁', '').isascii()
@@ -138,9 +130,8 @@ def candidates(learn, old, spec, number):
 def with_pieces(model, pieces):
     """A SentencePiece model (ModelProto) with `pieces` behind its own, of lower priority than its merges, as bytes."""
     larger = type(model).FromString(model.SerializeToString())
-    lowest = min(
-        p.score for p in model.pieces if p.type == p.NORMAL and p.score > -1e8
-    )  # Mistral's runs of spaces have -1e9
+    # Mistral's runs of spaces have -1e9
+    lowest = min(p.score for p in model.pieces if p.type == p.NORMAL and p.score > -1e8)
     for k, piece in enumerate(pieces, 1):
         larger.pieces.add(piece=piece, score=lowest - k)
     larger.trainer_spec.vocab_size = len(larger.pieces)
