@@ -1318,6 +1318,7 @@ def test_resume_is_exact(copy, compiled):
     a, b = weights(copy, 'a'), weights(copy, 'b')
     for key in ('model', 'optimizer', 'step', 'best_val', 'recent'):
         assert_same(a[key], b[key])
+    assert b['recent'] == [s['loss'] for s in steps(copy, 'b')]  # what a spike is measured by
 
 
 def test_validation_changes_nothing(copy):
@@ -1867,6 +1868,15 @@ def test_expanded_tokenizer(expansion, mistral):
         saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
         assert float(saved[1]) >= 25
     assert (expansion / 'three.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
+    """The larger tokenizer has pieces, and the model signatures for them, that can never occur."""
+    ranked = [(9, 0, 'नमस'), (8, 1, 'नम')]  # no merge makes the first without the second
+    monkeypatch.setattr(expand, 'candidates', lambda *_: ranked)
+    for number, pieces in ((1, ['नम']), (2, ['नमस', 'नम'])):
+        larger, chosen = expand.expanded(mistral, dict(hi=[]), dict(hi=number))
+        assert chosen == dict(hi=pieces) and larger.tokens[32768:] == pieces
 
 
 @pytest.mark.xdist_group('expand')
@@ -2422,6 +2432,16 @@ BAD = [
         'cfg.py',
         '--init_from=resume',
         '--max_steps=30',
+        'tokenizer_sha256',
+        edit_meta(tokenizer_sha256='0'),
+    ),
+    (
+        'resume on another tokenizer by new_data',
+        'train.py',
+        'cfg.py',
+        '--init_from=resume',
+        '--max_steps=30',
+        '--new_data',
         'tokenizer_sha256',
         edit_meta(tokenizer_sha256='0'),
     ),
