@@ -735,6 +735,8 @@ def main():
         raise InputError('card660 needs --data_dir, the folder of its dataset.tsv')
     if 'bits_per_byte' in wanted and not text:
         raise InputError('bits_per_byte needs --text, a text file')
+    if missing := [p for p in text.split(',') if text and not Path(p).exists()]:
+        raise InputError(f'--text={missing[0]}: no such file or folder')
 
     where, kind = pick_device(device, dtype)
     opened = [open_model(out_dir, released, revision, tokenizer)]

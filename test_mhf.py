@@ -1639,6 +1639,7 @@ def test_other_data_on_request(copy):
     done = ok('train.py', *args, '--new_data', cwd=copy)
     assert 'resumed at step 24, with other data' in done.stdout
     assert weights(copy)['first_step'] == 24 and [e['step'] for e in steps(copy)] == list(range(1, 27))
+    assert weights(copy)['recent'] == [s['loss'] for s in steps(copy)[24:]]  # other text is no spike
     ok('train.py', *args[:-2], '--max_steps=28', '--lr_decay_steps=40', cwd=copy)  # now these are its data
     assert weights(copy)['first_step'] == 24
     other = run('train.py', *args, '--new_data', '--tokenizer=tekken', cwd=copy)

@@ -317,7 +317,7 @@ if ckpt:
             )
     different = [k for k in ckpt['data'] if ckpt['data'][k] != data_identity[k]]
     if different == ['train_sha256'] and new_data:
-        first_step, best_val = start_step, math.inf
+        first_step, best_val, recent = start_step, math.inf, []  # its losses are no measure for the new
     elif different:
         key = different[0]
         raise InputError(
