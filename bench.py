@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from configurator import declared
-from hashing import InputError, did_you_mean, get_tokenizer, signature_table
+from configurator import InputError, configure, declared, did_you_mean
+from hashing import get_tokenizer, signature_table
 from model import MHF, MHFConfig, at_least_float32, pick_device, vocabulary_chunk
 import prepare as preparing
 from prepare import Bins, ahead, batches, read_meta
@@ -77,7 +77,7 @@ dtype = None
 compile = None
 activation_checkpointing = False
 
-exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+config = configure(globals())
 
 # memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, from the makers' data sheets
 GPUS = {

@@ -3,35 +3,84 @@ The settings of a script: its own defaults, then config files, then --key=value 
 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
-A setting is a lower-case `name = literal` line at the top of a script, right after the imports. Config files are Python and run as
-such; what they assign must be a setting of some script here, so one file serves them all. Names that begin with _ are the
-file's own. Every unknown name, missing value or wrong type is refused, all of them at once.
+A script's settings are the lower-case `name = expression` lines between its imports and its line
 
-train.py and the others run this file with exec(), like nanoGPT: it sets their globals and leaves the result in `config`.
+    config = configure(globals())     # overrides what stands above; an imported script keeps its defaults
+
+Config files are Python and run as such; what they assign must be a setting of some script here, so one file serves them all, and
+a variant begins with `from config.mhf_1b import *`. Names that begin with _ are the file's own. Every unknown name, missing
+value or wrong type is refused, all of them at once. Bad input of any kind is an InputError.
 """
 
 import ast
 import builtins  # train.py has a setting called compile
+import difflib
 import functools
 import sys
 import types
 from pathlib import Path
 
-from hashing import InputError, did_you_mean
-
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand.py')
 
 
+class InputError(SystemExit, ValueError):
+    """Bad input from the user. Caught like a ValueError; uncaught, a script ends with one line, 'error: ...', and exit code 1."""
+
+    def __init__(self, message):
+        super().__init__(' '.join(str(message).splitlines()))
+        self.code = f'error: {self}'  # what Python prints of a SystemExit
+
+
+def did_you_mean(word, known):
+    """'; did you mean X?' for the known word nearest to `word`, or ''."""
+    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ''
+
+
+def wrong_type(value, like, name='it'):
+    """
+    The first place in a value read from a file that has another type than `like` says, or ''. `like` is a type, a tuple of
+    types, {key: like}, whose keys must be there, or [like], any number of them.
+    """
+    if isinstance(like, dict):
+        if not isinstance(value, dict):
+            return f'{name}={value!r:.50}'
+        if missing := like.keys() - value.keys():
+            return f'{name} without {", ".join(sorted(missing))}'
+        parts = [(f'{name}.{k}', value[k], v) for k, v in like.items()]
+    elif isinstance(like, list):
+        if not isinstance(value, list):
+            return f'{name}={value!r:.50}'
+        parts = [(f'{name}[{k}]', v, like[0]) for k, v in enumerate(value)]
+    else:
+        bool_for_int = isinstance(value, bool) and like is not bool
+        return f'{name}={value!r:.50}' if bool_for_int or not isinstance(value, like) else ''
+    return next((found for found in (wrong_type(v, l, n) for n, v, l in parts) if found), '')
+
+
+def _calls_configure(node):
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == 'configure'
+
+
 @functools.cache
 def declared(script):
-    """{name: default} of the settings of a script of this repository."""
+    """{name: default} of the settings of a script of this repository. Raises InputError at a line that is no setting."""
+    body = ast.parse((HERE / script).read_text(encoding='utf-8')).body
+    end = next(k for k, node in enumerate(body) if _calls_configure(node))
+    begin = 1 + max(k for k, node in enumerate(body[:end]) if isinstance(node, (ast.Import, ast.ImportFrom)))
     settings = {}
-    for node in ast.parse((HERE / script).read_text(encoding='utf-8')).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id.islower():
-            settings[node.targets[0].id] = ast.literal_eval(node.value)
-        elif settings:
-            break
+    for node in body[begin:end]:
+        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
+        if not (name.isidentifier() and name.islower()):
+            raise InputError(
+                f'{script}, line {node.lineno}: no setting; those are lower-case `name = expression` lines, and what is '
+                'something else stands below `config = configure(globals())`'
+            )
+        try:
+            settings[name] = eval(ast.unparse(node.value), dict(settings))
+        except Exception as e:  # whatever the expression raises
+            raise InputError(f'{script}, line {node.lineno}: {name}: {type(e).__name__}: {e}') from None
     return settings
 
 
@@ -87,19 +136,21 @@ def read_config(path):
                 raise InputError(f"unknown setting '{key}'{did_you_mean(key, known)}")
             settings[key] = converted(key, value, known[key])
         except InputError as e:
-            problems.append(str(e).removeprefix('error: '))
+            problems.append(str(e))
     if problems:
         raise InputError(f'{path}: {", and ".join(problems)}')
     return settings
 
 
-def configure(scope, argv):
+def configure(scope, argv=None):
     """
-    Overrides the settings of the script whose globals are `scope` from argv; returns them all as a dict.
-    Raises InputError with every problem in it.
+    Overrides the settings of the script whose globals are `scope` from argv, which is the command line unless given; returns
+    them all as a dict. A script that is imported keeps its defaults. Raises InputError with every problem in it.
     """
     script = Path(scope['__file__']).name
     mine = declared(script)
+    if argv is None:
+        argv = sys.argv[1:] if scope['__name__'] == '__main__' else []
     if '--help' in argv or '-h' in argv:
         print(ast.get_docstring(ast.parse((HERE / script).read_text(encoding='utf-8'))), '\n\nsettings:')
         print('\n'.join(f'  --{k}={v!r}' for k, v in mine.items()))
@@ -119,12 +170,8 @@ def configure(scope, argv):
                 raise InputError(f'--{key} needs a value: --{key}=...')
             settings[key] = converted(key, parsed(text, mine[key]) if equals else True, mine[key])
         except InputError as e:
-            problems.append(str(e).removeprefix('error: '))
+            problems.append(str(e))
     if problems:
         raise InputError(', and '.join(problems))
     scope.update(settings)
     return settings
-
-
-if __name__ == '__main__':  # true when a script exec()s this file
-    config = configure(globals(), sys.argv[1:])

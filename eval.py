@@ -37,7 +37,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hashing import InputError, did_you_mean, signature_table, tokenizer_fingerprint
+from configurator import InputError, configure, did_you_mean
+from hashing import signature_table, tokenizer_fingerprint
 from model import MHF, at_least_float32, open_model, pick_device, vocabulary_chunk
 from prepare import Bins, read_meta
 
@@ -61,7 +62,7 @@ plot = False  # also draw the comparison, as .png beside the results' file
 device = None
 dtype = None
 
-exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+config = configure(globals())
 
 HERE = Path(__file__).resolve().parent
 # the paper's tasks: shots, metric, column of its table, name of local files

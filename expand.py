@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from hashing import InputError, SentencePieceTokenizer, extend_table, get_tokenizer, signature_table
+from configurator import InputError, configure
+from hashing import SentencePieceTokenizer, extend_table, get_tokenizer, signature_table
 from prepare import Source, at_start, batches
 
 base = 'mistral'  # the tokenizer to expand: mistral, or a .model file
@@ -39,7 +40,7 @@ num_lsh = 0
 single_id = False
 val_fraction = 0.005
 
-exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+config = configure(globals())
 
 # -----------------------------------------------------------------------------
 

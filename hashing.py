@@ -9,7 +9,6 @@ Signatures and tokenizers: everything that turns a token's *string* into hash ID
 """
 
 import base64
-import difflib
 import hashlib
 import json
 import time
@@ -18,43 +17,11 @@ from pathlib import Path
 import mmh3
 import numpy as np
 
+from configurator import InputError, did_you_mean
+
 MAX_BUCKETS = 65536  # a bucket id must fit in uint16
 TRIGRAM_ROWS = 16000  # rows of the LSH projection
 LSH_BITS = 512  # signs per LSH function
-
-
-class InputError(SystemExit, ValueError):
-    """Bad input from the user. Caught like a ValueError; uncaught, a script ends with this one line and exit code 1."""
-
-    def __init__(self, message):
-        super().__init__('error: ' + ' '.join(str(message).splitlines()))
-
-
-def did_you_mean(word, known):
-    """'; did you mean X?' for the known word nearest to `word`, or ''."""
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ''
-
-
-def misfit(value, like, name='it'):
-    """
-    What of a value that was read from a file has another type than `like` says: '' or the first such place. `like` is a type,
-    a tuple of types, {key: like}, whose keys must be there, or [like], any number of them.
-    """
-    if isinstance(like, dict):
-        if not isinstance(value, dict):
-            return f'{name}={value!r:.50}'
-        if missing := like.keys() - value.keys():
-            return f'{name} without {", ".join(sorted(missing))}'
-        parts = [(f'{name}.{k}', value[k], v) for k, v in like.items()]
-    elif isinstance(like, list):
-        if not isinstance(value, list):
-            return f'{name}={value!r:.50}'
-        parts = [(f'{name}[{k}]', v, like[0]) for k, v in enumerate(value)]
-    else:
-        fits = isinstance(value, like) and (isinstance(value, bool) <= (like is bool))
-        return '' if fits else f'{name}={value!r:.50}'
-    return next((found for found in (misfit(v, l, n) for n, v, l in parts) if found), '')
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hashing import InputError, did_you_mean, get_tokenizer, misfit, signature_table, tokenizer_fingerprint
+from configurator import InputError, did_you_mean, wrong_type
+from hashing import get_tokenizer, signature_table, tokenizer_fingerprint
 
 LOSSES = ('exact', 'product')
 
@@ -574,7 +575,7 @@ class MHF(nn.Module):
             if 'sha256' not in ckpt:
                 raise ValueError('it has no sha256: an older train.py wrote it')
             digests = ckpt.pop('sha256')
-            if wrong := misfit(ckpt, CHECKPOINT, 'checkpoint'):
+            if wrong := wrong_type(ckpt, CHECKPOINT, 'checkpoint'):
                 raise ValueError(wrong)
             for key in digests if whole else ('model', 'model_config'):
                 if digest_of_state(ckpt[key]) != digests[key]:

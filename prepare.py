@@ -46,16 +46,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from configurator import declared
-from hashing import (
-    InputError,
-    did_you_mean,
-    fingerprint,
-    get_tokenizer,
-    misfit,
-    signature_table,
-    tokenizer_fingerprint,
-)
+from configurator import InputError, configure, declared, did_you_mean, wrong_type
+from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files or globs of
 # .txt .jsonl .parquet, the first two also as .gz .xz .zst; several separated by commas, as a mixture with @tokens each
@@ -78,6 +70,8 @@ val_bytes = 4000000
 shard_tokens = 100000000
 part = ''  # i/n: reads every n-th file from the i-th (from 0); train.py joins the parts
 num_workers = 0  # processes that tokenise; 0 is one per core
+
+config = configure(globals())
 
 # -----------------------------------------------------------------------------
 
@@ -700,11 +694,11 @@ def read_meta(folder):
             raise
         except (ValueError, OSError, RecursionError) as e:
             raise InputError(f'{path} is damaged ({e}); delete the folder and prepare it again') from None
-        if wrong := misfit(metas[-1], dict(complete=bool), 'meta'):
+        if wrong := wrong_type(metas[-1], dict(complete=bool), 'meta'):
             raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
         if not metas[-1]['complete']:
             raise InputError(f'{folder} is not finished; run prepare.py again with the same settings')
-        if wrong := misfit(metas[-1], META, 'meta') or unlikely(metas[-1]):
+        if wrong := wrong_type(metas[-1], META, 'meta') or unlikely(metas[-1]):
             raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
     meta, *others = metas
     for other in others:
@@ -1122,7 +1116,6 @@ def main(config):
 
 
 if __name__ == '__main__':
-    exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
     try:
         main(config)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hashing import InputError
+from configurator import InputError, configure
 from model import open_model, pick_device
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -29,7 +29,7 @@ tokenizer = ''  # '' is the one the checkpoint was trained with
 device = None  # cuda | cpu | mps; None takes what is there
 dtype = None  # bfloat16 | float32; None is bfloat16 where the hardware has it
 
-exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+config = configure(globals())
 
 # -----------------------------------------------------------------------------
 

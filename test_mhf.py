@@ -42,8 +42,8 @@ import eval as evaluation
 import expand
 import model as model_module
 import prepare
+from configurator import InputError
 from hashing import (
-    InputError,
     extend_table,
     fingerprint,
     get_tokenizer,
@@ -237,7 +237,7 @@ def test_tokenizer_that_cannot_be_downloaded(monkeypatch):
         raise OSError('HTTPSConnectionPool: Max retries\nexceeded')
 
     monkeypatch.setattr(tiktoken, 'get_encoding', offline)
-    with pytest.raises(InputError, match=r"^error: tokenizer 'gpt2' could not be downloaded .*mistral$"):
+    with pytest.raises(InputError, match=r"^tokenizer 'gpt2' could not be downloaded .*mistral$"):
         get_tokenizer('gpt2')
 
 
@@ -2080,7 +2080,7 @@ def test_fuzz_configurator(tmp_path_factory, on_the_command_line, in_the_file):
         assert got.keys() == defaults.keys()
         assert all(defaults[k] is None or type(v) is type(defaults[k]) for k, v in got.items())
     except InputError as e:
-        assert str(e).startswith('error: ') and '\n' not in str(e)
+        assert e.code == f'error: {e}' and '\n' not in str(e)
     assert [p.name for p in folder.iterdir()] == ['c.py']
 
 

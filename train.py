@@ -39,7 +39,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-from hashing import InputError, fingerprint, get_tokenizer, permute, tokenizer_fingerprint
+from configurator import InputError, configure
+from hashing import fingerprint, get_tokenizer, permute, tokenizer_fingerprint
 from model import MHF, MHFConfig, digest_of_state, pick_device
 from prepare import ahead, data_folder, load_meta, load_table, open_bin
 
@@ -97,7 +98,7 @@ activation_checkpointing = False  # keeps only the inputs of the blocks, whose f
 backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
-exec(open(Path(__file__).with_name('configurator.py'), encoding='utf-8').read())
+config = configure(globals())
 
 # -----------------------------------------------------------------------------
 # processes and devices
@@ -217,7 +218,7 @@ if source == 'resume':
                 raise
             if master:
                 print(
-                    f'WARNING: {str(e).removeprefix("error: ")}; going back to the checkpoint before', file=sys.stderr
+                    f'WARNING: {str(e)}; going back to the checkpoint before', file=sys.stderr
                 )
 elif saved:
     raise InputError(f'{saved[0]} exists; go on with it by --init_from=resume, or choose another --out_dir')
@@ -282,7 +283,7 @@ else:
             model.extend_vocabulary(table, meta['gaps'])
         except InputError as e:
             raise InputError(
-                f'{where} cannot be expanded by {data_folder(config)}: {str(e).removeprefix("error: ")}'
+                f'{where} cannot be expanded by {data_folder(config)}: {str(e)}'
             ) from None
     elif source == 'replace':
         if not model.config.num_hashes:
@@ -650,7 +651,7 @@ try:
         if writing and writing.done():
             writing.result()  # a full disk stops the run at once
         if damage:
-            raise InputError(f'{str(damage[0]).removeprefix("error: ")}; stopped at step {step}, {kept()}')
+            raise InputError(f'{str(damage[0])}; stopped at step {step}, {kept()}')
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
