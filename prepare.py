@@ -7,7 +7,6 @@ goes on and ends with the same bytes.
     $ python prepare.py --dataset='books/*.jsonl.xz' --num_hashes=3 --num_buckets=2048
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'      # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4                       # on the first of four machines
-    $ python prepare.py config/mhf_1b.py --resign=data/ids                # signs token ids that were prepared with --num_hashes=0
 
 Writes data_dir/train_000000.bin ... and val_000000.bin (shards in numpy's .npy layout, (tokens, H) uint16; token ids have one
 column), signatures.npy (the table) and meta.json (what they were made from, every shard's digest, and where to go on). Every
@@ -58,11 +57,10 @@ min_score = 0.0  # drops documents whose field `score` (FineWeb-Edu's quality) i
 deduplicate = False  # drops exact repetitions of a document within a part, by means of a file of 40 bytes a document
 on_error = 'stop'  # stop | skip: count what cannot be read, and go on behind it
 # signatures
-num_hashes = 4  # H; 0 writes token ids, for the Standard model, for --resign, or for train.py to sign as it reads
+num_hashes = 4  # H; 0 writes token ids, for the Standard model, or for train.py to sign as it reads
 num_buckets = 16384  # B
 num_lsh = 0  # the first num_lsh coordinates from LSH of trigrams (ablation)
 single_id = False  # one hash on all coordinates, collisions stay (ablation)
-resign = ''  # a folder of token ids to sign, instead of text to read
 # held-out text: every round(1/val_fraction)-th document until val_bytes; of fewer documents than that, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
@@ -1024,84 +1022,6 @@ def report(meta, folder):
         )
 
 
-# -----------------------------------------------------------------------------
-# signing token ids
-
-
-def sign(source, target, table):
-    """One shard of token ids -> one of signatures, written beside, fsynced and renamed; returns its digest."""
-    ids, digest, (V, H) = np.load(source, mmap_mode='r')[:, 0], mmh3.mmh3_x64_128(), table.shape
-    description = dict(descr=table.dtype.str, fortran_order=False, shape=(len(ids), H))
-    if H in (1, 2, 4):  # a row as one number is faster
-        table = table.view(f'u{2 * H}')[:, 0]
-    out = np.empty((1 << 16, *table.shape[1:]), table.dtype)  # fits the cache
-    with open(target.with_suffix('.bin.tmp'), 'wb') as f:
-        np.lib.format.write_array_header_1_0(f, description)
-        for k in range(0, len(ids), len(out)):
-            block = ids[k : k + len(out)]
-            if block.max() >= V:
-                raise InputError(f'{source} has token id {block.max()}, the tokenizer {V} tokens: a damaged bin')
-            rows = np.take(
-                table, block, axis=0, out=out[: len(block)], mode='clip'
-            )  # the default mode copies once more
-            digest.update(rows)
-            f.write(rows)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(target.with_suffix('.bin.tmp'), target)
-    return digest.digest().hex()
-
-
-def resign_folder(config):
-    """Signs the token ids in the folder config['resign'], shard by shard; goes on where it was stopped."""
-    origin = Path(config['resign'])
-    if not config['num_hashes']:
-        raise InputError('resign needs --num_hashes of 1 or more: with 0 there is nothing to sign')
-    try:
-        ids = read_meta(origin)
-    except FileNotFoundError:
-        raise InputError(f'resign={origin}: not a folder of prepare.py') from None
-    if ids['num_hashes']:
-        raise InputError(f'resign={origin} holds signatures (num_hashes={ids["num_hashes"]}); it must hold token ids: prepare '
-                         'those with --num_hashes=0')  # fmt: skip
-    tok = get_tokenizer(config['tokenizer'])
-    if tokenizer_fingerprint(tok) != ids['tokenizer_sha256']:
-        raise InputError(f"resign={origin} was made with tokenizer '{ids['tokenizer']}', not '{config['tokenizer']}'")
-    for path in meta_files(origin):
-        ids = json.loads(path.read_text())
-        mine = config | {k: v for k, v in ids.items() if k in config and k not in ('num_hashes', 'num_buckets')}
-        mine |= {k: config[k] for k in ('num_lsh', 'single_id', 'data_dir')}
-        folder, table = data_folder(mine), table_of(mine, tok)
-        if folder.resolve() == origin.resolve():
-            raise InputError(f'{folder} cannot be signed into itself; choose another --data_dir')
-        recipe = recipe_of(mine)
-        new = ids | recipe | dict(vocabulary_facts(tok, table), complete=False)
-        with locked(folder, path.stem):
-            meta = begun(folder / path.name, recipe | dict(made_from=ids['made_from'])) or deepcopy(new)
-            if meta['complete']:
-                print(f'{folder} is prepared already; delete it to make it again')
-                continue
-            if not (folder / path.name).exists():
-                for p in SPLITS:
-                    meta['splits'][p]['shards'] = []
-            jobs = [(p, s) for p in SPLITS for s in ids['splits'][p]['shards'][len(meta['splits'][p]['shards']) :]]
-            number = min(config['num_workers'] or os.cpu_count(), max(1, len(jobs)))
-            bar = tqdm(total=sum(s['tokens'] for _, s in jobs), unit='token', unit_scale=True, desc='sign', delay=1)
-            with bar, ThreadPoolExecutor(number) as pool:
-                futures = [pool.submit(sign, origin / s['file'], folder / s['file'], table) for _, s in jobs]
-                try:
-                    for (p, s), future in zip(jobs, futures):
-                        meta['splits'][p]['shards'].append(s | dict(digest=future.result()))
-                        bar.update(s['tokens'])
-                        replace_json(folder / path.name, meta)
-                finally:
-                    pool.shutdown(wait=True, cancel_futures=True)
-            save_table(folder, table)
-            meta['complete'] = True
-            replace_json(folder / path.name, meta)
-        report(meta, folder)
-
-
 def main(config):
     for key in ('num_workers', 'num_hashes', 'min_score', 'val_bytes'):
         if config[key] < 0:
@@ -1112,7 +1032,7 @@ def main(config):
         raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     if config['on_error'] not in ('stop', 'skip'):
         raise InputError(f"on_error='{config['on_error']}': must be stop or skip")
-    (resign_folder if config['resign'] else prepare)(config)
+    prepare(config)
 
 
 if __name__ == '__main__':
