@@ -28,7 +28,6 @@ import os
 import platform
 import re
 import signal
-import sqlite3
 import sys
 import sysconfig
 import time
@@ -53,8 +52,6 @@ from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_finge
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>_<signature>
 tokenizer = 'mistral'  # mistral | tekken | gpt2 | cl100k_base | o200k_base | any tiktoken encoding
-min_score = 0.0  # drops documents whose field `score` (FineWeb-Edu's quality) is below; 0 keeps all
-deduplicate = False  # drops exact repetitions of a document within a part, by means of a file of 40 bytes a document
 on_error = 'stop'  # stop | skip: count what cannot be read, and go on behind it
 # signatures
 num_hashes = 4  # H; 0 writes token ids, for the Standard model, or for train.py to sign as it reads
@@ -138,8 +135,8 @@ class Source:
     of local files, of which there are `total` (None where that is not known).
     """
 
-    def __init__(self, dataset, part=(0, 1), min_score=0.0, skip_errors=False):
-        self.min_score, self.skip_errors, self.bar, self.total = min_score, skip_errors, None, None
+    def __init__(self, dataset, part=(0, 1), skip_errors=False):
+        self.skip_errors, self.bar, self.total = skip_errors, None, None
         self.replaced = 0  # bytes that were not UTF-8
         kind, _, name = dataset.partition(':')
         if dataset == 'stdlib':
@@ -262,10 +259,9 @@ class Source:
                 yield '', dict(unreadable=1)
                 continue
             there = list(row) if isinstance(row, dict) else [type(row).__name__]
-            for field in ('text', 'score')[: 1 + (self.min_score > 0)]:
-                if field not in there:
-                    raise InputError(f"{path}, line {n}: no field '{field}'; there are: {', '.join(there)}")
-            yield self._judged(f'{path}, line {n}', row['text'], row.get('score'))
+            if 'text' not in there:
+                raise InputError(f"{path}, line {n}: no field 'text'; there are: {', '.join(there)}")
+            yield _text_of(row['text'], f'{path}, line {n}')
 
     def _parquet(self, path, skip):
         """Only the columns that are needed, a batch ahead of its use, from the row group of row `skip` on."""
@@ -277,32 +273,25 @@ class Source:
         with system.open(name, 'rb') as f:
             try:
                 file = parquet.ParquetFile(f, buffer_size=1 << 22)
-                columns = ['text', 'score'][: 1 + (self.min_score > 0)]
-                for field in columns:
-                    if field not in file.schema_arrow.names:
-                        names = ', '.join(file.schema_arrow.names)
-                        raise InputError(f"{path}: no field '{field}'; there are: {names}")
+                if 'text' not in file.schema_arrow.names:
+                    raise InputError(f"{path}: no field 'text'; there are: {', '.join(file.schema_arrow.names)}")
                 group = 0
                 while group < file.num_row_groups and skip >= file.metadata.row_group(group).num_rows:
                     skip -= file.metadata.row_group(group).num_rows
                     group += 1
                 groups = range(group, file.num_row_groups)
-                for batch in ahead(file.iter_batches(256, row_groups=groups, columns=columns)):
-                    columns_of = [batch[c].to_pylist() for c in columns]
-                    for row in list(zip(*columns_of))[skip:]:
-                        yield self._judged(path, *row)
+                for batch in ahead(file.iter_batches(256, row_groups=groups, columns=['text'])):
+                    for text in batch['text'][skip:].to_pylist():
+                        yield _text_of(text, path)
                     skip = max(0, skip - len(batch))
             except pyarrow.ArrowException as e:
                 raise ValueError(f'damaged parquet: {e}') from None
 
-    def _judged(self, where, text, score=None):
-        if not isinstance(text, (str, type(None))):
-            raise InputError(f"{where}: field 'text' is {type(text).__name__}, expected a string")
-        if self.min_score and not isinstance(score, (int, float, type(None))):
-            raise InputError(f"{where}: field 'score' is {type(score).__name__}, expected a number")
-        if self.min_score and (score is None or score < self.min_score):
-            return '', dict(below_min_score=1)
-        return text or '', {}
+
+def _text_of(value, where):
+    if not isinstance(value, (str, type(None))):
+        raise InputError(f"{where}: field 'text' is {type(value).__name__}, expected a string")
+    return value or '', {}
 
 
 def hub_files(hub_id, name):
@@ -367,29 +356,7 @@ def _pieces(file):
         yield text + file.readline(PIECE_CHARS)
 
 
-class Seen:
-    """
-    Which documents came before: a file of digests, so that memory is bounded. Of equal documents the first in order is the
-    original, whenever the question is asked: after a resume the answers are the same.
-    """
-
-    def __init__(self, path):
-        self.db = sqlite3.connect(path, isolation_level=None)
-        self.db.execute('pragma journal_mode=wal')
-        self.db.execute('create table if not exists seen (digest blob primary key, place text) without rowid')
-        self.db.execute('begin')
-
-    def before(self, text, place):
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        self.db.execute('insert or ignore into seen values (?, ?)', (digest, place))
-        return self.db.execute('select place from seen where digest = ?', (digest,)).fetchone()[0] != place
-
-    def commit(self):
-        self.db.execute('commit')
-        self.db.execute('begin')
-
-
-def documents(source, number, file, row, seen=None):
+def documents(source, file, row):
     """
     From a row of a file on: (file, row, pieces of its text, {what was wrong: how much}). Pieces are stripped, can be encoded as
     UTF-8, and are one where the text is not over PIECE_CHARS; none where the document is dropped.
@@ -405,8 +372,6 @@ def documents(source, number, file, row, seen=None):
                 text = text.encode('utf-8', 'replace').decode()
             if not text and not wrong:
                 wrong = dict(empty=1)
-            if text and seen and seen.before(text, f'{number}/{f}/{n}'):
-                text, wrong = '', wrong | dict(repeated=1)
             if len(text) <= PIECE_CHARS:
                 pieces = [text] if text else []
             else:
@@ -418,13 +383,13 @@ def documents(source, number, file, row, seen=None):
 # tokenising, in worker processes
 
 
-def batches(source, state, val_fraction, val_bytes, seen=None):
+def batches(source, state, val_fraction, val_bytes):
     """
     Batches of (text, held out?), each with the state behind it, from which this goes on with the next one. Held out is every
     k-th document, k = round(1/val_fraction), until val_bytes; of fewer than k documents, the tail of each.
     """
     k_th, state = round(1 / val_fraction), deepcopy(state)
-    rows, first = documents(source, state['source'], state['file'], state['row'], seen), []
+    rows, first = documents(source, state['file'], state['row']), []
     if state['tails'] is None:
         size = found = 0
         for row in rows:
@@ -811,17 +776,7 @@ def locked(folder, name):
 
 def recipe_of(config):
     """The settings that decide what the bins hold."""
-    keys = [
-        'dataset',
-        'tokenizer',
-        'num_hashes',
-        'part',
-        'shard_tokens',
-        'val_fraction',
-        'val_bytes',
-        'min_score',
-        'deduplicate',
-    ]
+    keys = ['dataset', 'tokenizer', 'num_hashes', 'part', 'shard_tokens', 'val_fraction', 'val_bytes']
     return {k: config[k] for k in keys + ['num_buckets', 'num_lsh', 'single_id'] * (config['num_hashes'] > 0)}
 
 
@@ -884,7 +839,7 @@ def prepare(config):
     tok = get_tokenizer(config['tokenizer'])
     table = table_of(config, tok)
     wanted = mixture(config['dataset'])
-    sources = [Source(name, (i, n), config['min_score'], config['on_error'] == 'skip') for name, _ in wanted]
+    sources = [Source(name, (i, n), config['on_error'] == 'skip') for name, _ in wanted]
     made_from = [s.made_from for s in sources]
     facts = vocabulary_facts(tok, table)
     with locked(folder, path.stem):
@@ -902,7 +857,6 @@ def prepare(config):
             splits={p: dict(tokens=0, documents=0, bytes=0, shards=[], unfinished=0) for p in SPLITS},
             progress=at_start(0),
         )
-        seen = Seen(folder / f'.seen_{i}of{n}') if config['deduplicate'] else None
         dtype = np.uint16 if table is not None or len(tok.tokens) <= 65536 else np.uint32
         names = {p: f'{p}_{i}of{n}' if config['part'] else p for p in SPLITS}
         shards = {
@@ -915,8 +869,6 @@ def prepare(config):
             for p in SPLITS:
                 meta['splits'][p]['unfinished'] = shards[p].sync()
             meta['progress'] = state
-            if seen:
-                seen.commit()
             replace_json(path, meta)
 
         totals = [s.total for s in sources]
@@ -938,9 +890,7 @@ def prepare(config):
                     if measured:
                         source.bar = bar
                         source.passed(state['file'])
-                    feed = batches(
-                        source, state, config['val_fraction'], config['val_bytes'] // (n * len(sources)), seen
-                    )
+                    feed = batches(source, state, config['val_fraction'], config['val_bytes'] // (n * len(sources)))
                     for result, behind in tokenised(pool, 3 * number, feed):
                         whole = False
                         if entry['wanted']:  # up to the document that reaches it
@@ -993,10 +943,8 @@ def prepare(config):
             for s in shards.values():
                 if s.file:
                     s.file.close()
-            if seen:
-                seen.db.close()
             if meta['complete'] or not path.exists():
-                leftovers = [folder.glob(f'.seen_{i}of{n}*')]
+                leftovers = []
                 if not meta['complete']:
                     leftovers += [folder.glob(f'{names[p]}_[0-9]*.bin*') for p in SPLITS] + [
                         folder.glob(f'{path.stem}.tmp')
@@ -1023,7 +971,7 @@ def report(meta, folder):
 
 
 def main(config):
-    for key in ('num_workers', 'num_hashes', 'min_score', 'val_bytes'):
+    for key in ('num_workers', 'num_hashes', 'val_bytes'):
         if config[key] < 0:
             raise InputError(f'{key}={config[key]}: must not be negative')
     if config['shard_tokens'] < 1:

@@ -993,7 +993,6 @@ def test_kill_prepare(tmp_path):
         '--shard_tokens=30000',
         '--val_fraction=0.01',
     ]
-    args += ['--deduplicate']
     begin = time.monotonic()
     ok('prepare.py', *args, '--data_dir=straight', '--num_workers=1', cwd=tmp_path)
     length, wanted = time.monotonic() - begin, bins_of(tmp_path / 'straight')
@@ -1022,7 +1021,7 @@ def test_kill_prepare(tmp_path):
     ok('prepare.py', *args, '--data_dir=killed', '--num_workers=2', cwd=tmp_path)
     assert bins_of(tmp_path / 'killed') == wanted and len(wanted) > 20
     metas = [json.loads((tmp_path / d / 'meta.json').read_text()) for d in ('straight', 'killed')]
-    assert metas[0] == metas[1] and metas[0]['sources'][0]['wrong']['repeated'] == len(texts)
+    assert metas[0] == metas[1]
     assert not [p for p in (tmp_path / 'killed').iterdir() if p.suffix == '.tmp' or p.name.startswith('.')]
 
 
@@ -1042,17 +1041,14 @@ def test_what_is_dropped_and_why(tmp_path, mistral, capsys, monkeypatch):
     with pytest.raises(InputError, match='line 4: not JSON'):
         run_prepare(dataset=files, data_dir=out)
     assert not Path(out).exists()
-    run_prepare(dataset=files, data_dir=out, on_error='skip', min_score=0.5, deduplicate=True)
+    run_prepare(dataset=files, data_dir=out, on_error='skip')
     said = capsys.readouterr().out
     wrong = prepare.read_meta(Path(out))['sources'][0]['wrong']
-    assert wrong['unreadable'] == 2 and wrong['below_min_score'] >= 4 and wrong['empty'] == 1
+    assert wrong['unreadable'] == 2 and wrong['empty'] == 1
     assert all(f'{k.replace("_", " ")} {n}' in said for k, n in wrong.items())
     ids = np.concatenate([np.load(f'{out}/{p}_000000.bin')[:, 0] for p in prepare.SPLITS])
     texts = mistral.decode(ids.tolist())
-    assert [texts.count(f'number {i}') for i in (4, 5, 8)] == [0, 1, 1] and 'x' * 900 in texts
-    with pytest.raises(InputError, match="no field 'score'"):
-        write_jsonl(tmp_path / 'c.jsonl', ['one', 'two'])
-        run_prepare(dataset=str(tmp_path / 'c.jsonl'), data_dir=out + '2', min_score=1.0)
+    assert [texts.count(f'number {i}') for i in (3, 4, 7)] == [0, 1, 2] and 'x' * 900 in texts
 
 
 def test_parts_and_mixtures(tmp_path, mistral):
@@ -1134,7 +1130,7 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
     monkeypatch.setitem(prepare.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
     monkeypatch.setattr(prepare, 'PAUSES', (0, 0))
     monkeypatch.setattr(prepare, 'BATCH_CHARS', 2000)
-    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'good'), min_score=2.0)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'good'))
     wanted = bins_of(tmp_path / 'good')
     ids = np.load(tmp_path / 'good/train_000000.bin')[:, 0].tolist()
     in_order = [t.strip() for i in range(3) for t in texts[i::3]]
@@ -1151,18 +1147,18 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
             yield row
 
     monkeypatch.setattr(prepare.Source, '_parquet', parquet)
-    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'shaky'), min_score=2.0)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'shaky'))
     assert bins_of(tmp_path / 'shaky') == wanted and any(map(down, range(len(calls))))
     calls.clear()
     down = lambda n: n > 25
     with pytest.raises(InputError, match='the network does not give it.*tried 3 times'):
-        run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'), min_score=2.0)
+        run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'))
     kept = json.loads((tmp_path / 'broken/meta.json').read_text())
     assert kept['splits']['train']['tokens'] > 100 and not kept['complete']
     monkeypatch.undo()
     monkeypatch.setitem(prepare.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
     monkeypatch.setattr(prepare, 'BATCH_CHARS', 2000)
-    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'), min_score=2.0)
+    run_prepare(dataset='fineweb-edu', data_dir=str(tmp_path / 'broken'))
     assert bins_of(tmp_path / 'broken') == wanted
     with pytest.raises(InputError, match='which language'):
         prepare.Source('fineweb-2')
@@ -2470,14 +2466,6 @@ BAD = [
         lambda f: (f / 'out/ckpt.pt.tmp').mkdir(),
     ),
     ('resume with another seed', 'train.py', 'cfg.py', '--init_from=resume', '--seed=7', 'seed=', None),
-    (
-        'score is no number',
-        *P,
-        '--dataset=e.jsonl',
-        '--min_score=1',
-        "'score' is str",
-        damage('e.jsonl', lambda _: b'{"text": "x", "score": "high"}'),
-    ),
     ('export of nothing', *T, '--export=x', 'needs --init_from=resume', None),
     ('export over a folder', 'train.py', 'cfg.py', '--init_from=resume', '--export=bins', 'there already', None),
     ('keep', *T, '--keep=-1', 'keep=-1', None),
