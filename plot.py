@@ -1,0 +1,62 @@
+"""
+Every picture of this repository: functions of plain data that write a .png file. train.py draws its loss, expand.py what
+new tokens save, eval.py its scores.
+"""
+
+# what log.jsonl calls a curve -> its label, its style
+CURVES = {
+    'loss': ('training loss', dict(lw=0.8, alpha=0.6)),
+    'val_loss': ('validation: training loss', dict(marker='o')),
+    'val_nats': ('validation: -log P(w)', dict(marker='o')),
+}
+
+
+def figure(width, height):
+    """matplotlib's figure and axes, which need no screen."""
+    # imported here: few who import this module draw
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width, height))
+    return fig, fig.add_subplot()
+
+
+def save(fig, ax, path, **labels):
+    ax.set(**labels)
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
+
+
+def loss_curve(events, title, path):
+    """
+    Losses against tokens, from the lines of a log.jsonl: dicts with step and tokens, some with loss, val_loss or val_nats.
+    Of a step that occurs twice, because a resumed run made it again, the last line counts.
+    """
+    curves = {name: {e['step']: (e['tokens'], e[name]) for e in events if name in e} for name in CURVES}
+    # the training loss is -log P(w): one curve
+    if curves['val_loss'] == curves['val_nats']:
+        del curves['val_loss']
+    fig, ax = figure(8, 5)
+    for name, points in curves.items():
+        if points:
+            label, style = CURVES[name]
+            ax.plot(*zip(*sorted(points.values()), strict=True), label=label, **style)
+    ax.grid(alpha=0.3)
+    save(fig, ax, path, xlabel='tokens', ylabel='nats per token', title=title)
+
+
+def bars(labels, groups, path, ylabel, title='', fmt=None, errors=None):
+    """
+    For each label a bar of each group, side by side. groups is {name in the legend: values}, one a label, None for no bar;
+    fmt, like '%.2f', writes the values above their bars; errors is {name of a group: the errors of its values}.
+    """
+    width, errors = 0.8 / len(groups), errors or {}
+    fig, ax = figure(max(5, 1.2 * len(labels)), 4.5)
+    for k, (name, values) in enumerate(groups.items()):
+        places = [i + (k - (len(groups) - 1) / 2) * width for i in range(len(labels))]
+        heights = [float('nan') if v is None else v for v in values]
+        drawn = ax.bar(places, heights, width, yerr=errors.get(name), label=name)
+        if fmt:
+            ax.bar_label(drawn, fmt=fmt, fontsize=8)
+    many = len(labels) > 5 or any(len(label) > 14 for label in labels)
+    ax.set_xticks(range(len(labels)), labels, rotation=45 if many else 0, ha='right' if many else 'center')
+    save(fig, ax, path, ylabel=ylabel, title=title)
