@@ -1,6 +1,6 @@
 """
-Every picture of this repository: functions of plain data that write a .png file. train.py draws its loss, expand.py what
-new tokens save, eval.py its scores.
+Every picture of this repository: functions of plain data that write a .png file. train.py draws its loss, expand.py
+what new tokens save, eval.py its scores.
 """
 
 # what log.jsonl calls a curve -> its label, its style
@@ -28,7 +28,7 @@ def save(fig, ax, path, **labels):
 
 def loss_curve(events, title, path):
     """
-    Losses against tokens, from the lines of a log.jsonl: dicts with step and tokens, some with loss, val_loss or val_nats.
+    Losses against tokens, from the lines of a log.jsonl: dicts with step and tokens, and loss, val_loss or val_nats.
     Of a step that occurs twice, because a resumed run made it again, the last line counts.
     """
     curves = {name: {e['step']: (e['tokens'], e[name]) for e in events if name in e} for name in CURVES}
@@ -46,7 +46,7 @@ def loss_curve(events, title, path):
 
 def bars(labels, groups, path, ylabel, title='', fmt=None, errors=None):
     """
-    For each label a bar of each group, side by side. groups is {name in the legend: values}, one a label, None for no bar;
+    For each label a bar of each group, side by side. groups is {name in the legend: values}, None for no bar;
     fmt, like '%.2f', writes the values above their bars; errors is {name of a group: the errors of its values}.
     """
     width, errors = 0.8 / len(groups), errors or {}
