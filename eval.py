@@ -7,7 +7,6 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.txt,en.txt
     $ python eval.py --tasks=card660 --data_dir=card660
-    $ python eval.py --tasks=latency                                          # what normalising over the vocabulary costs
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
 Writes results.json beside the checkpoint (or to --save); an interrupted evaluation goes on where it stopped.
@@ -21,14 +20,10 @@ import json
 import logging
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +33,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from configurator import InputError, configure, did_you_mean
-from hashing import signature_table, tokenizer_fingerprint
-from model import MHF, at_least_float32, open_model, pick_device, vocabulary_chunk
+from hashing import tokenizer_fingerprint
+from model import at_least_float32, open_model, pick_device, vocabulary_chunk
 from prepare import Bins, read_meta
 
 # what to evaluate
@@ -47,7 +42,7 @@ out_dir = ''  # the folder of the checkpoint; '' is the newest one under the wor
 released = ''  # or a released model: a folder, or a hub id
 revision = ''  # of the hub id
 tokenizer = ''  # '' is the one the checkpoint was trained with
-# on what: paper | bits_per_byte | card660 | latency | any of lm-eval's tasks or of eval_tasks/, several separated by commas
+# on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
 text = ''  # of bits_per_byte: text files, or folders of prepare.py, of which the held-out split is read, separated by commas
@@ -93,14 +88,13 @@ PUBLISHED = {
     '3B Standard': (2775, 0, (28.64, 60.23, 65.00, 31.80, 65.83, 39.65, 29.76, 64.80, 38.28, 62.26)),
     '3B H4B16K': (2775, 4, (37.26, 66.88, 68.00, 34.60, 68.39, 42.89, 30.91, 70.60, 40.74, 64.13)),
 }
-OURS = ('paper', 'bits_per_byte', 'card660', 'latency')
+OURS = ('paper', 'bits_per_byte', 'card660')
 PERCENT = (
     'acc_norm',
     'acc',
     'f1',
     'exact_match',
 )  # metrics that are shares; the first of these that a task has is shown
-LATENCY = dict(MultiHashFormer=97.38, Standard=96.42)  # ms, the paper's appendix: 1B on one MI300X
 
 
 # -----------------------------------------------------------------------------
@@ -537,43 +531,6 @@ def card660(scorer, tok):
 
 
 # -----------------------------------------------------------------------------
-# what normalising costs
-
-
-@torch.no_grad()
-def latency(scorer, tok, dtype, passes=10):
-    """
-    Milliseconds for P(w) of every token of one sequence as long as the model's context, normalised over the vocabulary, for a
-    MultiHashFormer and the Standard model of the same backbone in turn: mean and standard deviation. The one that is not at
-    hand has random weights, and H=4, B=16,384 if it is the MultiHashFormer. Weights are in `dtype`.
-    """
-    c = scorer.model.config
-    other = replace(c, num_hashes=0) if c.num_hashes else replace(c, num_hashes=4, num_buckets=16384)
-    table = None if c.num_hashes else signature_table(tok.tokens, other.num_hashes, other.num_buckets, pad_id=tok.pad)
-    other = MHF(other, table, gaps=(~scorer.model.is_token).nonzero()[:, 0].tolist())
-    models = (scorer.model, other) if c.num_hashes else (other, scorer.model)
-    models = {name: deepcopy(m).to(scorer.device, dtype).eval() for name, m in zip(LATENCY, models)}
-    for m in models.values():
-        m.config = replace(m.config, loss='exact')
-    ids = scorer.model.is_token.nonzero()[:, 0]
-    ids = ids[torch.randint(len(ids), (1, c.block_size + 1), generator=torch.Generator().manual_seed(seed))]
-    seconds = {name: [] for name in models}
-    for k in tqdm(range(passes + 1), desc='latency', leave=False):  # the first is to warm up
-        for name, m in models.items():
-            s = m.signatures[ids.to(scorer.device)]
-            begin = time.perf_counter()
-            m(s[:, :-1], s[:, 1:]).item()  # waits for the device
-            seconds[name].append(time.perf_counter() - begin)
-    results = dict(tokens=c.block_size, passes=passes)
-    for name, times in seconds.items():
-        results[f'{name}_ms'] = 1e3 * statistics.mean(times[1:])
-        results[f'{name}_ms_deviation'] = 1e3 * statistics.stdev(times[1:])
-    ratio = lambda a: a['MultiHashFormer'] / a['Standard']
-    results['ratio'] = ratio({name: statistics.mean(times[1:]) for name, times in seconds.items()})
-    return results | dict(published_ratio_1B=ratio(LATENCY))
-
-
-# -----------------------------------------------------------------------------
 
 
 def nearest_published(c, decoder):
@@ -714,8 +671,6 @@ def measure(model, tok, which, wanted, target, where, kind, known):
             results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, known) for path in text.split(',')}
         if 'card660' in wanted:
             results['card660'] = card660(scorer, tok)
-        if 'latency' in wanted:
-            results['latency'] = latency(scorer, tok, getattr(torch, kind))
     finally:
         if world_size > 1:
             dist.broadcast_object_list([None])

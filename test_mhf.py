@@ -2844,7 +2844,7 @@ def test_eval(trained, tmp_path):
         f'--data_dir={tmp_path}',
         '--tokenizer=mistral',
     ]
-    every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660,latency', f'--text={tmp_path}/text.txt']
+    every = [*base, '--tasks=arc_easy,record,bits_per_byte,card660', f'--text={tmp_path}/text.txt']
 
     def results(name, *args, **kwargs):
         done = ok('eval.py', *args, f'--save={tmp_path}/{name}.json', cwd=tmp_path, **kwargs)
@@ -2862,7 +2862,6 @@ def test_eval(trained, tmp_path):
         assert [(t, r['score']) for t, r in other['tasks'].items()] == [
             (t, r['score']) for t, r in one['tasks'].items()
         ]
-    assert one['latency']['MultiHashFormer_ms'] > 0 and one['latency']['Standard_ms'] > 0
     split, _ = results('split', *base, '--tasks=bits_per_byte', f'--text={trained}/bins')
     meta = json.loads((trained / 'bins' / 'meta.json').read_text())['splits']['val']
     values = split['bits_per_byte'][f'{trained}/bins']
