@@ -502,9 +502,7 @@ def bench_infer():
 
 
 def bench_prepare():
-    """prepare.py on all cores against the bare tokenizer and `datasets`; signing against cp; reading against training."""
-    import datasets
-
+    """prepare.py on all cores against the bare tokenizer; signing against cp; reading against training."""
     globals()['__file__'] = None  # or worker processes would run this file again
     what = 'stdlib' if dataset.partition(':')[0] in preparing.HUB else dataset
     cores = os.cpu_count()
@@ -515,36 +513,15 @@ def bench_prepare():
         folder = Path(folder)
         made = [b for b, _ in batches(preparing.Source(what), preparing.at_start(0), 0.01, 4e6)]
         size = sum(len(t.encode()) for b in made for t, _ in b)
-        plain = folder / 'texts.jsonl'  # for `datasets`
-        plain.write_text(''.join(dumps(dict(text=t)) + '\n' for b in made for t, _ in b))
         list(pool.map(preparing._tokenise, made[: 2 * cores]))  # every worker has its tokenizer
 
         def whole():
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 preparing.main(settings | dict(data_dir=str(folder / 'ids')))
 
-        def ids_of(row):
-            if not hasattr(preparing, '_tokenizer'):
-                preparing._start_worker(tokenizer)
-            ids = [preparing._tokenizer.bos, *preparing._tokenizer.encode([row['text']])[0]]
-            return dict(ids=ids, length=len(ids))
-
-        def by_datasets():
-            datasets.disable_progress_bars()
-            rows = datasets.load_dataset('json', data_files=str(plain), split='train', cache_dir=str(folder / 'cache'))
-            rows = rows.map(ids_of, remove_columns=['text'], num_proc=cores)
-            bin = np.memmap(folder / 'datasets.bin', np.uint16, 'w+', shape=(sum(rows['length']),))
-            k, number = 0, min(1024, len(rows))
-            for i in range(number):
-                ids = np.concatenate(rows.shard(number, i, contiguous=True).with_format('numpy')['ids'])
-                bin[k : k + len(ids)] = ids
-                k += len(ids)
-            bin.flush()
-            shutil.rmtree(folder / 'cache')
-
-        seconds = {'the tokenizer alone': [], 'prepare.py': [], '`datasets`, as in nanoGPT': []}
+        seconds = {'the tokenizer alone': [], 'prepare.py': []}
         for k in range(repeats):
-            works = (lambda: list(pool.map(preparing._tokenise, made)), whole, by_datasets)
+            works = (lambda: list(pool.map(preparing._tokenise, made)), whole)
             for times, work in zip(seconds.values(), works):
                 shutil.rmtree(folder / 'ids', ignore_errors=True)
                 begin = time.perf_counter()
