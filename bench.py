@@ -1,10 +1,9 @@
 """
 What a config costs, measured on this machine beside what the machine can do; MultiHashFormer and Standard in turn.
 
-    $ python bench.py config/mhf_tiny.py                                   # everything but eval
+    $ python bench.py config/mhf_tiny.py                                   # everything
     $ python bench.py config/mhf_100m.py --micro_batch_size=1 --parts=train,head
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
-    $ python bench.py --parts=eval --data_dir=benchmarks                   # eval.py against lm-eval's own Hugging Face path
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, days and disk, nothing is allocated
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a step
@@ -17,7 +16,6 @@ import ctypes
 import functools
 import gc
 import io
-import logging
 import os
 import shutil
 import statistics
@@ -25,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from copy import deepcopy
 from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
@@ -43,13 +40,10 @@ import prepare as preparing
 from prepare import Bins, ahead, batches, read_meta
 
 # what to do
-parts = 'train,head,generate,infer,prepare'  # and eval, which needs the packages for tests, and data
+parts = 'train,head,generate,infer,prepare'
 repeats = 3  # of each measurement; the median counts
 head_tokens = '4096'  # tokens of the head alone, one number or several
 new_tokens = 64  # of generation
-benchmarks = 'hellaswag'  # tasks of the part eval
-data_dir = ''  # local files of these tasks instead of the hub
-documents = 40  # per task; 0 is all
 json = False  # one JSON object instead of tables
 # --plan, without allocating anything
 plan = False
@@ -90,7 +84,7 @@ GPUS = {
     'L40S': (48, 362),
     'RTX4090': (24, 165),
 }
-PARTS = ('train', 'head', 'generate', 'infer', 'prepare', 'eval')
+PARTS = ('train', 'head', 'generate', 'infer', 'prepare')
 PUBLISHED_1B = 97.38, 96.42  # ms of inference, MultiHashFormer and Standard: the paper's appendix, one MI300X
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
@@ -493,11 +487,7 @@ def bench_infer():
     ours, theirs = PUBLISHED_1B
     say(f'published, 1B on one MI300X: {ours} ms / {theirs} ms = {ours / theirs:.2f}')
     results['infer'] = dict(
-        seconds=got,
-        time=ratio,
-        flops=flop_ratio,
-        time_over_flops=ratio / flop_ratio,
-        published_time_1B=ours / theirs,
+        seconds=got, time=ratio, flops=flop_ratio, time_over_flops=ratio / flop_ratio, published_time_1B=ours / theirs
     )
 
 
@@ -567,75 +557,6 @@ def bench_prepare():
         share = f', {trained / loading:.1%} of the time of a training step' if trained else ''
         say(f'reading: {loading / 1e6:.1f} M tokens/s{share}')
     results['prepare'] = dict(bytes_per_s=rates, signing_bytes_per_s=signing, reading_tokens_per_s=loading)
-
-
-def bench_eval():
-    """Requests per second and scores of eval.py and of lm-eval's own Hugging Face path, with the same Standard weights."""
-    logging.disable(logging.WARNING)
-    import tokenizers
-    from lm_eval.models.huggingface import HFLM
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    import eval as evaluation
-
-    class HuggingFace(HFLM):
-        """Given the same token ids: bos, then the context."""
-
-        def tok_encode(self, string, *args, **kwargs):
-            return list(tok.encode([string])[0])
-
-        def _loglikelihood_tokens(self, requests, *args, **kwargs):
-            return super()._loglikelihood_tokens([(key, [tok.bos, *c], y) for key, c, y in requests], *args, **kwargs)
-
-    c = kinds['Standard']
-    sizes = dict(
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        **{k: getattr(c, k) for k in ('vocab_size', 'hidden_size', 'intermediate_size', 'head_dim')},
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=block_size, tie_word_embeddings=True, **sizes))
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = MHF.from_pretrained(folder).to(device).eval()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'<s>': tok.bos}, unk_token='<s>'))
-    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token='<s>', pad_token='<s>')
-
-    def hugging_face(precision):
-        model = deepcopy(theirs).to(device, getattr(torch, precision)).eval()
-        return HuggingFace(pretrained=model, backend='causal', tokenizer=words, batch_size=16, max_length=block_size)
-
-    scorer = evaluation.Scorer(ours, tok.bos, batch_size, evaluation.tokens_that_fit(ours), autocast)
-    paths = {'eval.py': evaluation.harness(scorer, tok)}
-    paths |= {f"lm-eval's hf, {precision}": hugging_face(precision) for precision in dict.fromkeys(('float32', dtype))}
-    spent, sent = {}, {}
-    for name, lm in paths.items():
-
-        def timed_requests(requests, *args, name=name, score=lm._loglikelihood_tokens, **kwargs):
-            begin = time.perf_counter()
-            results = score(requests, *args, **kwargs)
-            spent[name], sent[name] = time.perf_counter() - begin, len(requests)
-            return results
-
-        lm._loglikelihood_tokens = timed_requests
-    evaluation.data_dir, evaluation.limit = data_dir, documents
-    rows = {}
-    for task in benchmarks.split(','):
-        rates = {name: [] for name in paths}
-        for _ in tqdm(
-            range(repeats + 1), leave=False, disable=json or not sys.stderr.isatty()
-        ):  # the first is to warm up
-            for name, lm in paths.items():
-                with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's bars
-                    scores = evaluation.run_tasks([task], lm, None)[0]['results'][task]
-                rates[name].append(sent[name] / spent[name])
-                rows[task, name] = {m: v for m, v in scores.items() if m.startswith('acc')}
-        say(f'\n{task}, {sent[name]:,} requests, eval.py in {dtype}')
-        say(f'{"":<24}{"requests/s":>12}{"eval.py is faster by":>22}{"accuracy":>10}')
-        for name in paths:
-            rate, rows[task, name]['requests_per_s'] = [statistics.median(rates[n][1:]) for n in ('eval.py', name)]
-            r = rows[task, name]
-            say(f'{name:<24}{r["requests_per_s"]:>12.1f}{rate / r["requests_per_s"]:>22.2f}{r["acc,none"]:>10.4f}')
-    results['eval'] = [dict(task=task, path=name, **r) for (task, name), r in rows.items()]
 
 
 # -----------------------------------------------------------------------------

@@ -2872,19 +2872,6 @@ def test_eval(trained, tmp_path):
     assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
 
 
-def test_same_scores_as_lm_eval_s_own_path(trained, tmp_path):
-    """With the same Standard weights eval.py and lm-eval's Hugging Face path give other accuracies, from real local files if there."""
-    small_tasks(tmp_path)
-    data = tmp_path if not (SHARED / 'data/eval').is_dir() else SHARED / 'data/eval'
-    few = ['--parts=eval', '--benchmarks=piqa,arc_easy', '--documents=10', '--repeats=1']
-    few += ['--block_size=512', '--dtype=float32']
-    rows = json.loads(ok('bench.py', 'cfg.py', '--json', *few, f'--data_dir={data}', cwd=trained).stdout)['eval']
-    scores = {(r['task'], r['path']): (r['acc,none'], r['acc_norm,none']) for r in rows}
-    assert len(scores) == 4
-    for task in ('piqa', 'arc_easy'):
-        assert scores[task, 'eval.py'] == scores[task, "lm-eval's hf, float32"]
-
-
 @pytest.fixture(scope='session')
 def bad_runs(trained, request, tmp_path_factory):
     """Every collected row of BAD, started on all cores at once: {name: future}."""
