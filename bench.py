@@ -19,7 +19,6 @@ import io
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -492,7 +491,7 @@ def bench_infer():
 
 
 def bench_prepare():
-    """prepare.py on all cores against the bare tokenizer; signing against cp; reading against training."""
+    """prepare.py on all cores against the bare tokenizer; reading against training."""
     globals()['__file__'] = None  # or worker processes would run this file again
     what = 'stdlib' if dataset.partition(':')[0] in preparing.HUB else dataset
     cores = os.cpu_count()
@@ -523,29 +522,7 @@ def bench_prepare():
             say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
 
         whole()
-        sign = settings | dict(resign=str(folder / 'ids'), num_hashes=H, num_buckets=B, data_dir=str(folder / 'signed'))
-        meta = read_meta(folder / 'ids')
-        written = sum(meta['splits'][p]['tokens'] for p in preparing.SPLITS) * 2 * H
-        times = {'resign': [], 'cp': [], 'cp and fsync': []}
-        for _ in range(repeats + 2):
-            for name in ('signed', 'copy'):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            begin = time.perf_counter()
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                preparing.main(sign)
-            times['resign'].append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            subprocess.run(['cp', '-r', folder / 'signed', folder / 'copy'], check=True)
-            times['cp'].append(time.perf_counter() - begin)
-            for path in (folder / 'copy').iterdir():
-                with open(path) as f:
-                    os.fsync(f.fileno())
-            times['cp and fsync'].append(time.perf_counter() - begin)
-        signing = {name: written / statistics.median(t[1:]) for name, t in times.items()}
-        shares = ', '.join(f'{signing["resign"] / signing[name]:.0%} of {name}' for name in ('cp', 'cp and fsync'))
-        say(f'signing {written / 1e6:,.0f} MB: {signing["resign"] / 1e9:.2f} GB/s, fsync included; {shares}')
-
-        rows, n = Bins(folder / 'signed', read_meta(folder / 'signed')['splits']['train'], H), 0
+        rows, n = Bins(folder / 'ids', read_meta(folder / 'ids')['splits']['train'], 1), 0
         starts = np.random.default_rng(0).integers(0, max(1, len(rows) - block_size), 64)
         begin = time.perf_counter()
         for batch in ahead(
@@ -556,7 +533,7 @@ def bench_prepare():
         trained = results.get('train', {}).get('exact', {}).get('tokens_per_s')
         share = f', {trained / loading:.1%} of the time of a training step' if trained else ''
         say(f'reading: {loading / 1e6:.1f} M tokens/s{share}')
-    results['prepare'] = dict(bytes_per_s=rates, signing_bytes_per_s=signing, reading_tokens_per_s=loading)
+    results['prepare'] = dict(bytes_per_s=rates, reading_tokens_per_s=loading)
 
 
 # -----------------------------------------------------------------------------
