@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -543,14 +542,6 @@ def nearest_published(c, decoder):
     return min(PUBLISHED, key=distance)
 
 
-def commit():
-    try:
-        done = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=HERE, capture_output=True, text=True)
-        return done.stdout.strip() or None
-    except OSError:
-        return None
-
-
 def show(results):
     """The tables."""
     name, scores = results['published']['model'], results.get('tasks', {})
@@ -714,7 +705,7 @@ def main():
     if measured[-1] is None:
         return
     versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
-    results = dict(commit=commit(), versions=versions, settings=config, device=where, dtype=kind) | measured[-1]
+    results = dict(versions=versions, settings=config, device=where, dtype=kind) | measured[-1]
     for part in measured:
         show(part)
     if before:
