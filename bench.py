@@ -28,13 +28,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from configurator import InputError, configure, declared, did_you_mean
 from hashing import get_tokenizer, signature_table
-from model import MHF, MHFConfig, at_least_float32, pick_device, vocabulary_chunk
+from model import MHF, MHFConfig, pick_device, vocabulary_chunk
 import prepare as preparing
 from prepare import Bins, ahead, batches, read_meta
 
@@ -383,15 +382,6 @@ def bench_train():
     results['train'] = rows
 
 
-def plain_head(model, h, y):
-    """The lean head's twin: all logits at once, gradients by autograd."""
-    o = model.cascade(h)
-    if model.config.loss == 'exact' and model.config.num_hashes:
-        oT = at_least_float32(torch.cat(o))
-        return (model.token_scores(oT).logsumexp(0) - oT.gather(0, model.rows(y).T).sum(0)).sum()
-    return sum(F.cross_entropy(at_least_float32(o_i.T), y_i, reduction='sum') for o_i, y_i in zip(o, y.T))
-
-
 def bench_head():
     """Forward and backward of the head alone, lean and plain."""
     say('\nhead alone, forward and backward; memory beyond parameters and their gradients')
@@ -404,10 +394,11 @@ def bench_head():
             y = random_tokens(model, n)
             gradients = 4 * (h.numel() + model.embed.weight.numel() + sum(p.numel() for p in model.mixers.parameters()))
 
-            def run(measure, head):
+            def run(measure, plain):
                 def work():
+                    model.plain_head = plain
                     with autocast():
-                        total = head(h, y)
+                        total = model.head_loss(h, y)
                     (total / n).backward()
 
                 result = measure(work)
@@ -415,10 +406,7 @@ def bench_head():
                 h.grad = None
                 return result
 
-            runs = dict(
-                lean=lambda measure: run(measure, model.head_loss),
-                plain=lambda measure: run(measure, lambda h, y: plain_head(model, h, y)),
-            )
+            runs = dict(lean=lambda measure: run(measure, plain=False), plain=lambda measure: run(measure, plain=True))
             numbers = n * (c.coordinates * c.buckets + (c.vocab_size if name == 'exact' else 0))
             if 24 * numbers > free_memory():
                 runs.pop('plain')
