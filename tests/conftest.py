@@ -1,0 +1,348 @@
+"""
+What the tests of the scripts share. Above all run(): a script as a user runs it, in a child forked from a process that
+has torch and its like imported already; 3 seconds of importing each would be most of the time of the tests.
+
+Tests that need the project's shared/ folder beside the clone skip without it; with MHF_STRICT=1 a skip is a failure.
+"""
+
+import hashlib
+import importlib
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED = REPO.parent / 'shared'
+# examples of damage
+FUZZ = int(os.environ.get('MHF_FUZZ', 60))
+if str(REPO) not in sys.path:
+    sys.path.insert(0, str(REPO))
+
+
+def __getattr__(name):
+    """The models of test_mhf.py, which imports torch and our modules: only when a test asks for them."""
+    if name in ('TINY', 'random_model', 'relative', 'write_released'):
+        return getattr(importlib.import_module('test_mhf'), name)
+    raise AttributeError(name)
+
+
+def shared(path):
+    if not (SHARED / path).exists():
+        reason = f'needs ../shared/{path}'
+        pytest.fail(reason) if os.environ.get('MHF_STRICT') == '1' else pytest.skip(reason)
+    return SHARED / path
+
+
+# -----------------------------------------------------------------------------
+# scripts
+
+# of every script; the server needs them when it starts, because libraries read them when they are imported
+ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
+# what the scripts import and this repository does not hold: its own files are read anew by every child
+PRELOADED = """
+    pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
+    safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
+    pyarrow.parquet zstandard filelock tqdm matplotlib.pyplot scipy.stats transformers lm_eval.tasks lm_eval.api.model
+    lm_eval.evaluator
+""".split()
+
+
+def environment_of_scripts():
+    """This process's environment, without what torchrun sets, as a script gets it."""
+    kept = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
+    return kept | ENVIRONMENT
+
+
+def fork_server():
+    """The context whose processes are forked from one that has imported PRELOADED; the first call starts that one."""
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(PRELOADED)
+    ours = dict(os.environ)
+    os.environ.clear()
+    try:
+        os.environ.update(environment_of_scripts())
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(ours)
+    return context
+
+
+def child(script, args, cwd, environment, patch, output):
+    """Runs a script in a forked process as `python script args` does in a new one; but atexit's functions aren't called."""
+    # a group of its own, which can be killed with all its workers
+    os.setsid()
+    # may have processes of its own
+    multiprocessing.current_process().daemon = False
+    for number, name in ((1, 'stdout'), (2, 'stderr')):
+        fd = os.open(f'{output}/{name}', os.O_WRONLY)
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdout = sys.__stdout__ = open(1, 'w', encoding='utf-8', closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, 'w', encoding='utf-8', errors='backslashreplace', buffering=1, closefd=False)
+    os.chdir(cwd)
+    os.environ.update(environment)
+    sys.argv = [script, *args]
+    sys.path.insert(0, os.path.dirname(script))
+    try:
+        exec(patch, {})
+        runpy.run_path(script, run_name='__main__')
+    except SystemExit:
+        # multiprocessing ends as Python does
+        raise
+    except BaseException as e:
+        frames = e.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        sys.excepthook(type(e), e.with_traceback(frames), frames)
+        if isinstance(e, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(1)
+
+
+class Forked:
+    """A script in a forked child, used as a subprocess.Popen is, but not from several threads."""
+
+    def __init__(self, script, args, cwd, environment, patch):
+        self.output = tempfile.TemporaryDirectory()
+        for name in ('stdout', 'stderr'):
+            Path(self.output.name, name).touch()
+        everything = (str(REPO / script), args, str(cwd), environment, patch, self.output.name)
+        # as a daemon it doesn't outlive pytest
+        self.process = fork_server().Process(target=child, args=everything, daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout=None):
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired('', timeout)
+        return tuple(Path(self.output.name, name).read_text(encoding='utf-8') for name in ('stdout', 'stderr'))
+
+    def wait(self, timeout=None):
+        self.communicate(timeout)
+        return self.returncode
+
+
+def start(script, *args, cwd, torchrun=None, patch='', **environment):
+    """
+    A script that runs, in a process group of its own. `patch` is Python that the child runs first and that may change our
+    modules. With `torchrun`, a list of torchrun's arguments, it's no forked child but a subprocess.Popen.
+    """
+    if torchrun is None:
+        return Forked(script, args, cwd, environment, patch)
+    command = [sys.executable, '-m', 'torch.distributed.run', *torchrun, str(REPO / script), *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
+        env=environment_of_scripts() | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment,
+    )  # fmt: skip
+
+
+def started(script, *args, cwd, wait_for, **how):
+    """A script that runs, once the file that it writes is there, or once it has ended; `how` as in start()."""
+    process = start(script, *args, cwd=cwd, **how)
+    deadline = time.monotonic() + 120
+    while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    return process
+
+
+def run(script, *args, cwd, timeout=300, **how):
+    """A script that has ended: .returncode, .stdout, .stderr; `how` as in start()."""
+    process = start(script, *args, cwd=cwd, **how)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess([script, *args], process.returncode, stdout, stderr)
+
+
+def ok(*args, **how):
+    done = run(*args, **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+# a patch that does something in the n-th forward pass of training
+IN_FORWARD = """
+import os, signal, torch
+from model import MHF
+passes, train_loss = [], MHF.forward
+@torch.compiler.disable
+def counted(self, *args):
+    passes.append(len(passes))
+    if len(passes) == {n}:
+        {do}
+    return train_loss(self, *args)
+MHF.forward = counted
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+# -----------------------------------------------------------------------------
+# a small run
+
+CONFIG = """
+# the small run of these tests
+_d = 32  # a name of the file's own
+out_dir = 'out'
+dataset = 'docs.jsonl'
+data_dir = 'bins'
+val_fraction = 0.1
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = _d // 2
+hidden_size = _d
+intermediate_size = 64
+num_hashes = 3
+num_buckets = 256
+block_size = 64
+batch_size = 8
+micro_batch_size = 4
+learning_rate = 1e-2
+max_steps = 24
+warmup_steps = 4
+eval_interval = 12
+device = 'cpu'
+dtype = 'float32'
+max_new_tokens = 20
+num_samples = 2
+"""
+
+
+def library():
+    """The modules of the standard library: real text that every machine has."""
+    paths = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
+    return (p.read_text(encoding='utf-8', errors='replace') for p in paths)
+
+
+def library_texts(size):
+    """About `size` characters of the standard library, as a list of texts."""
+    texts, got = [], 0
+    for text in library():
+        texts.append(text)
+        got += len(text)
+        if got > size:
+            break
+    return texts
+
+
+def real_documents():
+    """30 modules of the standard library."""
+    return [t for t in map(str.strip, library()) if 1000 < len(t) < 12000][:30]
+
+
+def write_jsonl(path, texts):
+    path.write_text(''.join(json.dumps({'text': t, 'id': i}) + '\n' for i, t in enumerate(texts)), encoding='utf-8')
+
+
+@pytest.fixture(scope='session')
+def mistral():
+    from hashing import get_tokenizer
+
+    return get_tokenizer('mistral')
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """A folder with documents, a config, bins and a trained checkpoint."""
+    folder = tmp_path_factory.mktemp('trained')
+    write_jsonl(folder / 'docs.jsonl', real_documents())
+    (folder / 'cfg.py').write_text(CONFIG)
+    ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
+    ok('train.py', 'cfg.py', cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of the small run."""
+    shutil.copytree(trained, tmp_path / 'copy')
+    return tmp_path / 'copy'
+
+
+def events(folder, out='out'):
+    """The lines of a run's log: of a step that is there twice the last, and none that a crash cut off."""
+    kept = {}
+    for line in (folder / out / 'log.jsonl').read_text().splitlines():
+        if line.endswith('}'):
+            event = json.loads(line)
+            kept[event.get('step'), 'loss' in event] = event
+    return list(kept.values())
+
+
+def steps(folder, out='out'):
+    """What a run's log says of each update."""
+    keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm')
+    return [{k: e[k] for k in keys} for e in events(folder, out) if 'loss' in e]
+
+
+def weights(folder, out='out'):
+    """What is in a run's newest checkpoint."""
+    import torch
+
+    return torch.load(folder / out / 'ckpt.pt', weights_only=True)
+
+
+def save_edited(state, path):
+    """A checkpoint that was changed, with digests that fit."""
+    import torch
+
+    from checkpoint import digest_of_state
+
+    state['sha256'] = {k: digest_of_state(v) for k, v in state.items() if k != 'sha256'}
+    torch.save(state, path)
+
+
+def assert_same(a, b):
+    """Two nests of tensors and values are equal in every bit."""
+    import torch
+
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, (dict, list, tuple)):
+        assert len(a) == len(b)
+        for k in a if isinstance(a, dict) else range(len(a)):
+            assert_same(a[k], b[k])
+    else:
+        assert a == b
+
+
+def snapshot(folder):
+    """{path: the digest of its contents, None for a folder} of everything in a folder."""
+    paths = sorted(folder.rglob('*'))
+    digests = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None for p in paths}
+    return {str(p.relative_to(folder)): digest for p, digest in digests.items()}
