@@ -82,7 +82,7 @@ def fork_server():
 
 
 def child(script, args, cwd, environment, patch, output):
-    """Runs a script in a forked process as `python script args` does in a new one; but atexit's functions aren't called."""
+    """Runs a script in a forked process as `python script args` does in a new one, but for the functions of atexit."""
     # a group of its own, which can be killed with all its workers
     os.setsid()
     # may have processes of its own
@@ -150,7 +150,7 @@ class Forked:
 
 def start(script, *args, cwd, torchrun=None, patch='', **environment):
     """
-    A script that runs, in a process group of its own. `patch` is Python that the child runs first and that may change our
+    A script that runs, in a process group of its own. `patch` is Python that the child runs first and may change our
     modules. With `torchrun`, a list of torchrun's arguments, it's no forked child but a subprocess.Popen.
     """
     if torchrun is None:
