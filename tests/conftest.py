@@ -193,14 +193,14 @@ def ok(*args, **how):
 IN_FORWARD = """
 import os, signal, torch
 from model import MHF
-passes, train_loss = [], MHF.forward
+passes, head_loss = [], MHF.head_loss
 @torch.compiler.disable
-def counted(self, *args):
+def counted(self, h, y):
     passes.append(len(passes))
     if len(passes) == {n}:
         {do}
-    return train_loss(self, *args)
-MHF.forward = counted
+    return head_loss(self, h, y)
+MHF.head_loss = counted
 """
 
 
