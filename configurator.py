@@ -7,16 +7,16 @@ A script's settings are the lower-case `name = expression` lines between its imp
 
     config = configure(globals())     # overrides what stands above; an imported script keeps its defaults
 
-Config files are Python and run as such; what they assign must be a setting of some script here, so one file serves them all, and
-a variant begins with `from config.mhf_1b import *`. Names that begin with _ are the file's own. Every unknown name, missing
-value or wrong type is refused, all of them at once. Bad input of any kind is an InputError.
+Config files are Python and run as such; what they assign must be a setting of some script here, so one file serves all.
+A variant begins with `from config.mhf_1b import *`. Names that begin with _ are the file's own. Every unknown name,
+missing value or wrong type is refused, all of them at once. Bad input of any kind is an InputError.
 """
 
 import ast
-import builtins  # train.py has a setting called compile
 import difflib
 import functools
 import sys
+import traceback
 import types
 from pathlib import Path
 
@@ -25,11 +25,11 @@ SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand
 
 
 class InputError(SystemExit, ValueError):
-    """Bad input from the user. Caught like a ValueError; uncaught, a script ends with one line, 'error: ...', and exit code 1."""
+    """Bad input from the user: a ValueError. Uncaught it ends a script with one line, 'error: ...', and exit code 1."""
 
     def __init__(self, message):
         super().__init__(' '.join(str(message).splitlines()))
-        self.code = f'error: {self}'  # what Python prints of a SystemExit
+        self.code = f'error: {self}'
 
 
 def did_you_mean(word, known):
@@ -40,62 +40,51 @@ def did_you_mean(word, known):
 
 def wrong_type(value, like, name='it'):
     """
-    The first place in a value read from a file that has another type than `like` says, or ''. `like` is a type, a tuple of
-    types, {key: like}, whose keys must be there, or [like], any number of them.
+    The first place in a value read from a file that has another type than `like` says, or ''. `like` is a type, a tuple
+    of types, {key: like}, whose keys must be there, or [like], any number of them.
     """
-    if isinstance(like, dict):
-        if not isinstance(value, dict):
-            return f'{name}={value!r:.50}'
-        if missing := like.keys() - value.keys():
-            return f'{name} without {", ".join(sorted(missing))}'
-        parts = [(f'{name}.{k}', value[k], v) for k, v in like.items()]
-    elif isinstance(like, list):
-        if not isinstance(value, list):
-            return f'{name}={value!r:.50}'
-        parts = [(f'{name}[{k}]', v, like[0]) for k, v in enumerate(value)]
-    else:
-        bool_for_int = isinstance(value, bool) and like is not bool
-        return f'{name}={value!r:.50}' if bool_for_int or not isinstance(value, like) else ''
-    return next((found for found in (wrong_type(v, l, n) for n, v, l in parts) if found), '')
-
-
-def _calls_configure(node):
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == 'configure'
+    kind = type(like) if isinstance(like, (dict, list)) else like
+    # True is an int for Python
+    if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+        return f'{name}={value!r:.50}'
+    if kind is dict and (missing := like.keys() - value.keys()):
+        return f'{name} without {", ".join(sorted(missing))}'
+    parts = []
+    if kind is dict:
+        parts = [(value[k], v, f'{name}.{k}') for k, v in like.items()]
+    elif kind is list:
+        parts = [(v, like[0], f'{name}[{k}]') for k, v in enumerate(value)]
+    return next(filter(None, (wrong_type(*part) for part in parts)), '')
 
 
 @functools.cache
 def declared(script):
-    """{name: default} of the settings of a script of this repository. Raises InputError at a line that is no setting."""
-    body = ast.parse((HERE / script).read_text(encoding='utf-8')).body
-    end = next(k for k, node in enumerate(body) if _calls_configure(node))
-    begin = 1 + max(k for k, node in enumerate(body[:end]) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    """{name: default} of the settings of a script of this repository. Raises InputError at a line that is none."""
+    _docstring, *body = ast.parse((HERE / script).read_text(encoding='utf-8')).body
+    end = next(k for k, node in enumerate(body) if ast.unparse(node).startswith('config = configure('))
     settings = {}
-    for node in body[begin:end]:
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ''
+    for node in body[:end]:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not settings:
+            continue
+        where = f'{script}, line {node.lineno}'
+        name = ' '.join(map(ast.unparse, node.targets)) if isinstance(node, ast.Assign) else ''
         if not (name.isidentifier() and name.islower()):
-            raise InputError(
-                f'{script}, line {node.lineno}: no setting; those are lower-case `name = expression` lines, and what is '
-                'something else stands below `config = configure(globals())`'
-            )
+            raise InputError(f'{where}: no lower-case `name = expression`; it belongs after configure(globals())')
         try:
             settings[name] = eval(ast.unparse(node.value), dict(settings))
-        except Exception as e:  # whatever the expression raises
-            raise InputError(f'{script}, line {node.lineno}: {name}: {type(e).__name__}: {e}') from None
+        except Exception as e:
+            raise InputError(f'{where}: {name}: {type(e).__name__}: {e}') from None
     return settings
-
-
-def known_settings():
-    return {k: v for script in SCRIPTS for k, v in declared(script).items()}
 
 
 def converted(key, value, default):
     """`value` as the type of `default`, or InputError. A default of None takes anything: the script checks it."""
+    kinds = type(value), type(default)
+    # 1 for 1.0, or 1e5 for 100000
+    if kinds == (int, float) and abs(value) < 1e308 or kinds == (float, int) and value.is_integer():
+        return type(default)(value)
     if default is None or type(value) is type(default):
         return value
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if type(default) is int and isinstance(value, float) and value.is_integer():
-        return int(value)  # 1e5 for 100000
     raise InputError(f'{key}={value!r} is {type(value).__name__}, expected {type(default).__name__} (like {default!r})')
 
 
@@ -109,28 +98,24 @@ def parsed(text, default):
         return text
 
 
-def _run_file(path):
-    """The names that a config file assigns."""
+def read_config(path):
+    """The settings that the config file `path` makes, checked. Raises InputError with every problem in it."""
     found = next((p for p in (Path(path), HERE / path) if p.is_file()), None)
     if found is None:
         near = did_you_mean(path, [p.relative_to(HERE) for p in HERE.glob('config/*.py')])
         raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
     scope = {'__file__': str(found)}
     try:
-        exec(builtins.compile(found.read_text(encoding='utf-8'), str(found), 'exec'), scope)
-    except Exception as e:  # whatever the file's own code raises
-        tb, line = e.__traceback__, getattr(e, 'lineno', None)
-        while tb:
-            line = tb.tb_lineno if tb.tb_frame.f_code.co_filename == str(found) else line
-            tb = tb.tb_next
+        exec(compile(found.read_text(encoding='utf-8'), str(found), 'exec'), scope)
+    # whatever the file's own code raises
+    except Exception as e:
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(found)]
+        line = lines[-1] if lines else getattr(e, 'lineno', None)
         raise InputError(f'{path}, line {line}: {type(e).__name__}: {" ".join(str(e).split())}') from None
-    return {k: v for k, v in scope.items() if k[0] != '_' and not isinstance(v, types.ModuleType)}
-
-
-def read_config(path):
-    """The settings that the config file `path` makes, checked. Raises InputError with every problem in it."""
-    known, settings, problems = known_settings(), {}, []
-    for key, value in _run_file(path).items():
+    known = {k: v for script in SCRIPTS for k, v in declared(script).items()}
+    assigned = {k: v for k, v in scope.items() if k[0] != '_' and not isinstance(v, types.ModuleType)}
+    settings, problems = {}, []
+    for key, value in assigned.items():
         try:
             if key not in known:
                 raise InputError(f"unknown setting '{key}'{did_you_mean(key, known)}")
@@ -142,18 +127,16 @@ def read_config(path):
     return settings
 
 
-def configure(scope, argv=None):
+def configure(scope):
     """
-    Overrides the settings of the script whose globals are `scope` from argv, which is the command line unless given; returns
-    them all as a dict. A script that is imported keeps its defaults. Raises InputError with every problem in it.
+    Overrides the settings of the script whose globals are `scope` from the command line; returns them all as a dict.
+    A script that is imported keeps its defaults. Raises InputError with every problem in it.
     """
     script = Path(scope['__file__']).name
     mine = declared(script)
-    if argv is None:
-        argv = sys.argv[1:] if scope['__name__'] == '__main__' else []
+    argv = sys.argv[1:] if scope['__name__'] == '__main__' else []
     if '--help' in argv or '-h' in argv:
-        print(ast.get_docstring(ast.parse((HERE / script).read_text(encoding='utf-8'))), '\n\nsettings:')
-        print('\n'.join(f'  --{k}={v!r}' for k, v in mine.items()))
+        print(scope['__doc__'].strip(), '\n\nsettings:', *(f'\n  --{k}={v!r}' for k, v in mine.items()), sep='')
         sys.exit(0)
     settings, problems = dict(mine), []
     for arg in argv:
