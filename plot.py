@@ -3,6 +3,10 @@ Every picture of this repository: functions of plain data that write a .png file
 what new tokens save, eval.py its scores.
 """
 
+import contextlib
+import json
+from pathlib import Path
+
 # what log.jsonl calls a curve -> its label, its style
 CURVES = {
     'loss': ('training loss', dict(lw=0.8, alpha=0.6)),
@@ -24,6 +28,17 @@ def save(fig, ax, path, **labels):
     ax.set(**labels)
     ax.legend()
     fig.savefig(path, dpi=120, bbox_inches='tight')
+
+
+def read_log(path):
+    """The events of a log.jsonl, a list of dicts; lines that are none, like one that a crash left unfinished, are dropped."""
+    events = []
+    for line in Path(path).read_text(errors='replace').splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get('step'), int):
+                events.append(event)
+    return events
 
 
 def loss_curve(events, title, path):

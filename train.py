@@ -5,14 +5,15 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
     $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
-    two machines, the first at 10.0.0.1:
-    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
-    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=1 --master_addr=10.0.0.1 --master_port=29500 train.py config/mhf_1b.py
+    two machines, the first at 10.0.0.1; the second has --node_rank=1:
+    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-Needs the bins of prepare.py with the same config. Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as
-ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, write a checkpoint and exit with 143 and 130; with
---init_from=auto the same command starts and goes on:
-    $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/mhf_1b.py --init_from=auto
+Needs the bins of prepare.py with the same config. From there to the loss: Bins -> read_batch (token ids) -> MHF.sign
+(signatures) -> MHF.forward: hidden_states, then head_loss (loss.LeanHead; with --plain_head HashDecoder and exact_loss).
+
+Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
+Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume the same command starts and goes on:
+    $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
     $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
 """
@@ -21,14 +22,10 @@ import contextlib
 import json
 import math
 import os
-import re
-import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -39,18 +36,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
+import bins
+import plot
+from checkpoint import Checkpoints, load_model, pick_device, save_pretrained
 from configurator import InputError, configure
-from hashing import fingerprint, get_tokenizer, permute, tokenizer_fingerprint
-from model import MHF, MHFConfig, digest_of_state, pick_device
-from prepare import ahead, data_folder, load_meta, load_table, open_bin
+from model import MHF, MHFConfig
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-# scratch | resume (out_dir/ckpt.pt) | released:<folder or hub id> | expand:<out_dir, released folder or hub id>, whose vocabulary
-# the one of the data extends | replace:<the same>, with a whole other vocabulary | auto, auto:expand:... (resume where it can)
+# scratch | resume (the newest checkpoint in out_dir) | a folder or hub id[@revision] in the released layout, or another out_dir
 init_from = 'scratch'
+auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
 keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
 export = ''  # with resume: only writes the model in the released format into this new folder
@@ -94,14 +92,18 @@ stop_on_spike = False
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
 compile = None  # torch.compile
+plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
 backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
+# what a resumed run may not change: the architecture and the loss, the order of the data, what the optimizer adds up
+FIXED_ON_RESUME = [k for k in config if k in MHFConfig.__annotations__]
+FIXED_ON_RESUME += 'single_id tokenizer batch_size seed weight_decay beta1 beta2 train_layers'.split()
 
 # -----------------------------------------------------------------------------
-# processes and devices
+# processes and device
 
 distributed = 'RANK' in os.environ  # set by torchrun
 try:
@@ -111,282 +113,177 @@ except ValueError:
 if not 0 <= rank < world_size or distributed != ('WORLD_SIZE' in os.environ):
     named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
     raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
-master = rank == 0
+master, out, checkpoints = rank == 0, Path(out_dir), Checkpoints(out_dir, keep)
 
 
-def one_line(kind, e, traceback):
-    """What Python calls with an error that nothing caught: no traceback where the machine is at fault and not the code."""
+def explain_crash(error_class, e, traceback):
+    """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
     words = ' '.join(str(e).split())[:300]
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-        words = f'not enough memory on {device} ({words}); a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'
+        less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'
+        words = f'not enough memory on {device} ({words}); {less}'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
         words = f'process {rank} of {world_size} lost the others ({words})'
-    elif kind is KeyboardInterrupt:
+    elif error_class is KeyboardInterrupt:
         words = 'interrupted'
     else:
-        return sys.__excepthook__(kind, e, traceback)
-    print(f'error: {words}{f"; {kept()}" if "writing" in globals() else ""}', file=sys.stderr)
+        return sys.__excepthook__(error_class, e, traceback)
+    print(f'error: {words}; {checkpoints.kept()}', file=sys.stderr)
 
 
-sys.excepthook = one_line
-
+sys.excepthook = explain_crash
 device, dtype = pick_device(device, dtype)
 device_type = torch.device(device).type
 if device_type == 'cuda':
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision('high')
+autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
+
+# -----------------------------------------------------------------------------
+# checks; the data and the model, too, are checked before anything is written
+
+for key in 'batch_size micro_batch_size block_size max_steps eval_interval learning_rate timeout'.split():
+    if not 0 < config[key] < math.inf:
+        raise InputError(f'{key}={config[key]}: must be above 0')
+for (
+    key
+) in 'warmup_steps lr_decay_steps weight_decay grad_clip seed num_hashes keep train_layers spike_deviations'.split():
+    if not 0 <= config[key] < math.inf:
+        raise InputError(f'{key}={config[key]}: must not be negative')
+for key in ('beta1', 'beta2'):
+    if not 0 <= config[key] < 1:
+        raise InputError(f'{key}={config[key]}: must be from 0 to below 1')
 if compile is None:
     compile = device_type == 'cuda'
 if type(compile) is not bool:
     raise InputError(f'compile={compile}: must be True or False')
 if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
-autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
-
-# -----------------------------------------------------------------------------
-# settings, data and model: everything is checked before anything is written
-
-for key in ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate', 'timeout'):
-    if not 0 < config[key] < math.inf:
-        raise InputError(f'{key}={config[key]}: must be above 0')
-for key in (
-    'warmup_steps',
-    'lr_decay_steps',
-    'weight_decay',
-    'grad_clip',
-    'seed',
-    'num_hashes',
-    'keep',
-    'spike_deviations',
-    'train_layers',
-):
-    if not 0 <= config[key] < math.inf:
-        raise InputError(f'{key}={config[key]}: must not be negative')
 if batch_size % (micro_batch_size * world_size):
-    fits = (
-        max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0)
-        if batch_size % world_size == 0
-        else None
-    )
-    raise InputError(
-        f'batch_size={batch_size} does not divide by micro_batch_size={micro_batch_size} x {world_size} processes; use '
-        + (f'--micro_batch_size={fits}' if fits else f'a batch_size that is a multiple of {world_size}')
-    )
+    fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0]
+    use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world_size}'
+    product = f'micro_batch_size={micro_batch_size} x {world_size} processes'
+    raise InputError(f'batch_size={batch_size} does not divide by {product}; use {use}')
 accumulation = batch_size // (micro_batch_size * world_size)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
-
-source, _, where = init_from.partition(':')
-if auto := source == 'auto':
-    source, _, where = (where or 'scratch').partition(':')
-if source not in (('released', 'expand', 'replace') if where else ('scratch', 'resume')):
-    raise InputError(
-        f"init_from='{init_from}': must be scratch, resume, auto, or released:, expand: or replace:<folder or hub id>"
-    )
-out = Path(out_dir)
-
-
-def step_of(path):
-    """The step in the name of a checkpoint, or None."""
-    found = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
-    return found and int(found[1])
-
-
-def milestones():
-    """The checkpoints with a step in their name, the newest first."""
-    return sorted((p for p in out.glob('ckpt_*.pt') if step_of(p) is not None), key=step_of, reverse=True)
-
-
-ckpt, start_step, first_step, best_val, recent = None, 0, 0, math.inf, []
-saved = [p for p in (out / 'ckpt.pt', *milestones()) if p.exists()]
-if auto and saved:
-    source = 'resume'
-if source in ('released', 'expand', 'replace'):
-    if source != 'released' and (Path(where) / 'ckpt.pt').exists():
-        model, origin = MHF.from_checkpoint(Path(where) / 'ckpt.pt')
-        origin = origin['data']
-    else:
-        model, origin = MHF.from_pretrained(where), {}
-if source == 'resume':
-    for path in saved or [out / 'ckpt.pt']:
-        try:
-            model, ckpt = MHF.from_checkpoint(path, whole=True)
-            break
-        except InputError as e:
-            if path == (saved or [path])[-1]:
-                raise
-            if master:
-                print(
-                    f'WARNING: {str(e)}; going back to the checkpoint before', file=sys.stderr
-                )
-elif saved:
-    raise InputError(f'{saved[0]} exists; go on with it by --init_from=resume, or choose another --out_dir')
-if where:  # the data must fit its architecture; the context and the loss are ours to choose
-    config |= {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
-if export:
-    if source != 'resume':
-        raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
-    model.export(export, ckpt['config']['tokenizer'])
-    print(f'{path}, step {ckpt["step"]} -> {export}')
-    sys.exit()
-
-meta = load_meta(config)
-train_rows, val_rows = open_bin(config, meta, 'train'), open_bin(config, meta, 'val')
-num_blocks = (len(train_rows) - 1) // block_size
-if num_blocks < 1:
-    raise InputError(
-        f'block_size={block_size} is over the {len(train_rows):,} training tokens of {data_folder(config)}'
-    )
-damage = []  # what is found wrong with the bins while training runs; few of them are read through before it begins
-
-
-def verify():
-    try:
-        for rows in (train_rows, val_rows):
-            rows.verify(slice(rank, None, world_size))
-    except (InputError, OSError) as e:
-        damage.append(e)
-
-
-verifying = threading.Thread(target=verify, daemon=True)
-verifying.start()
-
-table = load_table(config, meta)
-if table is not None:
-    meta['table_sha256'] = fingerprint(table)
-sign_here = table is not None and not meta['num_hashes']  # bins of token ids
-data_identity = {k: meta[k] for k in ('tokenizer', 'tokenizer_sha256', 'table_sha256')}
-data_identity['train_sha256'] = meta['splits']['train']['sha256']
-model_config = MHFConfig(
-    vocab_size=meta['vocab_size'],
-    pad_id=meta['pad_id'],
-    **{k: config[k] for k in MHFConfig.__annotations__ if k in config},
-)
-if source == 'scratch':
-    torch.manual_seed(seed)
-    model = MHF(model_config, table, meta['gaps'])
-else:
-    before = model.config.vocab_size, sum(model.num_params())
-    if source == 'expand' and not model.config.num_hashes:
-        old, new = get_tokenizer(origin.get('tokenizer', 'mistral')), get_tokenizer(config['tokenizer'])
-        for tok, trained_with in ((old, origin.get('tokenizer_sha256')), (new, meta['tokenizer_sha256'])):
-            if trained_with and tokenizer_fingerprint(tok) != trained_with:
-                raise InputError(
-                    f"tokenizer '{tok.name}' is not what it was when {where} or {data_folder(config)} was made"
-                )
-        if new.tokens[: len(old.tokens)] != old.tokens or len(old.tokens) != before[0] or not hasattr(old, 'split'):
-            raise InputError(f"tokenizer '{new.name}' does not extend '{old.name}', which {where} was trained with")
-        model.extend_vocabulary(None, made_of=old.split(new.tokens[len(old.tokens) :]))
-    elif source == 'expand':
-        try:
-            model.extend_vocabulary(table, meta['gaps'])
-        except InputError as e:
-            raise InputError(
-                f'{where} cannot be expanded by {data_folder(config)}: {str(e)}'
-            ) from None
-    elif source == 'replace':
-        if not model.config.num_hashes:
-            raise InputError(
-                f'{where} is a Standard model: each of its tokens has a row of its own, which cannot be replaced'
-            )
-        model.replace_vocabulary(table, meta['pad_id'], meta['gaps'])
-    settable = {k: v for k, v in asdict(model_config).items() if k in config or k == 'vocab_size'}
-    different = [k for k, v in settable.items() if v != getattr(model.config, k)] if source == 'resume' else []
-    if different:
-        listed = ', '.join(f'{k}={getattr(model.config, k)} (now {settable[k]})' for k in different)
-        raise InputError(f'{path} is another architecture: {listed}; use its own settings')
-    V = meta['vocab_size']
-    model.config.block_size, model.config.loss = block_size, config['loss']
-    if model.config.vocab_size < V:
-        raise InputError(
-            f'the vocabulary of the bins, {V}, does not fit the vocab_size={model.config.vocab_size} of {where or out_dir}'
-        )
-    theirs = model.signatures.numpy()
-    if table is not None and not (np.array_equal(theirs[:V], table) and not theirs[V:].any()):
-        first = int(np.argmax((theirs[:V] != table).any(1)))
-        raise InputError(
-            f'{where or out_dir} has another signature table than {data_folder(config)}: id {first} is '
-            f'{theirs[first].tolist()} there, {table[first].tolist()} here'
-        )
-if ckpt:
-    start_step, first_step, best_val, recent = (ckpt[k] for k in ('step', 'first_step', 'best_val', 'recent'))
-    for key in ('batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2', 'train_layers'):
-        if ckpt['config'].get(key, config[key]) != config[key]:
-            raise InputError(
-                f'{path} was trained with {key}={ckpt["config"][key]}, now it is {config[key]}; a resumed run keeps it'
-            )
-    different = [k for k in ckpt['data'] if ckpt['data'][k] != data_identity[k]]
-    if different == ['train_sha256'] and new_data:
-        first_step, best_val, recent = start_step, math.inf, []  # its losses are no measure for the new
-    elif different:
-        key = different[0]
-        raise InputError(
-            f'{path} was trained on other data: {key}={ckpt["data"][key]}, {data_folder(config)} has {data_identity[key]}'
-            + ('; --new_data goes on with it' if different == ['train_sha256'] else '')
-        )
-    if start_step >= max_steps and auto:
-        print(f'{path} is at step {start_step} of {max_steps}: done')
-        sys.exit()
-    if start_step >= max_steps:
-        raise InputError(f'{path} is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
 if wandb and master:
     try:
         import wandb as wandb_module
     except ImportError:
         raise InputError('wandb=True, but it is not installed: pip install wandb') from None
-verifying.join(10)
-if damage:
-    raise damage[0]
-if distributed:
-    try:
-        dist.init_process_group(
-            backend or ('nccl' if device_type == 'cuda' else 'gloo'), timeout=timedelta(seconds=timeout)
-        )
-    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
-        reason = ' '.join(str(e).split())[:200]
-        raise InputError(
-            f'process {rank} of {world_size} did not meet the others within {timeout} s ({reason}); start all of them by torchrun'
-        ) from None
-try:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / '.writable').touch()
-    (out / '.writable').unlink(missing_ok=True)
-except OSError as e:
-    raise InputError(f'out_dir={out_dir} cannot be written ({e})') from None
 
 # -----------------------------------------------------------------------------
-# optimizer, wrappers
+# weights from elsewhere: a checkpoint, or a folder or hub id
+
+model = ckpt = None
+starts_from_model = init_from not in ('scratch', 'resume')
+if auto_resume and checkpoints.there():
+    init_from = 'resume'
+if init_from == 'resume':
+    # reads ckpt.pt, or where it is damaged the one before
+    model, ckpt = checkpoints.newest_whole(warn=master)
+elif checkpoints.there():
+    raise InputError(f'{checkpoints.there()[0]} exists; --init_from=resume goes on, or choose another --out_dir')
+elif starts_from_model:
+    model, *_ = load_model(init_from)
+source = checkpoints.last_path or init_from
+if export:
+    if not ckpt:
+        raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
+    if master:
+        save_pretrained(model, export, ckpt['config']['tokenizer'])
+        print(f'{source}, step {ckpt["step"]} -> {export}')
+    sys.exit()
+if starts_from_model:  # its architecture is the settings', but for the context and the loss, which are ours to choose
+    architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
+    globals().update(architecture)
+    config |= architecture
+
+# -----------------------------------------------------------------------------
+# bins and the signature table
+
+meta = bins.load_meta(config)
+train_ids, val_ids = bins.open_bins(config, meta, 'train'), bins.open_bins(config, meta, 'val')
+num_blocks = (len(train_ids) - 1) // block_size
+if num_blocks < 1:
+    raise InputError(f'block_size={block_size}: {bins.data_folder(config)} has {len(train_ids):,} training tokens')
+verified = bins.Verified((train_ids, val_ids), rank, world_size)  # in a thread, while training runs
+table = bins.table(config, meta)
+data = bins.identity(meta, table)
+
+# -----------------------------------------------------------------------------
+# the model
+
+start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
+if ckpt:
+    then = ckpt['config'] | ckpt['data']
+    changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
+    only_text = new_data and list(changed) == ['train_sha256']
+    if changed and not only_text:
+        listed = ', '.join(f'{k}={then.get(k)} (now {v})' for k, v in changed.items())
+        hint = '; --new_data goes on with other text' if list(changed) == ['train_sha256'] else ''
+        raise InputError(f'{source} was trained with {listed}; a resumed run keeps it{hint}')
+    if ckpt['step'] >= max_steps:
+        if auto_resume:
+            print(f'{source} is at step {ckpt["step"]} of {max_steps}: done')
+            sys.exit()
+        raise InputError(f'{source} is at step {ckpt["step"]} already; max_steps={max_steps} leaves nothing to do')
+    start_step = data_start_step = ckpt['step']
+    if not only_text:  # the losses of other text are no measure for the new
+        data_start_step, best_val, last_losses = ckpt['data_start_step'], ckpt['best_val'], ckpt['last_losses']
+if model:
+    model.config.block_size, model.config.loss = block_size, loss
+    V, theirs = meta['vocab_size'], model.signatures.numpy()
+    if len(theirs) < V:
+        raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
+    ours = theirs if table is None else np.pad(table, ((0, len(theirs) - V), (0, 0)))
+    if (theirs != ours).any():
+        first = int(np.argmax((theirs != ours).any(1)))
+        rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
+        raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
+else:
+    torch.manual_seed(seed)
+    architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
+    model = MHF(MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture), table, meta['gaps'])
+verified.raise_if_damaged(wait=10)
+if distributed:
+    try:
+        backend = backend or ('nccl' if device_type == 'cuda' else 'gloo')
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
+        reason = f'did not meet the others within {timeout} s ({" ".join(str(e).split())[:200]})'
+        raise InputError(f'process {rank} of {world_size} {reason}; start all of them by torchrun') from None
+checkpoints.make_folder()
+
+# -----------------------------------------------------------------------------
+# optimizer, compile, DDP
 
 model.to(device)
+model.activation_checkpointing, model.plain_head = activation_checkpointing, plain_head
 if train_layers:
     model.layers[train_layers : len(model.layers) - train_layers].requires_grad_(False)
-decayed = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
-others = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
-optimizer = torch.optim.AdamW(
-    [dict(params=decayed, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
-    lr=learning_rate,
-    betas=(beta1, beta2),
-    eps=1e-8,
-    fused=device_type in ('cuda', 'cpu'),
-)
+trained = [p for p in model.parameters() if p.requires_grad]
+matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+fused = device_type in ('cuda', 'cpu')
+optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
 if ckpt:
     try:
         optimizer.load_state_dict(ckpt['optimizer'])
     except (ValueError, KeyError, AttributeError) as e:
-        raise InputError(f'{path} has the optimizer of another model ({e})') from None
-    del ckpt
-model.activation_checkpointing = activation_checkpointing
-raw_model = model  # not wrapped by DDP: what is saved and evaluated
+        raise InputError(f'{source} has the optimizer of another model ({e})') from None
+raw_model, ckpt = model, None  # not wrapped by DDP: what is saved and evaluated; the checkpoint's memory goes
 if compile:
     model.compile()
 if distributed:
-    model = DDP(
-        model,
-        device_ids=[device] if device_type == 'cuda' else None,
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,  # one copy of the gradients, not two
-    )
+    # one copy of the gradients, not two: buckets are views of them
+    device_ids = [device] if device_type == 'cuda' else None
+    model = DDP(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+# -----------------------------------------------------------------------------
+# the schedule, batches, validation
 
 
 def learning_rate_at(step):
@@ -397,356 +294,192 @@ def learning_rate_at(step):
     return learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def blocks_of(step):
-    """The batch_size blocks of update `step`, a function of (seed, step) alone: epoch after epoch, each a fresh permutation."""
-    i = np.arange((step - first_step) * batch_size, (step - first_step + 1) * batch_size)
-    blocks = np.empty_like(i)
-    for epoch in np.unique(i // num_blocks):
-        here = i // num_blocks == epoch
-        blocks[here] = permute(i[here] % num_blocks, num_blocks, seed, int(epoch))
-    return blocks
+def read_batch(ids, starts):
+    """Sequences of block_size + 1 token ids from each of `starts` -> (n, T + 1) int64, pinned where there is a GPU."""
+    ids, V = np.stack([ids[b : b + block_size + 1] for b in starts]), raw_model.config.vocab_size
+    if ids.max() >= V:
+        raise InputError(f'{bins.data_folder(config)} has token id {ids.max()}, the model {V}: a damaged bin')
+    ids = torch.from_numpy(ids.astype(np.int64))
+    return ids.pin_memory() if device_type == 'cuda' else ids
 
 
-def host_rows(rows, starts):
-    """Sequences of block_size + 1 tokens from each of `starts` -> (n, T + 1, H) int64, pinned where there is a GPU."""
-    rows = np.stack([rows[b : b + block_size + 1] for b in starts])
-    most = raw_model.config.vocab_size if sign_here else raw_model.config.buckets
-    if rows.max() >= most:
-        what = 'token id' if sign_here else 'bucket'
-        raise InputError(f'{data_folder(config)} has {what} {rows.max()}, the model has {most}: a damaged bin')
-    rows = torch.from_numpy(rows.astype(np.int64))
-    return rows.pin_memory() if device_type == 'cuda' else rows
+def inputs_and_targets(ids):
+    """Token ids (n, T + 1) on the host -> the signatures of both, each (n, T, H), signed on the device."""
+    signatures = raw_model.sign(ids.to(device, non_blocking=True))
+    return signatures[:, :-1], signatures[:, 1:]
 
 
-def to_device(rows):
-    """(n, T + 1, H) on the host -> inputs and targets, each (n, T, H)."""
-    rows = rows.to(device, non_blocking=True)
-    if sign_here:
-        rows = raw_model.signatures[rows[..., 0]]
-    return rows[:, :-1], rows[:, 1:]
-
-
-def load():
-    """The micro-batches of this process, from start_step on. Runs in a thread, which has a current GPU of its own."""
+def micro_batches():
+    """Those of this process, from start_step on. Runs in a thread, which has a current GPU of its own."""
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
-        for micro in blocks_of(step).reshape(accumulation, world_size, micro_batch_size)[:, rank]:
-            yield host_rows(train_rows, micro * block_size)
+        blocks = bins.blocks_of(step - data_start_step, batch_size, num_blocks, seed)
+        for micro in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+            yield read_batch(train_ids, micro * block_size)
 
 
 @torch.no_grad()
 def evaluate():
     """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
-    starts = np.arange(0, len(val_rows) - 1, block_size)
-    whole = [b for b in starts if b + block_size < len(val_rows)]
-    chunks = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
-    chunks += [[b] for b in starts if b + block_size >= len(val_rows)]  # the last, shorter block
+    starts, n = range(0, len(val_ids) - 1, block_size), len(val_ids) - 1
+    whole = [b for b in starts if b + block_size < len(val_ids)]
+    batches = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
+    batches += [[b] for b in starts if b + block_size >= len(val_ids)]  # the last, shorter block
     sums = torch.zeros(2, dtype=torch.float64)
     raw_model.eval()
-    for chunk in chunks[rank::world_size]:
-        x, y = to_device(host_rows(val_rows, chunk))
+    for batch in batches[rank::world_size]:
+        x, y = inputs_and_targets(read_batch(val_ids, batch))
         with autocast:
-            sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.nll(x, y)])
+            sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.both_losses(x, y)])
     raw_model.train()
     if distributed:
         sums = sums.to(device)
         dist.all_reduce(sums)
-    product, nats = (sums / (len(val_rows) - 1)).tolist()
-    bits = nats * (len(val_rows) - 1) / math.log(2) / meta['splits']['val']['bytes']
-    return dict(val_loss=product if raw_model.config.loss == 'product' else nats, val_nats=nats, val_bpb=bits)
+    product, nats = (sums / n).tolist()
+    bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
+    return dict(val_loss=product if loss == 'product' and num_hashes else nats, val_nats=nats, val_bpb=bits)
 
 
-def on_host(state):
-    """A copy in the host's memory, which training does not change."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to('cpu', copy=True)
-    if isinstance(state, dict):
-        return {k: on_host(v) for k, v in state.items()}
-    return [on_host(v) for v in state] if isinstance(state, list) else state
+# -----------------------------------------------------------------------------
+# the log, signals
 
 
-def save(step, best):
-    """Copies the state and leaves writing it to a thread; waits for the write before."""
-    global writing
-    if writing:
-        writing.result()
-    began = time.perf_counter()
-    state = dict(
-        model=raw_model.state_dict(),
-        optimizer=optimizer.state_dict(),
-        model_config=asdict(raw_model.config),
-        config=dict(config),
-        step=step,
-        first_step=first_step,  # of the present data
-        best_val=best_val,
-        recent=recent[:],
-        data=data_identity,
-    )
-    state = on_host(state)
-    writing = writer.submit(write, state, best, time.perf_counter() - began)
-
-
-def write(state, best, stood):
-    """out_dir/ckpt.pt, replaced only by a whole new one; the milestone, and where it is the best so far ckpt_best.pt, are the same file."""
-    global last_saved, good
-    began, temporary, newest = time.perf_counter(), out / 'ckpt.pt.tmp', out / 'ckpt.pt'
-
-    def same(path):
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(newest, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(newest, temporary)
-        os.replace(temporary, path)
-
+def open_log(path):
+    """log.jsonl, to append to; what a crash left of a line ends there."""
     try:
-        temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
-        state['sha256'] = {key: digest_of_state(value) for key, value in state.items()}
-        with open(temporary, 'wb') as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, newest)
-        last_saved, good = state['step'], newest
-        if best:
-            same(out / 'ckpt_best.pt')
-        if keep:
-            same(out / f'ckpt_{state["step"]:06}.pt')
-        later = [
-            p for p in milestones() if step_of(p) > state['step']
-        ]  # a damaged one, or a future that will be another
-        for path in later + milestones()[len(later) + keep :]:
-            path.unlink()
-    except (OSError, RuntimeError) as e:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f'{newest} could not be written ({e}); the one before is untouched') from None
-    bar.write(
-        f'checkpoint of step {last_saved}: training stood still for {stood:.2f} s, written in {time.perf_counter() - began:.2f} s'
-    )
-
-
-def open_log():
-    """out_dir/log.jsonl, without what it says of steps that will happen again; what a crash left half-written goes."""
-    path, temporary, lines = out / 'log.jsonl', out / 'log.jsonl.tmp', []
-    try:
-        for leftover in out.glob('ckpt*.tmp'):
-            leftover.unlink()
-        if source == 'resume' and path.exists():
-            lines = [json.dumps(e) + '\n' for e in read_log() if e['step'] <= start_step]
-        temporary.write_text(''.join(lines))
-        os.replace(temporary, path)
-        return open(path, 'a')
+        half_a_line = path.exists() and not path.read_bytes().endswith(b'\n')
+        file = open(path, 'a')
+        file.write('\n' if half_a_line else '')
+        return file
     except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise InputError(f'{path} cannot be written ({e})') from None
 
 
-def read_log():
-    """The events of out_dir/log.jsonl; lines that are none, like a last one that a crash left unfinished, are dropped."""
-    events = []
-    for line in (out / 'log.jsonl').read_text(errors='replace').splitlines():
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict) and isinstance(event.get('step'), int):
-                events.append(event)
-    return events
-
-
 def log(**event):
-    """One line of out_dir/log.jsonl."""
-    log_file.write(json.dumps(event) + '\n')
-    log_file.flush()
+    """A line of log.jsonl, which is only appended to: a resumed run says again what it does again."""
+    try:
+        print(json.dumps(event), file=log_file, flush=True)
+    except OSError as e:  # disk full, or gone
+        raise InputError(f'{out}/log.jsonl cannot be written ({e}); {checkpoints.kept()}') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
 
 
-def draw(path):
-    """The loss curve of out_dir/log.jsonl."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    events = read_log()
-    fig, ax = plt.subplots(figsize=(8, 5))
-    for name, style in (
-        ('loss', dict(lw=0.8, alpha=0.6)),
-        ('val_loss', dict(marker='o')),
-        ('val_nats', dict(marker='o')),
-    ):
-        points = [(e['tokens'], e[name]) for e in events if name in e]
-        if name == 'val_loss' and all(e[name] == e['val_nats'] for e in events if name in e):
-            continue  # the training loss is -log P(w): one curve
-        label = dict(loss='training loss', val_loss='validation: training loss', val_nats='validation: -log P(w)')[name]
-        ax.plot(*zip(*points), label=label, **style)
-    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{out_dir}: {sum(raw_model.num_params()):,} parameters')
-    ax.grid(alpha=0.3)
-    ax.legend()
-    fig.savefig(path, dpi=120, bbox_inches='tight')
+def spike_above_the_last(loss):
+    """What the last losses say of one far above them, or ''."""
+    if not spike_deviations or len(last_losses) < 20:
+        return ''
+    middle = statistics.median(last_losses)
+    deviation = 1.4826 * statistics.median(abs(x - middle) for x in last_losses)
+    if loss <= middle + spike_deviations * max(deviation, 1e-3):
+        return ''
+    return f'loss {loss:.4f} is a spike above {middle:.4f} +- {deviation:.4f}, the last {len(last_losses)} steps'
 
 
-def kept():
-    if writing:
-        with contextlib.suppress(InputError):
-            writing.result()
-    if last_saved is None:
-        return 'no checkpoint was written yet'
-    return f'{good} is good, of step {last_saved}: go on with --init_from=resume'
+received = []  # signals
+
+
+def stop_after_this_step(signum, frame):
+    """A second signal stops at once."""
+    received.append(signum)
+    signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
+tokens_per_step = batch_size * block_size
 if master:
     c, (interface, decoder) = raw_model.config, raw_model.num_params()
-    kind = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
-    print(f'{kind}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
-    print(
-        f'{device}, {dtype}, compile={compile}; {batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-    )
-    print(
-        f'{max_steps:,} steps x {batch_size * block_size:,} tokens, {max_steps * batch_size / num_blocks:.2f} epochs of {data_folder(config)}'
-    )
-    if source in ('expand', 'replace'):
-        print(f'{before[0]:,} -> {c.vocab_size:,} tokens: {sum(raw_model.num_params()) - before[1]:,} new parameters')
+    name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
+    print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
+    sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
+    print(f'{device}, {dtype}, compile={compile}; {sequences}{"; the plain head" if plain_head else ""}')
+    epochs = max_steps * batch_size / num_blocks
+    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
     if train_layers:
         frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
         print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
-    if source == 'resume':
-        print(f'resumed at step {start_step}{", with other data" if start_step and first_step == start_step else ""}')
-    log_file = open_log()
+    if init_from == 'resume':
+        print(f'resumed at step {start_step}{", with other data" if data_start_step == start_step > 0 else ""}')
+    log_file = open_log(out / 'log.jsonl')
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
-
-tokens_per_step = batch_size * block_size
-last_saved, good, speeds = (start_step, path, []) if source == 'resume' else (None, None, [])
-writer, writing = ThreadPoolExecutor(1), None
-torch.serialization.set_crc32_options(False)  # checkpoints have SHA-256; this one would keep training waiting
-stopped_by = 0  # a signal
-
-
-def stop(signum, frame):
-    """After this step; a second signal at once."""
-    global stopped_by
-    stopped_by = signum
-    signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
-
-
 for signum in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signum, stop)
-bar = tqdm(
-    total=max_steps,
-    initial=start_step,
-    disable=not master,
-    unit='step',
-    desc='train',
-    delay=1,
-    mininterval=0.2 if sys.stderr.isatty() else 20,  # nothing before the first step is through
-)
-micro_batches = ahead(load())
-try:
+    signal.signal(signum, stop_after_this_step)
+# nothing before the first step is through
+bar = dict(total=max_steps, initial=start_step, unit='step', desc='train', delay=1, disable=not master)
+bar = tqdm(**bar, mininterval=0.2 if sys.stderr.isatty() else 20)
+speeds, batches = [], bins.read_ahead(micro_batches())
+with bar:
     for step in range(start_step, max_steps):
-        if writing and writing.done():
-            writing.result()  # a full disk stops the run at once
-        if damage:
-            raise InputError(f'{str(damage[0])}; stopped at step {step}, {kept()}')
+        checkpoints.raise_if_failed()
+        verified.raise_if_damaged(f'; stopped at step {step}')
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
             group['lr'] = lr
         mean_loss = torch.zeros((), device=device)
         for k in range(accumulation):
-            x, y = to_device(next(micro_batches))
+            x, y = inputs_and_targets(next(batches))
             if distributed:  # gradients are exchanged once per update
                 model.require_backward_grad_sync = k == accumulation - 1
             with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
                 micro_loss = model(x, y) / accumulation
             micro_loss.backward()
             mean_loss += micro_loss.detach()
-        stopping = stopped_by
+        stopping = received[-1] if received else 0
         if distributed:
             shared = torch.stack([mean_loss / world_size, torch.tensor(float(stopping), device=device)])
             dist.all_reduce(shared)
-            mean_loss, stopping = shared[0], int(shared[1].item()) and (stopped_by or signal.SIGTERM)
-        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-        mean_loss, norm = mean_loss.item(), norm.item()
-        if not math.isfinite(mean_loss) or not math.isfinite(norm):
-            raise InputError(
-                f'step {step}: loss {mean_loss}, gradient norm {norm}; stopped before the update, {kept()}'
-            )
-        spike = False
-        if spike_deviations and len(recent) >= 20:
-            middle = statistics.median(recent)
-            deviation = 1.4826 * statistics.median(abs(x - middle) for x in recent)
-            spike = mean_loss > middle + spike_deviations * max(deviation, 1e-3)
-        if spike and stop_on_spike:
-            raise InputError(
-                f'step {step}: loss {mean_loss:.4f} is a spike above the {middle:.4f} +- {deviation:.4f} of the last '
-                f'{len(recent)} steps; stopped before the update, {kept()}'
-            )
-        recent = [*recent[-99:], mean_loss]
+            mean_loss, somebody_stops = shared[0], shared[1].item() > 0
+            stopping = stopping or signal.SIGTERM * somebody_stops
+        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
+        mean_loss = mean_loss.item()
+        wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
+        spike = spike_above_the_last(mean_loss)
+        if wrong or (spike and stop_on_spike):
+            raise InputError(f'step {step}: {wrong or spike}; stopped before the update, {checkpoints.kept()}')
+        last_losses = [*last_losses[-99:], mean_loss]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - began
+        speeds.append(tokens_per_step / (time.perf_counter() - began))
 
-        done = step + 1
+        done, best = step + 1, False
+        tokens, validating = done * tokens_per_step, done % eval_interval == 0 or done == max_steps
         if master:
-            speeds.append(tokens_per_step / seconds)
-            log(
-                step=done,
-                tokens=done * tokens_per_step,
-                loss=mean_loss,
-                lr=lr,
-                grad_norm=norm,
-                tokens_per_s=round(speeds[-1], 1),
-                **dict(spike=True) if spike else {},
-            )
+            event = dict(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=norm)
+            log(**event, tokens_per_s=round(speeds[-1], 1), **(dict(spike=True) if spike else {}))
             if spike:
-                bar.write(f'step {done}: loss {mean_loss:.4f} is a spike above {middle:.4f} +- {deviation:.4f}')
+                bar.write(f'step {done}: {spike}')
             bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
-        if done % eval_interval == 0 or done == max_steps:
+        if validating:
             result = evaluate()
-            best = result['val_loss'] < best_val
-            best_val = min(best_val, result['val_loss'])
+            best, best_val = result['val_loss'] < best_val, min(best_val, result['val_loss'])
             if master:
-                log(step=done, tokens=done * tokens_per_step, **result)
-                save(done, best)
-                bar.write(
-                    f'step {done}: validation loss {result["val_loss"]:.4f}, {result["val_nats"]:.4f} nats per token, '
-                    f'{result["val_bpb"]:.4f} bits per byte{" (best)" if best else ""}'
-                )
-        elif stopping and master:
-            save(done, False)
-        if not master and (done % eval_interval == 0 or stopping):
-            last_saved, good = done, out / 'ckpt.pt'
-        if stopping and done < max_steps:
+                log(step=done, tokens=tokens, **result)
+                numbers = 'validation loss {val_loss:.4f}, {val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
+                bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
+        if master and (validating or stopping):
+            state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
+            state |= dict(model_config=asdict(raw_model.config), config=config, data_start_step=data_start_step)
+            checkpoints.save(state | dict(best_val=best_val, last_losses=last_losses), best)
+        elif validating or stopping:
+            checkpoints.last_path, checkpoints.last_step = checkpoints.newest, done
+        if stopping:
             break
-    if writing:
-        writing.result()
-    if stopping and done < max_steps:
-        bar.close()
-        if master:
-            print(f'stopped by signal {stopping}; {kept()}', file=sys.stderr)
-        sys.exit(128 + stopping)
-except KeyboardInterrupt:
-    bar.close()
-    if master:
-        print(f'interrupted; {kept()}', file=sys.stderr)
-    sys.exit(130)
-except OSError as e:  # the log: disk full, or gone
-    raise InputError(f'{out} cannot be written ({e}); stopped at step {step}, {kept()}') from None
-finally:
-    bar.close()
+    checkpoints.wait()
 
+if done < max_steps:
+    if master:
+        print(f'stopped by signal {stopping}; {checkpoints.kept()}', file=sys.stderr)
+    sys.exit(128 + stopping)
 if master:
     steady = speeds[min(5, len(speeds) - 1) :]  # without warm-up
-    print(
-        f'{tokens_per_step * len(steady) / sum(tokens_per_step / s for s in steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png'
-    )
-    log_file.close()
-    draw(out / 'loss.png')
+    print(f'{statistics.harmonic_mean(steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png')
+    title = f'{out_dir}: {sum(raw_model.num_params()):,} parameters'
+    plot.loss_curve(plot.read_log(out / 'log.jsonl'), title, out / 'loss.png')
 if distributed:
     dist.destroy_process_group()

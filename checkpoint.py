@@ -1,0 +1,471 @@
+"""
+Models on disk: the checkpoints of a run, and the released format of the paper's authors.
+
+    model, ckpt = load_checkpoint('out/mhf_tiny/ckpt.pt')       # a run's
+    model = from_pretrained('user/name@revision')               # a released one: a folder, or from the hub
+    save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
+    opened = open_model()                                       # the newest under this folder, with its tokenizer
+
+train.py writes and resumes by Checkpoints. What a resumed run may not change is train.py's FIXED_ON_RESUME.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from bins import replace_durably
+from configurator import InputError, wrong_type
+from hashing import get_tokenizer, signature_table, tokenizer_fingerprint
+from model import MHF, MHFConfig, check_table
+
+
+def pick_device(device=None, dtype=None):
+    """
+    (device, dtype) to compute on: what was asked for, else the best there is: cuda or cpu, and bfloat16 where the
+    hardware has it, else float32. Apple's mps, where this was never run, only if it is asked for. Raises InputError
+    for what is not there.
+    """
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'  # torchrun sets it: a GPU for each process
+    try:
+        device_type = torch.zeros(1, device=device).device.type
+    except (RuntimeError, AssertionError, TypeError) as e:
+        reason = str(e).splitlines()[0][:100]
+        raise InputError(f'device={device} is not there ({reason}); leave it out to take what is') from None
+    if device_type == 'cuda':
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        bf16 = device_type == 'cpu' and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    dtype = dtype or ('bfloat16' if bf16 else 'float32')
+    if dtype not in ('bfloat16', 'float32'):
+        raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
+    if dtype == 'bfloat16' and device_type == 'cuda' and not bf16:
+        raise InputError(f'dtype=bfloat16: {torch.cuda.get_device_name(device)} does not have it; use --dtype=float32')
+    return device, dtype
+
+
+# -----------------------------------------------------------------------------
+# the checkpoints of a run
+
+# what a checkpoint must hold, beside the digests of its parts
+CHECKPOINT = dict(
+    model=dict,
+    model_config=dict,
+    optimizer=dict(state=dict, param_groups=[dict]),
+    config=dict(tokenizer=str),
+    step=int,  # updates done
+    data_start_step=int,  # the step at which the present data began
+    best_val=(int, float),
+    last_losses=[float],
+    data=dict(tokenizer=str, tokenizer_sha256=str, table_sha256=(str, type(None)), train_sha256=str),
+)
+
+
+def digest_of_state(state):
+    """SHA-256 of a nest of dicts and lists of tensors, numbers, strings; hashlib lets other threads run meanwhile."""
+    digest = hashlib.sha256()
+
+    def feed(x):
+        if isinstance(x, torch.Tensor):
+            digest.update(f'{x.dtype} {tuple(x.shape)}'.encode())
+            digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        elif isinstance(x, (dict, list, tuple)):
+            digest.update(f'{type(x).__name__} {len(x)}'.encode())
+            for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+                digest.update(repr(key).encode())
+                feed(value)
+        else:
+            digest.update(repr(x).encode())
+
+    feed(state)
+    return digest.hexdigest()
+
+
+def on_host(state):
+    """A copy in the host's memory, which training does not change."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to('cpu', copy=True)
+    if isinstance(state, dict):
+        return {k: on_host(v) for k, v in state.items()}
+    return [on_host(v) for v in state] if isinstance(state, list) else state
+
+
+def load_checkpoint(path, whole=False):
+    """
+    A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. The digest of the model is checked, that of the
+    optimizer and the rest only if `whole`. Raises InputError.
+    """
+    try:
+        ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        if 'sha256' not in ckpt:
+            raise ValueError('it has no sha256: an older train.py wrote it')
+        digests = ckpt.pop('sha256')
+        if wrong := wrong_type(ckpt, CHECKPOINT, 'checkpoint'):
+            raise ValueError(wrong)
+        for key in digests if whole else ('model', 'model_config'):
+            if digest_of_state(ckpt[key]) != digests[key]:
+                raise ValueError(f"the digest of its '{key}' is not the one that was written")
+        config = MHFConfig(**ckpt['model_config'])
+        layers = sum(k.endswith('.input_layernorm.weight') for k in ckpt['model'])
+        there = *ckpt['model']['signatures'].shape, layers
+        if there != (config.vocab_size, config.coordinates, config.num_layers):
+            raise ValueError(f'its tensors are of V, H, layers = {there}, its config says otherwise')
+        with torch.device('meta'):
+            model = MHF(config)
+        # copies, because the mapped file may be replaced while a training run goes on
+        model.load_state_dict({k: v.clone() for k, v in ckpt['model'].items()}, assign=True)
+    except FileNotFoundError:
+        raise InputError(f'no checkpoint at {path}; train one with: python train.py config/mhf_tiny.py') from None
+    except InputError:
+        raise
+    except Exception as e:  # torch.load's errors are many: zip, pickle, missing keys
+        reason = ' '.join(str(e).split())[:200]
+        raise InputError(f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})') from None
+    return model, ckpt
+
+
+class Checkpoints:
+    """
+    out_dir's checkpoints: ckpt.pt is the newest, ckpt_best.pt the one of the lowest validation loss, ckpt_000123.pt
+    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest that is known
+    to be whole.
+    """
+
+    def __init__(self, out_dir, keep):
+        self.folder, self.keep = Path(out_dir), keep
+        self.newest, self.temporary = self.folder / 'ckpt.pt', self.folder / 'ckpt.pt.tmp'
+        self.last_path = self.last_step = self.pending = None
+        self.thread = ThreadPoolExecutor(1)
+        torch.serialization.set_crc32_options(False)  # SHA-256 is there; this one would keep training waiting
+
+    @staticmethod
+    def step_of(path):
+        """The step in the name of a checkpoint, or None."""
+        found = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
+        return found and int(found[1])
+
+    def milestones(self):
+        """Those with a step in their name, the newest first."""
+        found = (p for p in self.folder.glob('ckpt_*.pt') if self.step_of(p) is not None)
+        return sorted(found, key=self.step_of, reverse=True)
+
+    def there(self):
+        """Those that a resume may go on from, the newest first."""
+        return [p for p in (self.newest, *self.milestones()) if p.exists()]
+
+    def make_folder(self):
+        """Raises InputError where it cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / '.writable').touch()
+            (self.folder / '.writable').unlink(missing_ok=True)
+        except OSError as e:
+            raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
+
+    def newest_whole(self, warn=True):
+        """(model, the checkpoint's dict): the newest whose digests all fit; warns of damaged ones. Raises InputError."""
+        *newer, oldest = self.there() or [self.newest]
+        for path in (*newer, oldest):
+            try:
+                model, ckpt = load_checkpoint(path, whole=True)
+                break
+            except InputError as e:
+                if path == oldest:
+                    raise
+                if warn:
+                    print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
+        self.last_path, self.last_step = path, ckpt['step']
+        return model, ckpt
+
+    def save(self, state, best):
+        """Copies the state and leaves writing it to the thread; waits for the write before."""
+        self.wait()
+        began = time.perf_counter()
+        state = on_host(state)
+        self.pending = self.thread.submit(self._write, state, best, time.perf_counter() - began)
+
+    def wait(self):
+        """Until the last write is over; raises what it raised."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def raise_if_failed(self):
+        """What the last write raised, if it is over: a full disk stops a run at its next step, not at its next save."""
+        if self.pending and self.pending.done():
+            self.wait()
+
+    def _write(self, state, best, stood_still):
+        began = time.perf_counter()
+        try:
+            self.temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
+            state['sha256'] = {key: digest_of_state(value) for key, value in state.items()}
+            with open(self.temporary, 'wb') as f:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
+            # from here on ckpt.pt is the one that a resume reads
+            replace_durably(self.temporary, self.newest)
+            self.last_path, self.last_step = self.newest, state['step']
+            if best:
+                self._same_as_newest(self.folder / 'ckpt_best.pt')
+            if self.keep:
+                self._same_as_newest(self.folder / f'ckpt_{state["step"]:06}.pt')
+            # later steps than this one: damaged, or of a future that will be another
+            later = [p for p in self.milestones() if self.step_of(p) > state['step']]
+            for path in later + self.milestones()[len(later) + self.keep :]:
+                path.unlink()
+        except (OSError, RuntimeError) as e:
+            self.temporary.unlink(missing_ok=True)
+            raise InputError(f'{self.newest} could not be written ({e}); the one before is untouched') from None
+        tqdm.write(
+            f'checkpoint of step {self.last_step}: training stood still for {stood_still:.2f} s, written in '
+            f'{time.perf_counter() - began:.2f} s'
+        )
+
+    def _same_as_newest(self, path):
+        """One more name for ckpt.pt's file."""
+        self.temporary.unlink(missing_ok=True)
+        try:
+            os.link(self.newest, self.temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(self.newest, self.temporary)
+        replace_durably(self.temporary, path)
+
+    def kept(self):
+        """A sentence for people on what a stopped run leaves."""
+        with contextlib.suppress(InputError):  # then the one before is what is kept
+            self.wait()
+        if self.last_step is None:
+            return 'no checkpoint was written yet'
+        return f'{self.last_path} is good, of step {self.last_step}: go on with --init_from=resume'
+
+
+# -----------------------------------------------------------------------------
+# the released format: config.json and safetensors
+
+# config.json's fields -> MHFConfig's; of the first six none may be missing
+RELEASED_FIELDS = dict(
+    vocab_size='vocab_size', hidden_size='hidden_size', intermediate_size='intermediate_size',
+    num_hidden_layers='num_layers', num_attention_heads='num_heads', num_key_value_heads='num_kv_heads',
+    head_dim='head_dim', rms_norm_eps='norm_eps', rope_theta='rope_theta', max_position_embeddings='block_size',
+    pad_token_id='pad_id', trained_loss='loss',
+    num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh', bottle_neck_dim='bottleneck',
+)  # fmt: skip
+OF_HASHES = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim')
+# names of tensors -> ours, by prefix; the rest of each name is the same
+RELEASED_NAMES = {
+    'model.embed_tokens.': 'embed.',
+    'model.hash_map': 'signatures',
+    'model.combiner.scorer.': 'encoder.gate.',
+    'model.combiner.output_proj.0.': 'encoder.out.',
+    'model.layers.': 'layers.',
+    'model.norm.': 'norm.',
+    'hash_head.cascade_mixer.': 'mixers.',
+}
+
+
+def save_pretrained(model, folder, tokenizer):
+    """
+    Writes the authors' released format into a new folder: config.json, with the name of the tokenizer, and
+    model.safetensors; a tokenizer that is a .model file goes beside them as tokenizer.model. from_pretrained reads
+    back the same bits. Raises InputError.
+    """
+    from safetensors.torch import save_file
+
+    c, folder, weights = model.config, Path(folder), {}
+    for name, tensor in model.state_dict().items():
+        prefix = next((p for p, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
+        if prefix and (name != 'signatures' or c.num_hashes):
+            weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+    fields = dict(
+        model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
+        tie_word_embeddings=True, torch_dtype='float32', tokenizer=tokenizer,
+    )  # fmt: skip
+    fields |= {
+        theirs: getattr(c, ours) for theirs, ours in RELEASED_FIELDS.items() if c.num_hashes or theirs not in OF_HASHES
+    }
+    if folder.exists():
+        raise InputError(f'{folder} is there already; choose another folder')
+    temporary = folder.with_name(f'{folder.name}.tmp')
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(weights, temporary / 'model.safetensors', metadata=dict(format='pt'))
+        if tokenizer.endswith('.model'):
+            shutil.copyfile(tokenizer, temporary / 'tokenizer.model')
+        (temporary / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
+        os.rename(temporary, folder)
+    except OSError as e:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(f'{folder} cannot be written ({e})') from None
+
+
+def from_pretrained(path_or_hub_id, revision=None):
+    """
+    The authors' released format (config.json and safetensors, one file or sharded), from a folder or from the Hugging
+    Face hub (a revision may also follow the id, after @); a plain Qwen3 model with tied embeddings becomes a Standard
+    model. float32. Raises InputError.
+    """
+    from safetensors.torch import load_file
+
+    folder = _fetch(path_or_hub_id, revision)
+    try:
+        released = json.loads((folder / 'config.json').read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(f'{path_or_hub_id}: no readable config.json ({e})') from None
+    files, weights = sorted(folder.glob('model*.safetensors')), {}
+    if not files:
+        raise InputError(f'{path_or_hub_id}: no model.safetensors')
+    for file in files:
+        try:
+            weights.update(load_file(file))
+        except Exception as e:  # truncated, or not safetensors
+            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
+    return _from_released(released, weights, str(path_or_hub_id))
+
+
+def _fetch(path_or_hub_id, revision):
+    folder = Path(path_or_hub_id)
+    if folder.is_dir():
+        return folder
+    path_or_hub_id, _, branch = str(path_or_hub_id).partition('@')
+    if folder.parent != Path() and folder.parent.is_dir():
+        raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
+    if path_or_hub_id.count('/') != 1 or path_or_hub_id.startswith(('.', '/', '~')):
+        raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
+    import huggingface_hub
+
+    patterns = ['config.json', 'tokenizer.model', 'model*.safetensors']
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                path_or_hub_id, revision=revision or branch or None, allow_patterns=patterns
+            )
+        )
+    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
+        reason = ' '.join(str(e).split())[:200]
+        raise InputError(
+            f"'{path_or_hub_id}' could not be fetched from the hub ({type(e).__name__}: {reason})"
+        ) from None
+
+
+def _from_released(released, weights, source):
+    rope = released.get('rope_parameters') or {}
+    for key, value, ours in (
+        ('lsh_only_embed', released.get('lsh_only_embed'), False),
+        ('attention_bias', released.get('attention_bias'), False),
+        ('use_sliding_window', released.get('use_sliding_window'), False),
+        ('hidden_act', released.get('hidden_act'), 'silu'),
+        ('rope_type', rope.get('rope_type'), 'default'),
+    ):
+        if value not in (None, ours):
+            raise InputError(f'{source}: {key}={value} in config.json, this code has only {ours}')
+    if missing := [key for key in list(RELEASED_FIELDS)[:6] if released.get(key) is None]:
+        raise InputError(f"{source}: config.json has no '{missing[0]}'")
+    head, E = weights.pop('lm_head.weight', None), weights.get('model.embed_tokens.weight')
+    if E is None:
+        raise InputError(f'{source}: the weights have no model.embed_tokens.weight')
+    if head is not None and not torch.equal(head, E):
+        raise InputError(f'{source}: lm_head.weight differs from the embedding; only tied models are supported')
+
+    # what a config.json may leave out, or say elsewhere; product is what the authors train with
+    fields = dict(num_hashes=0, loss='product', head_dim=released['hidden_size'] // released['num_attention_heads'])
+    eos = released.get('eos_token_id')
+    if eos is not None:
+        fields['pad_id'] = eos[0] if isinstance(eos, list) else eos
+    if rope.get('rope_theta') is not None:
+        fields['rope_theta'] = rope['rope_theta']
+    fields |= {ours: released[key] for key, ours in RELEASED_FIELDS.items() if released.get(key) is not None}
+    if 'model.hash_map' in weights:
+        fields['vocab_size'] = len(weights['model.hash_map'])
+    config, state = MHFConfig(**fields), {}
+
+    for name, tensor in weights.items():
+        prefix = next((p for p in RELEASED_NAMES if name.startswith(p)), None)
+        if prefix is None:
+            raise InputError(f'{source}: unknown tensor {name}')
+        state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor.float() if tensor.is_floating_point() else tensor
+    if config.num_hashes and 'signatures' not in state:
+        raise InputError(f'{source}: num_hashes={config.num_hashes} but no model.hash_map')
+    table = state['signatures'].numpy() if config.num_hashes else None
+    state['signatures'], state['is_token'] = map(torch.tensor, check_table(config, table))
+    with torch.device('meta'):
+        model = MHF(config)
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as e:
+        raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
+    return model
+
+
+# -----------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    model: MHF
+    tok: object  # of hashing.get_tokenizer
+    name: str  # what it is, for people
+    folder: Path  # where its results go
+
+
+def load_model(source):
+    """
+    A run's out_dir, or the released format from a folder or the hub -> (model, its tokenizer's name or None, the
+    SHA-256 of that tokenizer or None). Raises InputError.
+    """
+    if (Path(source) / 'ckpt.pt').exists():
+        model, ckpt = load_checkpoint(Path(source) / 'ckpt.pt')
+        return model, ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
+    beside = Path(source) / 'tokenizer.model'
+    return from_pretrained(source), str(beside) if beside.exists() else None, None
+
+
+def open_model(out_dir='', released='', revision='', tokenizer=''):
+    """
+    From a checkpoint of train.py, the newest under the working folder if no out_dir is given, or from a released
+    model. The tokenizer must be the one whose table is in the model. Raises InputError.
+    """
+    if not (out_dir or released):
+        found = [p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')]
+        if not found:
+            raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
+        out_dir = max(found, key=lambda p: p.stat().st_mtime).parent
+    if released:
+        folder, name = Path(), f'{released}, a released model'
+        model, its_tokenizer, sha256 = load_model(f'{released}@{revision}' if revision else released)
+    else:
+        folder = Path(out_dir)
+        model, ckpt = load_checkpoint(folder / 'ckpt.pt')
+        name = f'{folder / "ckpt.pt"}, step {ckpt["step"]}'
+        its_tokenizer, sha256 = ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
+    tok, c = get_tokenizer(tokenizer or its_tokenizer or 'mistral'), model.config
+    if sha256 and tokenizer_fingerprint(tok) != sha256:
+        raise InputError(
+            f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' this model was trained with"
+        )
+    V = len(tok.tokens)
+    if V > c.vocab_size:
+        raise InputError(
+            f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with"
+        )
+    j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
+    if released and j < c.num_hashes - 1:
+        ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
+        if (model.signatures[:V, j].numpy() != ours).any():
+            raise InputError(
+                f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer"
+            )
+    return Opened(model, tok, name, folder)
