@@ -1,35 +1,12 @@
-# Vocabulary expansion of the paper's 3B H4B16K: 15,354 Arabic, Chinese and Hindi tokens, 32,768 -> 48,122, no new parameter.
-# From a model trained here; from the released one: --init_from=expand:klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32
-# 16,000 steps x 256 sequences x 2,048 tokens = 8.4 B tokens, 2 B of each language and of English; bins of 64 GB.
+# The paper's 3B H4B16K expanded; the released model: --before=klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32
+from config.expand_mhf_1b import *
+
+before = 'out/mhf_3b'
+init_from = 'out/mhf_3b_grown'
 out_dir = 'out/expand_mhf_3b'
-init_from = 'expand:out/mhf_3b'
-train_layers = 2  # the first two and the last two; always E, hash encoder and decoder, and the final norm
-
-# expand.py
-base = 'mistral'
-texts = 'fineweb-2:arb_Arab,fineweb-2:cmn_Hani,fineweb-2:hin_Deva'
-tokenizer = 'out/tokenizer/ar_zh_hi.model'
-
-dataset = 'fineweb-2:arb_Arab@2e9,fineweb-2:cmn_Hani@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu:sample-100BT@2e9'
-val_fraction = 0.0005
-
 num_layers = 36
-num_heads = 16
 num_kv_heads = 2
-head_dim = 128
-hidden_size = 2048
 intermediate_size = 11008
-num_hashes = 4
-num_buckets = 16384
-
-block_size = 2048
-batch_size = 256
-micro_batch_size = 8  # per GPU; less where memory is short, the update stays the same
+micro_batch_size = 8
 activation_checkpointing = True
-loss = 'product'  # the paper's; 'exact' trains the distribution that is sampled from
 learning_rate = 2e-4
-max_steps = 16000
-warmup_steps = 800
-weight_decay = 0.1
-grad_clip = 1.0
-seed = 42

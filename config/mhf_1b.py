@@ -1,6 +1,6 @@
 # The paper's 1B H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
 # Ablations are one override away: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id (then --out_dir too).
-# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; their bins take 839 GB: 8 bytes a token (4 bucket ids).
+# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; their bins take 210 GB.
 out_dir = 'out/mhf_1b'
 dataset = 'fineweb-edu:sample-100BT'
 tokenizer = 'mistral'
@@ -17,11 +17,8 @@ num_buckets = 16384
 
 block_size = 2048
 batch_size = 256
-micro_batch_size = 4  # per GPU; less where memory is short, the update stays the same
-loss = 'product'  # the paper's; 'exact' trains the distribution that is sampled from
+micro_batch_size = 4
+loss = 'product'
 learning_rate = 3e-4
 max_steps = 200000
 warmup_steps = 2000
-weight_decay = 0.1
-grad_clip = 1.0
-seed = 42

@@ -1,5 +1,5 @@
 # The demo: a small MultiHashFormer on the source of the Python standard library, minutes on 2 cores.
-# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; its bins take 23 MB.
+# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; its bins take 8 MB. beta2 is that of a short run.
 out_dir = 'out/mhf_tiny'
 dataset = 'stdlib'
 tokenizer = 'mistral'
@@ -16,9 +16,10 @@ num_buckets = 2048
 
 block_size = 256
 batch_size = 8
-micro_batch_size = 4  # small enough that a CPU's caches and allocator like it: 1.5 times the tokens/s of 16
+# small enough that a CPU's caches and allocator like it: 1.5 times the tokens/s of 16
+micro_batch_size = 4
 learning_rate = 2e-3
-beta2 = 0.95  # a short run
+beta2 = 0.95
 max_steps = 450
 warmup_steps = 50
 eval_interval = 225

@@ -1,0 +1,8 @@
+# The paper's 1B H3B10K expanded; the released model: --before=klein9692/hash-1b-h3b10624@checkpoint-200000
+from config.expand_mhf_1b import *
+
+before = 'out/mhf_1b_h3b10k'
+init_from = 'out/mhf_1b_h3b10k_grown'
+out_dir = 'out/expand_mhf_1b_h3b10k'
+num_hashes = 3
+num_buckets = 10624
