@@ -1,6 +1,6 @@
 PYTHON ?= python3
 
-.PHONY: demo test
+.PHONY: demo lint test
 
 # text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py
 demo: .venv/installed
@@ -9,8 +9,14 @@ demo: .venv/installed
 	.venv/bin/python train.py config/mhf_tiny.py $(ARGS)
 	.venv/bin/python sample.py config/mhf_tiny.py
 
+# the rules of pyproject.toml
+lint: .venv/installed
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+
+# all tests, two at a time; ARGS goes to pytest: make test ARGS='-k resume'
 test: .venv/installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
