@@ -1,86 +1,92 @@
 """
-Adds the tokens of new languages to a tokenizer; a MultiHashFormer reads and writes them without one parameter more.
+Adds the tokens of new languages to a tokenizer, and to a trained model: a MultiHashFormer gets no parameter for them.
 
-    $ python expand.py config/expand_tiny.py     # learns the tokens: a .model file, and what they save
-    $ python prepare.py config/expand_tiny.py    # text of all languages, signed with the old and the new signatures
-    $ python train.py config/expand_tiny.py      # goes on from a trained model: --init_from=expand:out/...
-    $ python eval.py config/expand_tiny.py       # before and after
+    $ python expand.py config/expand_tiny.py     # learns the tokens; writes the tokenizer and the grown model
+    $ python prepare.py config/expand_tiny.py    # text of all languages, split by the larger tokenizer
+    $ python train.py config/expand_tiny.py      # goes on from the grown model, which init_from names
+    $ python eval.py config/expand_tiny.py       # bits per byte of held-out text, before and after
 
-    $ python expand.py --texts=ar.jsonl,zh.jsonl@8000,en.jsonl@0 --tokenizer=out/ar_zh.model    # 5,118, 8,000 and no tokens
-    $ python expand.py --base=out/ar_zh.model --texts=hi.jsonl --tokenizer=out/ar_zh_hi.model   # one language more
+    $ python expand.py --texts=ar.jsonl,zh.jsonl@8000,en.jsonl@0 --tokenizer=a.model    # only a tokenizer
+    $ python expand.py --texts=hi.jsonl --base=a.model --tokenizer=b.model              # one language more
+    $ python expand.py --before=out/standard --init_from=out/grown --tokenizer=a.model  # by a tokenizer that is there
+    $ python expand.py --before=out/mhf_tiny --init_from=out/whole --tokenizer=tekken --whole
 
-Of each text SentencePiece learns merges of its own. Those that the base does not have are ranked by the tokens they save in the
-text, and the best go behind the base's pieces: with the lowest priorities, so that a text without them is split as before.
-Held out are the documents that prepare.py holds out of the same file as a source of a mixture, by the same val_fraction and without
-min_score, deduplicate and parts; at most 400 kB of each. They are written beside the .model, for eval.py.
+SentencePiece learns merges of its own from each text. Those that the base does not have are ranked by the tokens they
+save in the text, and the best go after the base's pieces: with the lowest priorities, so that a text without them is
+split as before. A grown MultiHashFormer has a longer table and the same parameters; a Standard model has a row more for
+each new token, the mean of the rows of its old pieces. The documents that prepare.py holds out of a file by the same
+val_fraction are held out here too, at most 400 kB of each text, and written beside the tokenizer for eval.py.
 """
 
 import io
 import os
 import re
+import shutil
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from checkpoint import load_model, save_pretrained
 from configurator import InputError, configure
-from hashing import SentencePieceTokenizer, extend_table, get_tokenizer, signature_table
-from prepare import Source, at_start, batches
+from hashing import SentencePieceTokenizer, get_tokenizer, signature_table, tokenizer_fingerprint
+from plot import bars
+from sources import ReadState, Source, batches
 
-base = 'mistral'  # the tokenizer to expand: mistral, or a .model file
+# the tokenizer
+base = 'mistral'  # to expand: mistral, or a .model file
 texts = ''  # one language each: what prepare.py reads, separated by commas, with @ and a number of tokens
 num_new_tokens = 5118  # of a language without @; three make the paper's 15,354
 text_bytes = 30000000  # of a language to learn from, at most
-tokenizer = 'expanded.model'  # the file to write
-num_hashes = 4  # of the signatures; 0 is for the Standard model
-num_buckets = 16384
-num_lsh = 0
-single_id = False
 val_fraction = 0.005
-
+tokenizer = 'expanded.model'  # the file to write, or to use where it is there
+# the model
+before = ''  # to grow: an out_dir, a folder in the released layout, or a hub id[@revision]; '' is none
+init_from = ''  # the folder to write the grown model into, in the released layout; train.py goes on from it
+whole = False  # the model takes any other vocabulary, that of `tokenizer`, in place of its own; nothing is learned
 config = configure(globals())
 
 # -----------------------------------------------------------------------------
+# the tokenizer
 
 HELD_OUT_BYTES = 400_000  # of a language
 
 
 def languages():
-    """texts -> [(name, what to read, number of new tokens)]."""
-    found = []
+    """texts -> {language: (what prepare.py reads, number of new tokens)}."""
+    found = {}
     for item in filter(None, map(str.strip, texts.split(','))):
-        what, _, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
+        source, _, number = item.rpartition('@') if '@' in item else (item, '', num_new_tokens)
         if not str(number).isdecimal() or int(number) > 10**6:
             raise InputError(f"texts '{item}': after @ comes a number of tokens, like @5000, at most 1,000,000")
-        if what in (other for _, other, _ in found):
-            raise InputError(f"texts names '{what}' twice")
-        *_, folder, name = ['', *(re.sub(r'[^\w-]', '', part.split(':')[-1].split('.')[0]) for part in what.split('/'))]
-        taken = {other for other, _, _ in found}  # ar/*.jsonl is called ar
-        possible = (name, folder, f'{folder}_{name}', f'text{len(found)}')
-        found.append((next(n for n in possible if n and n not in taken), what, int(number)))
-    if not found:
-        raise InputError('texts is empty; name a text for each language: --texts=ar.jsonl,zh.jsonl')
+        if any(source == other for other, _ in found.values()):
+            raise InputError(f"texts names '{source}' twice")
+        parts = [re.sub(r'[^\w-]', '', part.split(':')[-1].split('.')[0]) for part in source.split('/')]
+        folder, name = ['', *parts][-2:]
+        # ar/*.jsonl is called ar
+        possible = name, folder, f'{folder}_{name}', f'text{len(found)}'
+        found[next(n for n in possible if n and n not in found)] = source, int(number)
     return found
 
 
-def read(what):
+def read(source):
     """The documents to learn from, and those held out, two lists of str."""
-    learn, held, size = [], [], 0
-    for batch, _ in batches(Source(what), at_start(0), val_fraction, HELD_OUT_BYTES):
-        for text, out in batch:
-            (held if out else learn).append(text)
-            size += 0 if out else len(text.encode())
+    documents, held, size = [], [], 0
+    for batch, _ in batches(Source(source), ReadState(), val_fraction, HELD_OUT_BYTES):
+        for text, is_held_out in batch:
+            (held if is_held_out else documents).append(text)
+            size += 0 if is_held_out else len(text.encode())
         if size >= text_bytes:
             break
-    if not any(learn):
-        raise InputError(f'{what}: no text in it')
+    if not any(documents):
+        raise InputError(f'{source}: no text in it')
     if not any(held):
-        raise InputError(
-            f'{what}: none of the {len(learn):,} documents that were read is held out; raise val_fraction={val_fraction} or text_bytes'
-        )
-    return [t for t in learn if t], [t for t in held if t]
+        many = f'{source}: none of the {len(documents):,} documents that were read is held out'
+        raise InputError(f'{many}; raise val_fraction={val_fraction} or text_bytes')
+    return [t for t in documents if t], [t for t in held if t]
 
 
 def last_merge(piece, rank):
@@ -92,44 +98,44 @@ def last_merge(piece, rank):
     return parts
 
 
-def candidates(learn, old, spec, number):
+def candidates(documents, old, spec, number):
     """
-    Pieces that byte-pair encoding learns from the documents and the base does not have, as (tokens saved, rank, piece), the best
-    first: a merge saves one token wherever it happens, a character those of its bytes beyond the first.
+    {piece: its rank in the order of learning} of what byte-pair encoding learns from the documents and the base does
+    not have, the best first: a merge saves one token wherever it happens, a character its bytes beyond the first.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
     options = 'max_sentencepiece_length split_by_unicode_script split_by_number split_by_whitespace split_digits'
-    enough = len(old) + 2 * number + len({c for text in learn for c in text})
-    out, lines = io.BytesIO(), [line for text in learn for line in text.splitlines() if line.strip()]
+    enough = len(old) + 2 * number + len({c for text in documents for c in text})
+    out, lines = io.BytesIO(), [line for text in documents for line in text.splitlines() if line.strip()]
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=enough,
-        hard_vocab_limit=False, character_coverage=1.0, normalization_rule_name='identity', remove_extra_whitespaces=False,
+        sentence_iterator=iter(lines), model_writer=out, model_type='bpe', vocab_size=enough, hard_vocab_limit=False,
+        character_coverage=1.0, normalization_rule_name='identity', remove_extra_whitespaces=False,
         max_sentence_length=1 << 24, minloglevel=2, **{key: getattr(spec, key) for key in options.split()},
     )  # fmt: skip
     learned = sentencepiece_model_pb2.ModelProto.FromString(out.getvalue())
     rank = {p.piece: k for k, p in enumerate(learned.pieces) if p.type == p.NORMAL}
     encode = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue()).encode
     made = Counter(piece for pieces in encode(lines, out_type=str) for piece in pieces)
-    for piece in sorted(rank, key=rank.get, reverse=True):  # what a piece is made of comes before it
+    # what a piece is made of comes before it
+    for piece in sorted(rank, key=rank.get, reverse=True):
         if len(piece) > 1:
             for part in last_merge(piece, rank):
                 made[part] += made[piece]
-    letters, found = Counter(c.isascii() for text in learn for c in text if c.isalpha()), []
-    foreign = letters[False] > letters[True]  # then Latin letters, and what is all ASCII, are not this language's
-    for piece, k in rank.items():
-        saved = made[piece] * (len(piece.encode()) - 1 if len(piece) == 1 else 1)
-        ascii_only = piece.replace('▁', '').isascii()
-        if foreign and (ascii_only or any(c.isascii() and c.isalpha() for c in piece)):
-            continue
-        if piece not in old and saved > 1:
-            found.append((saved, k, piece))
-    return sorted(found, key=lambda f: (-f[0], f[1]))
+    letters = Counter(c.isascii() for text in documents for c in text if c.isalpha())
+    # then Latin letters, and what is all ASCII, are not this language's
+    foreign, saved = letters[False] > letters[True], {}
+    for piece in rank:
+        latin = piece.replace('▁', '').isascii() or any(c.isascii() and c.isalpha() for c in piece)
+        if piece not in old and not (foreign and latin):
+            saved[piece] = made[piece] * (len(piece.encode()) - 1 if len(piece) == 1 else 1)
+    best = sorted((p for p in saved if saved[p] > 1), key=lambda p: (-saved[p], rank[p]))
+    return {piece: rank[piece] for piece in best}
 
 
 def with_pieces(model, pieces):
-    """A SentencePiece model (ModelProto) with `pieces` behind its own, of lower priority than its merges, as bytes."""
+    """A SentencePiece model (ModelProto) with `pieces` after its own, of lower priority than its merges, as bytes."""
     larger = type(model).FromString(model.SerializeToString())
     # Mistral's runs of spaces have -1e9
     lowest = min(p.score for p in model.pieces if p.type == p.NORMAL and p.score > -1e8)
@@ -141,34 +147,32 @@ def with_pieces(model, pieces):
 
 def never_made(tok, first):
     """
-    The pieces from id `first` on that no text is split into: not even their own, on a line by itself, because pieces of higher
-    priority cross its merges. What surrounds a piece can only be in the way of more of its merges.
+    The pieces from id `first` on that no text is split into: not even their own, on a line by itself, because pieces of
+    higher priority cross its merges. What surrounds a piece can only be in the way of more of its merges.
     """
     pieces = tok.tokens[first:]
-    return {p for k, (p, ids) in enumerate(zip(pieces, tok.split(pieces)), first) if ids != [k]}
+    return {piece for k, (piece, ids) in enumerate(zip(pieces, tok.split(pieces), strict=True), first) if ids != [k]}
 
 
-def expanded(tok, learn, numbers):
-    """A larger SentencePieceTokenizer: {language: documents} and {language: number of new tokens} -> (it, {language: its pieces})."""
+def expanded(tok, documents, numbers):
+    """{language: documents}, {language: number of new tokens} -> (the larger tokenizer, {language: its new pieces})."""
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tok.sp.serialized_model_proto())
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise InputError(f"base='{base}' is no byte-pair encoding, only those can be expanded")
     old = {p.piece for p in model.pieces}
-    wanted = [(n, number) for n, number in numbers.items() if number]
-    wanted = tqdm(wanted, desc='learn', unit='language', delay=1, leave=False)
-    ranked = {n: candidates(learn[n], old, model.trainer_spec, number) for n, number in wanted}
+    wanted = tqdm([name for name in numbers if numbers[name]], desc='learn', unit='language', delay=1, leave=False)
+    ranked = {name: candidates(documents[name], old, model.trainer_spec, numbers[name]) for name in wanted}
     useless = set()
     while True:
         chosen, taken = {}, old | useless
         for name, found in ranked.items():
-            best = [c for c in found if c[2] not in taken][: numbers[name]]
-            chosen[name] = [piece for _, _, piece in sorted(best, key=lambda c: c[1])]
+            best = [piece for piece in found if piece not in taken][: numbers[name]]
+            chosen[name] = sorted(best, key=found.get)
             taken |= set(chosen[name])
-        larger = SentencePieceTokenizer(
-            '', model_proto=with_pieces(model, [p for pieces in chosen.values() for p in pieces])
-        )
+        pieces = [piece for pieces in chosen.values() for piece in pieces]
+        larger = SentencePieceTokenizer('', model_proto=with_pieces(model, pieces))
         lost = never_made(larger, len(tok.tokens))
         if not lost:
             return larger, chosen
@@ -181,80 +185,155 @@ def fertility(tok, held):
     return tokens / sum(map(len, held)), sum(len(t.encode()) for t in held) / tokens
 
 
-def draw(rows, path):
-    """Tokens per character of each language, before and after."""
-    import matplotlib
+def learn(tok, wanted):
+    """
+    What languages() gives -> (the larger tokenizer, {language: its held-out documents}, {language: tokens per character
+    before and after}). Prints what each language saves.
+    """
+    documents, held = {}, {}
+    for name, (source, _) in wanted.items():
+        documents[name], held[name] = read(source)
+    larger, chosen = expanded(tok, documents, {name: number for name, (_, number) in wanted.items()})
+    saved = {}
+    print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"bytes per token":>24}{"fewer tokens":>14}')
+    for name, (_, number) in wanted.items():
+        pairs = zip(held[name], tok.encode(held[name]), larger.encode(held[name]), strict=True)
+        if bad := [text for text, old, new in pairs if tok.decode(old) == text != larger.decode(new)]:
+            raise InputError(f'{name}: the larger tokenizer does not give back {len(bad)} texts, first {bad[0][:60]!r}')
+        (was, bytes_were), (now, bytes_now) = fertility(tok, held[name]), fertility(larger, held[name])
+        saved[name], got = (was, now), len(chosen.get(name, ()))
+        fewer = 1 - now / was
+        print(f'{name:<14}{got:>11,}{was:>11.3f} -> {now:<9.3f}{bytes_were:>11.2f} -> {bytes_now:<9.2f}{fewer:>14.1%}')
+        if got < number:
+            print(f'{name}: the text gives {got:,} of the {number:,} tokens asked for')
+    return larger, held, saved
 
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(max(5, 1.6 * len(rows)), 4))
-    x = np.arange(len(rows))
-    for offset, k, label in ((-0.2, 2, Path(base).stem), (0.2, 3, Path(tokenizer).stem)):
-        bars = ax.bar(x + offset, [row[k] for row in rows], 0.4, label=label)
-        ax.bar_label(bars, fmt='%.2f', fontsize=8)
-    ax.set_xticks(x, [row[0] for row in rows])
-    ax.set(ylabel='tokens per character, held-out text', title='what new tokens save')
-    ax.legend()
-    fig.savefig(path, dpi=120, bbox_inches='tight')
+# -----------------------------------------------------------------------------
+# the model
+
+
+def table_like(model, tokens, pad):
+    """The table (V, H) that signs these tokens as the model's own are signed."""
+    c, own = model.config, model.signatures.numpy()
+    # the Single-ID ablation: one hash on all coordinates, whose collisions stay
+    single_id = (own == own[:, :1]).all() and (c.num_hashes > 1 or len(np.unique(own)) < len(own))
+    return signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad, unique=not single_id)
+
+
+def open_before(tok):
+    """The model to grow. Raises InputError if it was not trained with tok; a whole other vocabulary is for any MHF."""
+    model, trained_with, sha256 = load_model(before)
+    c, own, V = model.config, model.signatures.numpy(), len(tok.tokens)
+    if whole:
+        if not c.num_hashes:
+            raise InputError(f"whole: before='{before}' is a Standard model, in which each token has a row of its own")
+        return model
+    if trained_with and not sha256:
+        sha256 = tokenizer_fingerprint(get_tokenizer(trained_with))
+    if sha256:
+        same = sha256 == tokenizer_fingerprint(tok)
+    elif c.num_hashes:
+        # a released table may end with rows of zeros
+        same = np.array_equal(own[:V], table_like(model, tok.tokens, c.pad_id)) and not own[V:].any()
+    else:
+        same = len(own) == V
+    if not same:
+        its = trained_with or 'another tokenizer'
+        raise InputError(f"before='{before}' was trained with {its}, not with base='{base}'; --base names its own")
+    return model
+
+
+def grow(model, tok, larger):
+    """Gives the model the tokens that `larger` has after tok's, or all of them in place of its own."""
+    if whole:
+        gaps = [i for i, token in enumerate(larger.tokens) if token is None]
+        return model.replace_vocabulary(table_like(model, larger.tokens, larger.pad), larger.pad, gaps)
+    V = len(tok.tokens)
+    if larger.tokens[:V] != tok.tokens:
+        raise InputError(f"tokenizer='{tokenizer}' is there already and does not extend base='{base}'")
+    if model.config.num_hashes:
+        model.extend_vocabulary(table_like(model, larger.tokens, model.config.pad_id))
+    else:
+        model.extend_vocabulary(None, made_of=tok.split(larger.tokens[V:]))
+
+
+# -----------------------------------------------------------------------------
+
+
+def check_new(paths):
+    """Raises InputError for a path that is there already, or that cannot be written."""
+    for path in paths:
+        setting = '--init_from' if path == Path(init_from) else '--tokenizer'
+        if path.exists():
+            raise InputError(f'{path} is there already; delete it, or choose another {setting}')
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK)):
+            raise InputError(f'{path} cannot be written, {above} is no folder that may be written into; see {setting}')
+
+
+@contextmanager
+def all_or_nothing(paths):
+    """For writing new files and folders: whatever ends that early removes them all."""
+    check_new(paths)
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as e:
+        for path in (*paths, *(path.with_name(f'{path.name}.tmp') for path in paths)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise InputError(f'{paths[-1]} cannot be written ({e})') from None
+        raise
 
 
 def main():
-    target, wanted = Path(tokenizer), languages()
-    if target.suffix != '.model':
+    file, wanted = Path(tokenizer), languages()
+    learns = not whole and not (before and file.exists())
+    if whole and (wanted or not before):
+        raise InputError('whole gives --before the vocabulary of --tokenizer as it is; name both, and no texts')
+    if learns and not wanted:
+        raise InputError('texts is empty; name a text for each language: --texts=ar.jsonl,zh.jsonl')
+    if not whole and file.suffix != '.model':
         raise InputError(f"tokenizer='{tokenizer}': the file to write must end with .model")
-    written = {name: target.with_name(f'{target.stem}_{name}.txt') for name, _, _ in wanted}
-    for path in (target, target.with_suffix('.png'), *written.values()):
-        if path.exists():
-            raise InputError(f'{path} is there already; delete it, or choose another --tokenizer')
+    if before and init_from in ('', 'scratch', 'resume'):
+        raise InputError(f"init_from='{init_from}': name the folder to write the grown model into, --init_from=FOLDER")
     if not 0 < val_fraction < 1:
         raise InputError(f'val_fraction={val_fraction}: must be between 0 and 1')
+    picture = file.with_suffix('.png')
+    held_files = {name: file.with_name(f'{file.stem}_{name}.txt') for name in wanted}
+    outputs = [*held_files.values(), picture, file] if learns else []
+    outputs += [Path(init_from)] if before else []
+    check_new(outputs)
     tok = get_tokenizer(base)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base='{base}' is no SentencePiece tokenizer, only those can be expanded; mistral is one")
-    documents = {name: read(what) for name, what, _ in wanted}
-    numbers = {name: number for name, _, number in wanted}
-    larger, chosen = expanded(tok, {n: learn for n, (learn, _) in documents.items()}, numbers)
+    model = open_before(tok) if before else None
 
-    rows = []
-    print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"bytes per token":>24}{"fewer tokens":>14}')
-    for name, (_, held) in documents.items():
-        bad = [
-            t for t, a, b in zip(held, tok.encode(held), larger.encode(held)) if tok.decode(a) == t != larger.decode(b)
-        ]
-        if bad:
-            raise InputError(
-                f'{name}: the larger tokenizer does not give back {len(bad)} documents, first {bad[0][:60]!r}'
-            )
-        (before, bytes_before), (after, bytes_after) = fertility(tok, held), fertility(larger, held)
-        rows.append((name, len(chosen.get(name, ())), before, after))
-        print(
-            f'{name:<14}{rows[-1][1]:>11,}{before:>11.3f} -> {after:<9.3f}{bytes_before:>11.2f} -> {bytes_after:<9.2f}'
-            f'{1 - after / before:>14.1%}'
-        )
-        if rows[-1][1] < numbers[name]:
-            print(f'{name}: the text gives {rows[-1][1]:,} of the {numbers[name]:,} tokens asked for')
-    V = len(tok.tokens)
-    if num_hashes:
-        settings = num_buckets, num_lsh, tok.pad, not single_id
-        table = signature_table(tok.tokens, num_hashes, *settings)
-        table = extend_table(table, larger.tokens[V:], *settings)
-        what = f'{len(table) - V:,} signatures registered (H={num_hashes}, B={num_buckets:,}), no new parameter'
+    if learns:
+        larger, held, saved = learn(tok, wanted)
     else:
-        what = 'as many new rows of the Standard model'
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix('.tmp')
-        for name, (_, held) in documents.items():
-            written[name].write_text('\n\n'.join(held) + '\n', encoding='utf-8')
-        temporary.write_bytes(larger.sp.serialized_model_proto())
-        os.replace(temporary, target)
-        draw(rows, target.with_suffix('.png'))
-    except OSError as e:
-        raise InputError(f'{target} cannot be written ({e})') from None
-    print(
-        f'{V:,} -> {len(larger.tokens):,} tokens: {what}\n{target}, {target.with_suffix(".png")}, held-out text beside them'
-    )
+        larger = get_tokenizer(tokenizer)
+        print(f'{tokenizer} is used as it is')
+    V, cost = len(tok.tokens), ''
+    if before:
+        V, parameters = model.config.vocab_size, sum(model.num_params())
+        grow(model, tok, larger)
+        cost = f': {sum(model.num_params()) - parameters:,} new parameters'
+    with all_or_nothing(outputs):
+        if learns:
+            for name, path in held_files.items():
+                path.write_text('\n\n'.join(held[name]) + '\n', encoding='utf-8')
+            was, now = zip(*saved.values(), strict=True)
+            groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
+            bars(list(saved), groups, picture, 'tokens per character, held-out text', 'what new tokens save', '%.2f')
+            temporary = file.with_name(f'{file.name}.tmp')
+            temporary.write_bytes(larger.sp.serialized_model_proto())
+            os.replace(temporary, file)
+        if before:
+            save_pretrained(model, init_from, tokenizer)
+    print(f'{V:,} -> {len(larger.tokens):,} tokens{cost}', *outputs, sep='\n')
 
 
 if __name__ == '__main__':

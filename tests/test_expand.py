@@ -1,0 +1,260 @@
+"""expand.py: the tokens of new languages, and the models that grow by them; train.py and eval.py go on from those."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import events, ok, random_model, real_documents, run, shared, snapshot, weights, write_jsonl
+
+import expand
+from checkpoint import from_pretrained, load_checkpoint, save_pretrained
+from configurator import read_config
+from hashing import extend_table, get_tokenizer, signature_table
+from model import MHF, MHFConfig
+
+pytestmark = pytest.mark.xdist_group('expand')
+
+
+def invented_language(first, letters, spaces, seed):
+    """Documents of words that occur as often as words do, in letters from the code point `first` on."""
+    draw = np.random.default_rng(seed)
+    vocabulary = [''.join(chr(first + k) for k in draw.integers(0, letters, draw.integers(2, 6))) for _ in range(1500)]
+    p = 1 / np.arange(1, 1501)
+    return [(' ' if spaces else '').join(draw.choice(vocabulary, 150, p=p / p.sum())) + '.' for _ in range(60)]
+
+
+LANGUAGES = dict(ar=(0x621, 26, True, 1), zh=(0x6E00, 400, False, 2), hi=(0x905, 50, True, 3))
+TEXTS = '--texts=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
+
+
+@pytest.fixture(scope='module')
+def expansion(trained, mistral, tmp_path_factory):
+    """A folder with the small run, three languages, a tokenizer with 400 tokens of each, and a model grown by them."""
+    folder = tmp_path_factory.mktemp('expansion') / 'work'
+    shutil.copytree(trained, folder)
+    for name, how in LANGUAGES.items():
+        write_jsonl(folder / f'{name}.jsonl', invented_language(*how))
+    torch.manual_seed(0)
+    fields = {k: v for k, v in read_config(folder / 'cfg.py').items() if k in MHFConfig.__annotations__}
+    table = signature_table(mistral.tokens, 3, 256, pad_id=mistral.pad)
+    save_pretrained(MHF(MHFConfig(**fields | dict(num_layers=4)), table), folder / 'base', 'mistral')
+    done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=three.model',
+              '--before=base', '--init_from=grown', cwd=folder)  # fmt: skip
+    (folder / 'printed').write_text(done.stdout)
+    ok('prepare.py', 'cfg.py', '--dataset=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl', '--tokenizer=three.model',
+       '--data_dir=more', '--num_workers=1', cwd=folder)  # fmt: skip
+    return folder
+
+
+def test_expanded_tokenizer(expansion, mistral):
+    """New pieces change the old or how English is split, lose text, can never occur, are too few, or save nothing."""
+    tok, V = get_tokenizer(str(expansion / 'three.model')), len(mistral.tokens)
+    assert tok.tokens[:V] == mistral.tokens and len(tok.tokens) == len(set(tok.tokens)) == V + 1200
+    assert (tok.bos, tok.pad) == (mistral.bos, mistral.pad)
+    english = real_documents()
+    assert tok.encode(english) == mistral.encode(english)
+    foreign = [t for how in LANGUAGES.values() for t in invented_language(*how)]
+    for texts in (['naïve café, 東京 🙂', 'a\tb\n\n  c'], english, foreign):
+        assert [tok.decode(i) for i in tok.encode(texts)] == texts
+    assert tok.split(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
+    for name, how in LANGUAGES.items():
+        held = (expansion / f'three_{name}.txt').read_text().strip().split('\n\n')
+        # those that prepare.py holds out
+        assert held == invented_language(*how)[9::10]
+        assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
+        saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
+        assert float(saved[1]) >= 25
+    assert (expansion / 'three.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
+    """The larger tokenizer has pieces, and the model signatures for them, that can never occur."""
+    # no merge makes the first without the second
+    monkeypatch.setattr(expand, 'candidates', lambda *_: {'नमस': 0, 'नम': 1})
+    for number, pieces in ((1, ['नम']), (2, ['नमस', 'नम'])):
+        larger, chosen = expand.expanded(mistral, dict(hi=[]), dict(hi=number))
+        assert chosen == dict(hi=pieces) and larger.tokens[32768:] == pieces
+
+
+def test_expand_again_and_on_real_text(expansion, tmp_path):
+    """An expanded tokenizer or model cannot be expanded, the same command gives another one, or too few tokens come."""
+    done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=again.model', cwd=expansion)
+    assert '32,768 -> 33,968 tokens\n' in done.stdout
+    assert (expansion / 'again.model').read_bytes() == (expansion / 'three.model').read_bytes()
+    write_jsonl(expansion / 'el.jsonl', invented_language(0x391, 50, True, 4))
+    done = ok('expand.py', 'cfg.py', '--base=three.model', '--texts=el.jsonl@100000', '--tokenizer=four.model',
+              '--before=grown', '--init_from=grown_again', cwd=expansion)  # fmt: skip
+    number = int(re.search(r'the text gives ([\d,]+) of the 100,000', done.stdout)[1].replace(',', ''))
+    three, four = (get_tokenizer(str(expansion / f'{n}.model')) for n in ('three', 'four'))
+    assert four.tokens[: len(three.tokens)] == three.tokens and len(four.tokens) == len(three.tokens) + number
+    table = signature_table(four.tokens, 3, 256, pad_id=four.pad)
+    assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
+    assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
+    files = ','.join(str(shared(f'data/text/{n}.jsonl.xz')) for n in LANGUAGES)
+    done = ok('expand.py', f'--texts={files}', '--val_fraction=0.05', '--tokenizer=real.model', cwd=tmp_path)
+    assert '32,768 -> 48,122 tokens' in done.stdout
+    assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
+
+
+def test_expand_a_model(expansion, mistral):
+    """The expanded model has another parameter, other old signatures or other logits, or trains what is frozen."""
+    base, grown = (from_pretrained(expansion / name) for name in ('base', 'grown'))
+    assert '32,768 -> 33,968 tokens: 0 new parameters' in (expansion / 'printed').read_text()
+    for (name, a), (_, b) in zip(base.named_parameters(), grown.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(grown.signatures[:32768], base.signatures) and len(grown.signatures) == 33968
+    ids = torch.tensor([mistral.encode([real_documents()[0]])[0][:64]])
+    assert torch.equal(grown.bucket_logits(ids), base.bucket_logits(ids))
+    assert (expansion / 'grown/tokenizer.model').read_bytes() == (expansion / 'three.model').read_bytes()
+
+    args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--train_layers=1',
+            '--num_layers=4', '--warmup_steps=1', '--auto_resume', '--out_dir=expanded')  # fmt: skip
+    assert 'are frozen' in ok('train.py', *args, '--max_steps=3', cwd=expansion).stdout
+    trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt', whole=True)
+    assert trained_on.num_params() == base.num_params()
+    frozen = [
+        n for (n, a), b in zip(base.named_parameters(), trained_on.parameters(), strict=True) if torch.equal(a, b)
+    ]
+    assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
+    assert len(ckpt['optimizer']['state']) == len(list(base.parameters())) - len(frozen)
+    assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
+    refused = run('train.py', *args, '--train_layers=0', '--max_steps=9', cwd=expansion)
+    assert refused.returncode == 1 and 'train_layers=1, now it is 0' in refused.stderr
+
+    text = ','.join(f'three_{n}.txt' for n in (*LANGUAGES, 'docs'))
+    args = ('--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', f'--text={text}', '--plot', '--device=cpu')
+    done = ok('eval.py', *args, cwd=expansion)
+    results = json.loads((expansion / 'expanded/results.json').read_text())
+    for name, now in results['bits_per_byte'].items():
+        then = results['before']['bits_per_byte'][name]
+        assert now['bytes'] == then['bytes'] and 'new_tokens' not in then
+        assert ('new_tokens' in now) == ('docs' not in name)
+        assert f'{name}: {then["bits_per_byte"]:.4f} -> {now["bits_per_byte"]:.4f} bits per byte' in done.stdout
+    assert (expansion / 'expanded/results_text.png').stat().st_size > 5000
+
+
+def test_expand_a_standard_model(expansion, mistral):
+    """A new row of the Standard model is not the mean of the rows of its token's old pieces, or train.py refuses it."""
+    m = random_model(num_hashes=0, vocab_size=32768, block_size=64, dtype=torch.float32)
+    save_pretrained(m, expansion / 'standard', 'mistral')
+    done = ok('expand.py', '--before=standard', '--init_from=standard_grown', '--tokenizer=three.model', cwd=expansion)
+    assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
+    assert 'three.model is used as it is' in done.stdout
+    grown = from_pretrained(expansion / 'standard_grown')
+    tok, E = get_tokenizer(str(expansion / 'three.model')), grown.embed.weight
+    assert torch.equal(E[:32768], m.embed.weight)
+    for (name, a), (_, b) in list(zip(m.named_parameters(), grown.named_parameters(), strict=True))[1:]:
+        assert torch.equal(a, b), name
+    for k in (32768, 33000, 33967):
+        text = tok.tokens[k].replace('▁', ' ')
+        # after the beginning of the text and its line end
+        old = mistral.encode(['\n' + text])[0][2:]
+        assert mistral.decode(old).strip() == text.strip()
+        assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
+    one_step(expansion, 'standard_grown', 'three.model', 'more', '--num_hashes=0')
+
+
+def one_step(folder, init_from, tokenizer, data_dir, *args):
+    """train.py starts from a grown model, and its first update, of learning rate 0, changes nothing."""
+    ok('train.py', 'cfg.py', f'--init_from={init_from}', f'--tokenizer={tokenizer}', f'--data_dir={data_dir}', *args,
+       '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', f'--out_dir={init_from}_out', cwd=folder)  # fmt: skip
+    state, start = weights(folder, f'{init_from}_out')['model'], from_pretrained(folder / init_from).state_dict()
+    assert all(torch.equal(state[k], start[k]) for k in start) and events(folder, f'{init_from}_out')
+
+
+def test_replace_the_whole_vocabulary(expansion):
+    """mistral -> tekken costs or changes a parameter, or train.py refuses it."""
+    done = ok('expand.py', '--before=out', '--init_from=tek', '--whole', '--tokenizer=tekken', cwd=expansion)
+    assert '32,768 -> 131,072 tokens: 0 new parameters' in done.stdout
+    a, b = weights(expansion)['model'], from_pretrained(expansion / 'tek').state_dict()
+    assert [k for k in a if not torch.equal(a[k], b[k])] == ['signatures', 'is_token']
+    ok('prepare.py', 'cfg.py', '--dataset=docs.jsonl', '--tokenizer=tekken', '--data_dir=tekken', cwd=expansion)
+    one_step(expansion, 'tek', 'tekken', 'tekken')
+
+
+@pytest.mark.parametrize('H, num_lsh, unique', [(1, 0, True), (1, 0, False), (3, 0, False), (3, 2, True), (2, 2, True)])
+def test_tables_of_ablations_grow(H, num_lsh, unique):
+    """A model with Single-ID or LSH signatures grows by signatures of another kind."""
+    old, new = [f'w{k}' for k in range(200)], [f'new{k}' for k in range(50)]
+    how = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=unique)
+    table = signature_table(old, H, **how)
+    config = MHFConfig(vocab_size=200, num_hashes=H, num_buckets=300, num_lsh=num_lsh, num_layers=1, hidden_size=16,
+                       num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16, pad_id=2)  # fmt: skip
+    assert (expand.table_like(MHF(config, table), old + new, 2) == extend_table(table, new, **how)).all()
+
+
+NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--val_fraction=0.1')
+REFUSED = {
+    'nothing to do': (['--tokenizer=new.model'], 'texts is empty'),
+    'nothing to learn from': (['--tokenizer=new.model', '--before=base', '--init_from=new'], 'texts is empty'),
+    'no folder to write into': ([*NEW, '--before=base'], '--init_from=FOLDER'),
+    'a folder that is there': ([*NEW, '--before=base', '--init_from=grown'], 'grown is there already'),
+    'a folder in a file': ([*NEW, '--before=base', '--init_from=docs.jsonl/new'], 'docs.jsonl is no folder'),
+    'a tokenizer that is there': (['--texts=ar.jsonl', '--tokenizer=three.model'], 'three.model is there already'),
+    'a model that is not there': ([*NEW, '--before=nowhere', '--init_from=new'], 'nowhere'),
+    'the base of another model': ([*NEW, '--before=grown', '--init_from=new'], "not with base='mistral'"),
+    'the base of another run': (
+        [*NEW, '--before=out', '--init_from=new', '--base=three.model'],
+        'trained with mistral',
+    ),
+    'a table of another base': ([*NEW, '--before=bare', '--init_from=new'], "not with base='mistral'"),
+    'a tokenizer that does not extend': (
+        ['--before=grown', '--init_from=new', '--base=three.model', '--tokenizer=mistral.model'],
+        'does not extend',
+    ),
+    'whole with texts': ([*NEW, '--before=out', '--init_from=new', '--whole'], 'no texts'),
+    'whole without a model': (['--whole', '--tokenizer=tekken'], 'name both'),
+    'whole of a Standard model': (
+        ['--before=small', '--init_from=new', '--whole', '--tokenizer=tekken'],
+        "before='small' is a Standard model",
+    ),
+    'a prefix that is full': (
+        ['--before=narrow', '--init_from=new', '--texts=ar.jsonl@90', *NEW[1:]],
+        'prefix () is full',
+    ),
+}
+
+
+@pytest.fixture(scope='module')
+def refusals(expansion, mistral):
+    (expansion / 'mistral.model').write_bytes(mistral.sp.serialized_model_proto())
+    save_pretrained(random_model(num_hashes=0, dtype=torch.float32), expansion / 'small', 'mistral')
+    # a released model of which only the table says what its tokenizer was
+    shutil.copytree(expansion / 'grown', expansion / 'bare')
+    (expansion / 'bare/tokenizer.model').unlink()
+    table = signature_table(mistral.tokens, 1, 32800, pad_id=2)
+    narrow = random_model(num_hashes=1, num_buckets=32800, vocab_size=300, dtype=torch.float32)
+    narrow.replace_vocabulary(table, 2)
+    save_pretrained(narrow, expansion / 'narrow', 'mistral')
+    return expansion
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_expand_refuses(refusals, name):
+    """Bad input gives a traceback, or leaves something behind."""
+    args, says = REFUSED[name]
+    before = snapshot(refusals)
+    done = run('expand.py', *args, cwd=refusals)
+    assert done.returncode == 1 and says in done.stderr and snapshot(refusals) == before
+    assert re.fullmatch(r'error: .*\n', done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    'error, code, says', [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error')]
+)
+def test_expand_interrupted_while_it_writes(expansion, error, code, says):
+    """What was written before Ctrl-C or a full disk stays, and looks whole."""
+    patch = f"""
+import safetensors.torch
+def save_file(weights, path, **_):
+    open(path, 'w').close()
+    raise {error}
+safetensors.torch.save_file = save_file
+"""
+    before = snapshot(expansion)
+    done = run('expand.py', *NEW, '--before=base', '--init_from=new', cwd=expansion, patch=patch)
+    assert done.returncode == code and says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert snapshot(expansion) == before
