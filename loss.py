@@ -26,7 +26,7 @@ def head_chunk(H, B):
 
 
 def vocabulary_chunk(device_type):
-    """Tokens whose V logits exist at a time. A CPU's cache holds 4 MB: 32 take 42 us each, 16: 154, 256: 131 (V 32,768)."""
+    """Tokens whose V logits exist at a time. A CPU's cache holds 4 MB: 32 take 42 us each, 16: 154, 256: 131."""
     return 32 if device_type == 'cpu' else 512
 
 

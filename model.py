@@ -18,18 +18,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import loss as fast
 from configurator import InputError, did_you_mean
-from loss import (
-    E_for_matmul,
-    LeanHead,
-    at_least_float32,
-    exact_nll,
-    head_chunk,
-    predictions,
-    product_nll,
-    read_table,
-    softmax,
-)
+from loss import at_least_float32, softmax
 
 LOSSES = ('exact', 'product')
 
@@ -85,7 +76,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_angles(positions, config, dtype):
-    """cos and sin of the rotation angles of `positions` (..., T): two tensors (..., 1, T, head_dim/2), for all heads."""
+    """cos and sin of the rotation angles of `positions` (..., T): two tensors (..., 1, T, head_dim/2)."""
     k = torch.arange(0, config.head_dim, 2, dtype=dtype, device=positions.device)
     frequency = config.rope_theta ** (-k / config.head_dim)
     angle = positions.to(dtype)[..., None, :, None] * frequency
@@ -249,9 +240,9 @@ def check_table(c, table=None, gaps=()):
 class MHF(nn.Module):
     """
     table: (V, H) integer array, the signature of every token id (hashing.signature_table); not used by the Standard
-    model. gaps:  ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other
-    than pad_id's
-           are gaps by definition.
+    model.
+    gaps: ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other than
+    pad_id's are gaps by definition.
     """
 
     def __init__(self, config, table=None, gaps=()):
@@ -274,12 +265,12 @@ class MHF(nn.Module):
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = head_chunk(H, B)
+        self.head_chunk = fast.head_chunk(H, B)
         self._table = None, None, None
 
     @property
     def head_weight(self):
-        """E as the Hash Decoder reads it, (H, B, d): tied to the embedding; an untied head returns its own parameter."""
+        """E as the Hash Decoder reads it, (H, B, d): tied to the embedding; untied it is a parameter."""
         return self.embed.weight.unflatten(0, (self.config.coordinates, -1))
 
     def num_params(self):
@@ -302,42 +293,18 @@ class MHF(nn.Module):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
         made_of, version, table = self._table
         if made_of is not self.signatures or version != self.signatures._version:
-            table = read_table(self.signatures, self.is_token, self.config.buckets, self.config.num_hashes == 0)
+            table = fast.read_table(self.signatures, self.is_token, self.config.buckets, self.config.num_hashes == 0)
             self._table = self.signatures, self.signatures._version, table
         return table
 
-    def extend_vocabulary(self, table, gaps=(), made_of=None):
-        """
-        Takes a larger table (V', H) whose first V rows are the present ones. No parameter is added or changed, so an
-        optimizer made before stays good. A Standard model needs no table but made_of, for each new token the ids of
-        the old ones that its string is split into: its new row of E is their mean, and an optimizer has to be made
-        anew. Raises InputError for other old rows, or where the one or the other is missing.
-        """
-        V = int(self.is_token.nonzero()[-1]) + 1  # without unused rows at the end, which released tables have
-        if not self.config.num_hashes:
-            if made_of is None:
-                raise InputError(
-                    f"the Standard model's embedding has {V} rows; for more tokens say which old ones the new are made_of"
-                )
-            old = self.embed.weight.data[:V]
-            new = [old[torch.tensor(ids, device=old.device)].mean(0, keepdim=True) for ids in made_of]
-            self.embed = nn.Embedding.from_pretrained(torch.cat([old, *new]), freeze=False)
-            table = np.arange(V + len(made_of))[:, None]
-        old, is_token = self.signatures[:V], self.is_token[:V]
-        if len(table) < V or not np.array_equal(np.asarray(table)[:V], old.cpu().numpy()):
-            raise InputError(
-                f'the larger table has {len(table)} rows, of which the first {V} must be those of the model'
-            )
-        self.replace_vocabulary(table, self.config.pad_id, gaps)
-        self.is_token[:V] = is_token
-
     def replace_vocabulary(self, table, pad_id, gaps=()):
-        """Takes the table (V', H) of any other vocabulary, whose tokens get buckets that were trained for others."""
-        config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
-        signatures, is_token = (
-            torch.tensor(t, device=self.signatures.device) for t in check_table(config, table, gaps)
-        )
-        self.config, self.signatures, self.is_token = config, signatures, is_token
+        """
+        Takes the table (V', H) of a larger, or of any other vocabulary: not a parameter is added or changed, and an
+        optimizer made before stays good. Old tokens keep their signatures if their rows are the same.
+        """
+        self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
+        checked = check_table(self.config, table, gaps)
+        self.signatures, self.is_token = (torch.tensor(t, device=self.signatures.device) for t in checked)
 
     # ---- signatures in, loss out
 
@@ -366,13 +333,11 @@ class MHF(nn.Module):
     def forward(self, x, y):
         """
         Signatures x, y (N, T, H) -> the mean loss over all tokens, nats: -log P(y), or the paper's sum_i -log p_i[y_i]
-        (config.loss). For the Standard model both are the ordinary cross-entropy. Raises InputError where there is no
-        target.
+        (config.loss); for Standard the ordinary cross-entropy. Raises InputError where there is no target.
         """
         if x.shape != y.shape or not y.numel():
-            raise InputError(
-                f'inputs {tuple(x.shape)} and targets {tuple(y.shape)}: both must be (N, T, H), none of them 0'
-            )
+            shapes = f'inputs {tuple(x.shape)} and targets {tuple(y.shape)}'
+            raise InputError(f'{shapes}: both must be (N, T, H), none of them 0')
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     def compile(self, **options):
@@ -386,22 +351,22 @@ class MHF(nn.Module):
         exact, table = self.config.loss == 'exact' or not self.config.num_hashes, self.table()
         if self.plain_head:
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
-        nll = exact_nll if exact else product_nll
+        nll = fast.exact_nll if exact else fast.product_nll
         if torch.is_grad_enabled():
             mixers = self.mixers.parameters()
-            return LeanHead.apply(nll, self.mixers, table, self.head_chunk, h, y, self.head_weight, *mixers)
+            return fast.LeanHead.apply(nll, self.mixers, table, self.head_chunk, h, y, self.head_weight, *mixers)
         return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
 
     def logits_by_chunk(self, h, y):
-        """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, list of H (B, chunk), and the chunk of y; no gradients."""
-        E = E_for_matmul(self.head_weight)
+        """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (B, chunk), and the chunk of y; no gradients."""
+        E = fast.E_for_matmul(self.head_weight)
         for h_, y_ in zip(h.split(self.head_chunk), y.split(self.head_chunk), strict=True):
             yield self.mixers(h_, E), y_
 
     @torch.no_grad()
     def both_losses(self, x, y):
-        """Signatures x, y (N, T, H) -> two (N, T), nats, float32 or better: the paper's loss of a token, and -log P(y)."""
-        product, exact = (product_loss, exact_loss) if self.plain_head else (product_nll, exact_nll)
+        """Signatures x, y (N, T, H) -> two (N, T), nats, float32 or better: the paper's loss, and -log P(y)."""
+        product, exact = (product_loss, exact_loss) if self.plain_head else (fast.product_nll, fast.exact_nll)
         losses = (product, exact) if self.config.num_hashes else (exact,)
         chunks = self.logits_by_chunk(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1))
         parts = [torch.stack([loss(o, y_, self.table()) for loss in losses]) for o, y_ in chunks]
@@ -412,7 +377,7 @@ class MHF(nn.Module):
     @torch.no_grad()
     def predict(self, h, targets):
         """h (n, d), ids (n,) -> log P(id) in nats, is it the likeliest token (1 or 0), P(the likeliest): three (n,)."""
-        parts = [predictions(o, t, self.table()) for o, t in self.logits_by_chunk(h, targets)]
+        parts = [fast.predictions(o, t, self.table()) for o, t in self.logits_by_chunk(h, targets)]
         return torch.cat(parts, dim=1).unbind(0)
 
     @torch.no_grad()
@@ -424,11 +389,8 @@ class MHF(nn.Module):
     @torch.no_grad()
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), normalised over real tokens, float32 or better."""
-        return (
-            self.next_token_logits(self.hidden_states(self.sign(ids)).flatten(0, 1))
-            .log_softmax(-1)
-            .unflatten(0, ids.shape)
-        )
+        logits = self.next_token_logits(self.hidden_states(self.sign(ids)).flatten(0, 1))
+        return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     def next_token_logits(self, h):
         """h (n, d) -> token logits (n, V), float32 or better."""
@@ -482,6 +444,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    # P(w), or a power of it: this is where sampling normalises over the vocabulary
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
@@ -498,8 +461,7 @@ if __name__ == '__main__':
         settings = read_config(path)
         if 'init_from' in settings:  # goes on from a model of another config
             continue
+        fields = {k: v for k, v in settings.items() if k in MHFConfig.__annotations__}
         with torch.device('meta'):
-            interface, decoder = MHF(
-                MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
-            ).num_params()
+            interface, decoder = MHF(MHFConfig(**fields)).num_params()
         print(f'{path.stem:<20}{interface:>21,}{decoder:>16,}{interface + decoder:>16,}')

@@ -624,7 +624,7 @@ def test_vocabulary_grows_under_an_optimizer():
     old = m.signatures.numpy()
     new = extend_table(old, tokens[:100], m.config.num_buckets)
     optimizer, before = torch.optim.AdamW(m.parameters(), lr=3e-2), {k: p.data_ptr() for k, p in m.named_parameters()}
-    m.extend_vocabulary(new)
+    m.replace_vocabulary(new, m.config.pad_id)
     assert before == {k: p.data_ptr() for k, p in m.named_parameters()} and m.config.vocab_size == 400
     ids = torch.randint(300, 400, (2, 9))
     s = m.sign(ids)
@@ -634,12 +634,11 @@ def test_vocabulary_grows_under_an_optimizer():
         loss.backward()
         optimizer.step()
     assert loss < 0.5 and (m.log_probs(ids)[:, :-1].argmax(-1) == ids[:, 1:]).float().mean() > 0.9
-    gapped = MHF(m.config, new, gaps=[7])
-    gapped.extend_vocabulary(extend_table(new, ['one more'], m.config.num_buckets))
-    assert not gapped.is_token[7] and gapped.is_token[400]
-    for table, model in ((old[:200], m), (new[::-1], m), (np.arange(500)[:, None], random_model(num_hashes=0))):
-        with pytest.raises(InputError, match='rows'):
-            model.extend_vocabulary(table)
+    assert torch.equal(m.signatures[:300], torch.tensor(old, dtype=torch.long))
+    m.replace_vocabulary(new, m.config.pad_id, gaps=[7])
+    assert not m.is_token[7] and m.is_token[399]
+    with pytest.raises(InputError, match='largest bucket'):
+        m.replace_vocabulary(new + 40, m.config.pad_id)
 
 
 def test_the_table_may_grow_in_place():
