@@ -70,10 +70,10 @@ def fork_server():
     """The context whose processes are forked from one that has imported PRELOADED; the first call starts that one."""
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
-    ours = dict(os.environ)
+    ours, theirs = dict(os.environ), environment_of_scripts()
     os.environ.clear()
     try:
-        os.environ.update(environment_of_scripts())
+        os.environ.update(theirs)
         multiprocessing.forkserver.ensure_running()
     finally:
         os.environ.clear()
