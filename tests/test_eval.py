@@ -1,0 +1,329 @@
+"""eval.py: scores against log_probs, lm-eval's tasks on small local files, the command itself."""
+
+import json
+import shutil
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, SHARED, events, ok, random_model, real_documents
+
+import eval as evaluation
+from bins import read_meta
+from checkpoint import from_pretrained
+from configurator import InputError
+from hashing import tokenizer_fingerprint
+
+# one process builds lm-eval's index of its tasks, which takes it 6 seconds
+pytestmark = pytest.mark.xdist_group('eval')
+
+
+def scorer_of(m, bos=1, batch_size=256, tokens=200):
+    return evaluation.Scorer(m, bos, batch_size, tokens)
+
+
+# -----------------------------------------------------------------------------
+# scoring
+
+
+@pytest.mark.parametrize('num_hashes', [3, 0])
+def test_scorer_equals_log_probs(num_hashes):
+    """Continuations of a shared context see each other, a position is off by one, or the batch changes the score."""
+    m = random_model(num_hashes=num_hashes)
+    draw = np.random.default_rng(0)
+    contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 5, 20, 60)]
+    requests = [(c, draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 1, 4, 24)]
+    # the same twice, and another context's continuation
+    requests += [requests[3], (contexts[1], requests[2][1])]
+    for bos in (1, None):
+        expected, greedy = [], []
+        for context, continuation in requests:
+            ids = torch.tensor((([bos] if bos else []) + context + continuation)[-(m.config.block_size + 1) :])
+            logp, targets = m.log_probs(ids[None, :-1])[0, -len(continuation) :], ids[-len(continuation) :]
+            expected.append(logp.gather(1, targets[:, None]).sum().item())
+            greedy.append(bool((logp.argmax(1) == targets).all()))
+        for batch_size, tokens in ((256, 10**6), (1, 10**6), (16, 10**6), (256, 100), (256, 1)):
+            done, scorer = {}, scorer_of(m, bos, batch_size, tokens)
+            got = scorer(requests, done.__setitem__)
+            assert done == dict(enumerate(got))
+            assert [g for _, g in got] == greedy
+            assert np.allclose([logp for logp, _ in got], expected, atol=1e-9)
+        assert len(scorer.rows(requests)) < len(requests)
+    scorer, sizes = scorer_of(m, None, 256, 10**6), []
+    score = scorer.score
+
+    def in_small_memory(batch):
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError
+        return score(batch)
+
+    scorer.score = in_small_memory
+    assert np.allclose([logp for logp, _ in scorer(requests)], expected, atol=1e-9) and sizes[0] > 2
+    likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
+    assert scorer_of(m)([(contexts[1], [likeliest])])[0][1] is True
+    for context, continuation, message in (([5], [], 'empty continuation'), ([5], [7] * 25, '25 tokens')):
+        with pytest.raises(InputError, match=message):
+            scorer_of(m)([(context, continuation)])
+
+
+def test_sliding_windows():
+    """A token is scored twice or not at all, or with less context than half of what the model has."""
+    m = random_model()  # a context of 24
+    for n in (1, 23, 24, 25, 36, 37, 100):
+        ids = np.random.default_rng(n).integers(3, 300, n).tolist()
+        nats, right, confidence = evaluation.sliding(scorer_of(m), 1, ids)
+        assert len(nats) == n
+        whole = [1, *ids]
+        for i in range(n):
+            # windows of 24 inputs begin at 0, 12, 24, ...
+            begin = 0 if i < 24 else (i - 12) // 12 * 12
+            logp = m.log_probs(torch.tensor([whole[begin : i + 1]]))[0, -1]
+            assert i + 1 - begin <= 24 and (begin == 0 or i - begin >= 12)
+            assert torch.allclose(-logp[whole[i + 1]], nats[i], atol=1e-9)
+            assert torch.allclose(logp.max().exp(), confidence[i]) and right[i] == (logp.argmax() == whole[i + 1])
+
+
+def test_calibration_error():
+    """The expected calibration error is not the weighted gap between accuracy and confidence."""
+    right, confidence = torch.tensor([1.0, 0, 1, 1]).double(), torch.tensor([0.9, 0.9, 1.0, 0.31]).double()
+    assert evaluation.calibration_error(right, confidence) == pytest.approx((abs(1 - 1.8) + 0 + 0.69) / 4)
+
+
+def test_prepared_split(trained, mistral, tmp_path):
+    """A bin's ids are read back as others than those of its text, or a bin of another tokenizer is accepted."""
+    ids, size = evaluation.prepared_split(trained / 'bins', mistral)
+    held_out = [t for t in tokens_between(ids, mistral.bos)]
+    texts = [mistral.decode(t) for t in held_out]
+    assert texts and set(texts) <= set(real_documents()) and size == sum(len(t.encode()) for t in texts)
+    other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(mistral)
+    with pytest.raises(InputError, match="tokenizer 'mistral', the model's is 'other'"):
+        evaluation.prepared_split(trained / 'bins', other)
+    with pytest.raises(InputError, match='not a folder of prepare.py'):
+        evaluation.prepared_split(tmp_path, mistral)
+
+
+def tokens_between(ids, bos):
+    """Ids of documents back to back, each of which begins with bos -> a list of each one's ids, without bos."""
+    begins = [k for k, i in enumerate(ids) if i == bos]
+    return [ids[a + 1 : b] for a, b in zip(begins, [*begins[1:], len(ids)], strict=True)]
+
+
+# -----------------------------------------------------------------------------
+# lm-eval
+
+
+def test_harness_text_and_generation(mistral):
+    """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
+    m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+    scorer = scorer_of(m)
+    lm = evaluation.harness(scorer, mistral)
+
+    def request(*args):
+        return types.SimpleNamespace(args=args)
+
+    ids = mistral.encode(['a few words'])[0]
+    by_hand = m.log_probs(torch.tensor([[1, *ids[:-1]]]))[0].gather(1, torch.tensor(ids)[:, None]).sum().item()
+    assert lm.loglikelihood_rolling([request('a few words')]) == pytest.approx([by_hand], rel=1e-4)
+    greedy = m.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
+    said = mistral.decode(greedy[: greedy.index(1)] if 1 in greedy else greedy)
+    assert lm.generate_until([request('a few words', dict(until=[], max_gen_toks=6))]) == [said]
+    stop = said[len(said) // 2]
+    assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
+    with pytest.raises(InputError, match='greedy'):
+        lm.generate_until([request('a', dict(until=[], temperature=0.7))])
+    # interrupted at the second batch: the first one's result is kept
+    kept, score = [], scorer.score
+    lm.set_cache_hook(types.SimpleNamespace(add_partial=lambda kind, request, result: kept.append(request)))
+    scorer.batch_size = 1
+    scorer.score = lambda batch: score(batch) if not kept else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        lm.loglikelihood([request('a longer context', ' here'), request('one', ' two')])
+    assert kept == [('a longer context', ' here')]
+
+
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(r) + '\n' for r in rows), encoding='utf-8')
+
+
+# three choices and the right one, which is the longest; right[i] is first in two of four
+QUESTIONS = [
+    ('alpha one', 'b', 'cc', 0),
+    ('a', 'beta two', 'c', 1),
+    ('aa', 'b', 'gamma three', 2),
+    ('delta', 'bb', 'cc', 0),
+]
+TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
+LAMBADA = [dict(text=f'he went to the old {w}') for w in ('house', 'river', 'garden', 'school')]
+SCIQ = ('long right', 'd', 'other right', 'e')
+
+
+def small_tasks(folder):
+    """Writes a few documents for each of the paper's tasks in the hub's schema; returns all right continuations."""
+    letters = 'ABCD'
+
+    def lettered(q):
+        return dict(choices=dict(text=list(q[:3]), label=list(letters[:3])), answerKey=letters[q[3]], id=q[0])
+
+    def write(name, rows, *splits):
+        for split in splits:
+            write_rows(folder / f'{name}_{split}.jsonl', rows)
+
+    def each(row, questions=QUESTIONS):
+        return [row(q) for q in questions]
+
+    write('lambada_openai', LAMBADA, 'test')
+    write('lambada_standard', LAMBADA, 'test')
+    write('arc_easy', each(lambda q: dict(question='Which?', **lettered(q))) * 3, 'train', 'test')
+    write('openbookqa', each(lambda q: dict(question_stem='It is', **lettered(q))) * 3, 'train', 'test')
+    copa = dict(premise='It rained.', question='cause', idx=0)
+    write('copa', each(lambda q: dict(copa, choice1=q[0], choice2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    write('piqa', each(lambda q: dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    hella = dict(ind=0, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', split='', split_type='')
+    hella |= dict(source_id='')
+    write('hellaswag', each(lambda q: dict(hella, endings=[*q[:3], 'z'], label=str(q[3]))), 'validation')
+
+    def problem(q):
+        return str([dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])])
+
+    write('race_high', each(lambda q: dict(article='Text.', problems=problem(q))), 'test')
+    sciq = dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', support='S.')
+    write('sciq', [dict(sciq, correct_answer=w) for w in SCIQ], 'validation')
+    siqa = dict(context='C.', question='Q?')
+    rows = each(lambda q: dict(siqa, answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)))
+    write('social_i_qa', rows * 3, 'validation')
+    record = dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', idx=dict(passage=0, query=0))
+    record |= dict(entity_spans=dict(text=[], start=[], end=[]))
+    write('record', each(lambda q: dict(record, entities=list(q[:3]), answers=[q[q[3]]])), 'validation')
+    right = {q[q[3]] for q in (*QUESTIONS, *TWO_CHOICES)} | {r['text'].split()[-1] for r in LAMBADA} | set(SCIQ)
+    return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}
+
+
+def test_known_answers(tmp_path, mistral):
+    """A task's text, answer, metric, shots or file is wrong: a model that knows all answers would not score 1."""
+    right = small_tasks(tmp_path)
+
+    class Known:
+        """Scores continuations by what `judge` says of their text."""
+
+        model, device = random_model(), 'cpu'
+
+        def __init__(self, judge):
+            self.judge = judge
+
+        def __call__(self, requests, done):
+            scores = [self.judge(mistral.decode(continuation)) for _, continuation in requests]
+            return [(s, s == 0) for s in scores]
+
+    scores = {}
+    for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
+        lm = evaluation.harness(Known(judge), mistral)
+        got = evaluation.task_scores(*evaluation.run_tasks(list(evaluation.PAPER), lm, data_dir=tmp_path))
+        scores[name] = [got[task]['score'] for task in evaluation.PAPER]
+    assert scores['oracle'] == [1.0] * 11
+    # the constant model takes the first choice, or where scores are divided by length, the longest
+    assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
+    assert {t: (r['shots'], r['metric']) for t, r in got.items()} == {
+        t: (p['shots'], p['metric']) for t, p in evaluation.PAPER.items()
+    }
+    assert {t for t, r in got.items() if r['note']} == {'sciq', 'social_iqa'}
+    assert got['sciq']['note'] == 'local: validation split for test'
+    assert got['social_iqa']['note'] == 'local: shots from validation, not train'
+
+
+def test_mubench_files(tmp_path, mistral):
+    """A task file of MuBench does not read its schema, or names another language's data."""
+    rows = [dict(prompt='The sky is', choices=[' blue', ' a wall', ' to'], label=k) for k in (0, 1, 2, 1)]
+    tasks = ['mubench_hellaswag_ar', 'mubench_mmlu_hi']
+    for task in tasks:
+        write_rows(tmp_path / f'{task}_test.jsonl', rows)
+    lm = evaluation.harness(scorer_of(random_model(vocab_size=32768, num_buckets=300)), mistral)
+    got = evaluation.task_scores(*evaluation.run_tasks(tasks, lm, data_dir=tmp_path))
+    assert [(got[t]['documents'], got[t]['metric']) for t in tasks] == [(4, 'acc_norm')] * 2
+    files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
+    assert len(files) == 16
+    for file in files:
+        _, task, language = file.stem.split('_')
+        written = file.read_text()
+        assert f'task: {file.stem}\n' in written and f'Dataset_lighteval_{language}\n' in written
+        assert task in written.lower()
+
+
+def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
+    """With the same Standard weights eval.py and lm-eval's Hugging Face path score otherwise."""
+    import tokenizers
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    class HuggingFace(HFLM):
+        """Given the same token ids: bos, then the context."""
+
+        def tok_encode(self, string, *args, **kwargs):
+            return list(mistral.encode([string])[0])
+
+        def _loglikelihood_tokens(self, requests, *args, **kwargs):
+            with_bos = [(key, [mistral.bos, *context], ids) for key, context, ids in requests]
+            return super()._loglikelihood_tokens(with_bos, *args, **kwargs)
+
+    torch.manual_seed(0)
+    theirs = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=32768, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+    )).eval()  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path).eval()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'<s>': mistral.bos}, unk_token='<s>'))
+    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token='<s>', pad_token='<s>')
+    small_tasks(tmp_path)
+    # real text, if it is there
+    data = SHARED / 'data/eval' if (SHARED / 'data/eval').is_dir() else tmp_path
+    scores = []
+    for lm in (
+        evaluation.harness(scorer_of(ours, mistral.bos), mistral),
+        HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
+    ):
+        raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
+        scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in raw['results'].items()})
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+def test_eval(trained, tmp_path):
+    """The command's numbers depend on the batch, the cache or the number of processes; or are not those of train.py."""
+    out = tmp_path / 'out, of this run'
+    shutil.copytree(trained / 'out', out)
+    small_tasks(tmp_path)
+    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
+    text, bins = tmp_path / 'text.txt', trained / 'bins'
+    text.write_text(real_documents()[0][:2000])
+    args = ['--device=cpu', '--dtype=float32', f'--out_dir={out}', f'--data_dir={tmp_path}', f'--text={text},{bins}']
+    args.append('--tasks=arc_easy,record,bits_per_byte,card660')
+
+    done = ok('eval.py', *args, '--batch_size=1', '--plot', cwd=tmp_path)
+    one = json.loads((out / 'results.json').read_text())
+    assert 'arc_easy' in done.stdout and 'bits_per_byte' in done.stdout
+    assert (out / 'results.png').stat().st_size > 5000
+    done = ok('eval.py', *args, cwd=tmp_path)
+    again = json.loads((out / 'results.json').read_text())
+    # everything was in the cache
+    assert 'scoring: ' not in done.stderr
+    ok('eval.py', *args, '--batch_size=16', '--save=many.json', cwd=tmp_path, torchrun=['--nproc_per_node=2'])
+    many = json.loads((tmp_path / 'many.json').read_text())
+    assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
+    for other in (many, again):
+        assert other['card660'] == pytest.approx(one['card660'], rel=1e-4)
+        for path in map(str, (text, bins)):
+            assert other['bits_per_byte'][path] == pytest.approx(one['bits_per_byte'][path], rel=1e-5)
+        assert {t: r['score'] for t, r in other['tasks'].items()} == {t: r['score'] for t, r in one['tasks'].items()}
+    held_out, values = read_meta(bins)['splits']['val'], one['bits_per_byte'][str(bins)]
+    assert values['bytes'] == held_out['bytes'] and values['tokens'] == held_out['tokens'] - 1
+    # windows that overlap see more context than those of train.py's validation, which do not
+    validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
+    assert validated - 0.5 < values['nats_per_token'] < validated + 0.02
+    assert not list(Path(tmp_path).glob('out/*'))
