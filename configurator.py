@@ -47,12 +47,12 @@ def wrong_type(value, like, name='it'):
     # True is an int for Python
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         return f'{name}={value!r:.50}'
-    if kind is dict and (missing := like.keys() - value.keys()):
+    if isinstance(like, dict) and (missing := like.keys() - value.keys()):
         return f'{name} without {", ".join(sorted(missing))}'
     parts = []
-    if kind is dict:
+    if isinstance(like, dict):
         parts = [(value[k], v, f'{name}.{k}') for k, v in like.items()]
-    elif kind is list:
+    elif isinstance(like, list):
         parts = [(v, like[0], f'{name}[{k}]') for k, v in enumerate(value)]
     return next(filter(None, (wrong_type(*part) for part in parts)), '')
 

@@ -191,7 +191,7 @@ PREPARATION = [
     Bad('a mixture without shares', PREPARE + '--dataset=docs.jsonl@1e6,docs.jsonl', says="dataset 'docs.jsonl': each"),
     Bad('a mixture of no numbers', PREPARE + '--dataset=docs.jsonl@many', says="'docs.jsonl@many'"),
     Bad('more parts than files', 'prepare.py cfg.py --data_dir=new --part=0/2', says='1 file(s)'),
-    Bad('a part that is none', 'prepare.py cfg.py --data_dir=new --part=2/2', says='part=2/2'),
+    Bad('a part that is none', 'prepare.py cfg.py --data_dir=new --part=2/2', says="part='2/2'"),
     Bad('empty file', PREPARE + '--dataset=e.txt', 'too little text', file('e.txt', b'')),
     Bad('only white space', PREPARE + '--dataset=e.jsonl', 'too little text', file('e.jsonl', b'{"text": "  "}\n\n')),
     Bad('no text', PREPARE + '--dataset=e.jsonl', 'are: body, id', file('e.jsonl', b'{"body": "x", "id": 1}')),

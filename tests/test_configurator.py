@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import InputError, configure, declared, read_config
+from configurator import InputError, configure, declared, read_config, wrong_type
 from model import MHFConfig
 
 
@@ -71,6 +71,16 @@ def test_refuses(train, argv, file, culprit):
     with pytest.raises(InputError, match=culprit) as e:
         train(*argv, file=file)
     assert '\n' not in str(e.value)
+
+
+def test_wrong_type():
+    """A damaged file's values are taken for what they are not, or whole ones are refused."""
+    like = dict(a=int, b=[dict(c=(str, type(None)))], d=dict, e=list, f=bool)
+    whole = dict(a=1, b=[dict(c='x'), dict(c=None)], d=dict(x=1), e=[2], f=True, more=0)
+    assert wrong_type(whole, like) == '' and wrong_type(whole | dict(a=True), like, 'm') == 'm.a=True'
+    assert wrong_type(whole | dict(b=[dict(c='x'), dict(c=3)]), like) == 'it.b[1].c=3'
+    assert wrong_type(whole | dict(b=[{}]), like) == 'it.b[0] without c' and wrong_type([], like) == 'it=[]'
+    assert wrong_type(whole | dict(d=[]), like) == 'it.d=[]' and wrong_type({}, dict(b=int, a=int)) == 'it without a, b'
 
 
 @pytest.fixture
@@ -177,7 +187,8 @@ def test_scripts_agree_on_defaults():
     """A setting that two scripts share has two defaults: `prepare.py` and `train.py` alone would not fit together."""
     all_settings = [declared(s) for s in configurator.SCRIPTS]
     for key in known:
-        if key not in ('out_dir', 'tokenizer', 'seed', 'device', 'dtype'):
+        # what expand.py writes to is what train.py starts from
+        if key not in ('out_dir', 'tokenizer', 'seed', 'device', 'dtype', 'init_from'):
             assert len({repr(s[key]) for s in all_settings if key in s}) == 1, key
     train, fields = declared('train.py'), asdict(MHFConfig())
     assert {k: v for k, v in train.items() if k in fields} == {k: fields[k] for k in fields if k in train}
