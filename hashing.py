@@ -137,30 +137,6 @@ def fingerprint(table):
     return hashlib.sha256(np.ascontiguousarray(table, '<u2').tobytes()).hexdigest()
 
 
-def permute(index, n, seed, epoch=0):
-    """
-    A keyed bijection of 0..n-1: where `index` (int64 array) lands in the shuffle named by (seed, epoch). A Feistel network
-    over the next power of 4 with cycle walking, so that a permutation of any size needs no memory.
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
-
-    def once(x):
-        left, right = x >> np.uint64(half), x & mask
-        for key in keys:
-            z = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64's finaliser as the round function
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, (left ^ z ^ (z >> np.uint64(31))) & mask
-        return left << np.uint64(half) | right
-
-    x = once(np.atleast_1d(np.asarray(index, np.uint64)))
-    while (outside := x >= n).any():
-        x[outside] = once(x[outside])
-    return x.astype(np.int64)
-
-
 # -----------------------------------------------------------------------------
 # tokenizers: name, tokens (V strings in id order), bos, pad, encode(texts) -> lists of ids, decode(ids) -> str
 

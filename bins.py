@@ -1,0 +1,344 @@
+"""
+The format of prepared data, which prepare.py writes, and all reading of it. numpy only.
+
+A folder of bins, data/<dataset>_<tokenizer>, serves every model with that tokenizer, whatever its H and B:
+
+    train_000000.bin ...   shards of token ids in numpy's .npy layout: HEADER bytes of header, then (tokens,) uint16, or
+    val_000000.bin ...     uint32 above 65,536 tokens. Documents back to back, each begins with bos; val is held out
+    meta.json              what they were made from
+
+Of data that n machines prepare in parts, all in one folder, part i has train_iofn_000000.bin ... and meta_iofn.json.
+A meta.json holds
+
+    complete                         true; without it train.py refuses the folder
+    dataset, tokenizer, part,        the settings that decide what the bins hold, as do val_fraction and val_bytes; with
+    shard_tokens ...                 others, prepare.py refuses the folder
+    vocab_size, pad_id, gaps         of the tokenizer; gaps are ids without a token
+    tokenizer_sha256                 of all its token strings
+    made_from                        each source's files, as a sha256 of their names and sizes
+    sources                          of each: dataset, tokens_wanted (null is all), tokens, wrong {what: how often}
+    splits {train, val}              tokens, documents, bytes of text, shards [{file, tokens, digest}]; the digest is
+                                     MurmurHash3 (128 bits) of the shard's ids, as bytes
+    progress, splits.*.unfinished    only while it is not complete: where prepare.py goes on
+
+    meta = load_meta(config)
+    ids = open_bins(config, meta, 'train')[:1024]    # (1024,) uint16, memory-mapped
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import sys
+import threading
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mmh3
+import numpy as np
+
+from configurator import InputError, declared, wrong_type
+from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
+
+SPLITS = ('train', 'val')
+HEADER = 128  # bytes of a shard before its first id; numpy pads it so
+_SPLIT = dict(tokens=int, documents=int, bytes=int, shards=[dict(file=str, tokens=int, digest=str)])
+# the types of what is read of a complete meta.json
+META = dict(
+    tokenizer=str, vocab_size=int, pad_id=int, gaps=[int], tokenizer_sha256=str, splits=dict.fromkeys(SPLITS, _SPLIT)
+)
+
+
+def data_folder(config):
+    """The folder of a config's bins."""
+    if config['data_dir']:
+        return Path(config['data_dir'])
+    name = config['dataset']
+    # files: the last one's name, and a digest of the whole
+    if re.search(r'[^\w:.-]', name):
+        name = f'{name.split("/")[-1]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
+    name = re.sub(r'[^\w.-]+', '-', name)
+    return Path('data') / f'{name}_{Path(config["tokenizer"]).name.removesuffix(".model")}'
+
+
+# -----------------------------------------------------------------------------
+# meta.json
+
+
+def meta_files(folder):
+    """The path of meta.json, or those of all parts in their order. Raises InputError where one is missing."""
+    found = {}
+    for path in folder.glob('meta*.json'):
+        if part := re.fullmatch(r'meta_(\d+)of(\d+)\.json', path.name):
+            found[int(part[2]), int(part[1])] = path
+    if not found:
+        return [folder / 'meta.json']
+    parts = max(found)[0]
+    for i in range(parts):
+        if (parts, i) not in found:
+            raise InputError(f'{folder} lacks part {i}/{parts}; prepare it with --part={i}/{parts}')
+    return [found[parts, i] for i in range(parts)]
+
+
+def parsed_meta(path):
+    """The contents of one meta.json. Raises FileNotFoundError, and InputError where it is damaged or too old."""
+    again = 'delete the folder and prepare it again'
+    try:
+        meta = json.loads(path.read_text(encoding='utf-8'))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f'{path} is damaged ({e}); {again}') from None
+    wrong = wrong_type(meta, dict(complete=bool), 'meta')
+    if not wrong and 'num_hashes' in meta:
+        raise InputError(f'{path} is of an older prepare.py, with signatures in its bins; {again}')
+    if not wrong and meta['complete']:
+        wrong = wrong_type(meta, META, 'meta') or implausible(meta)
+    if wrong:
+        raise InputError(f'{path} is damaged ({wrong}); {again}')
+    return meta
+
+
+def read_meta(folder):
+    """
+    What the meta.json of a complete folder says, or those of its parts together; splits.*.sha256 is of the digests of
+    all its shards. Raises InputError, and FileNotFoundError where there is none.
+    """
+    meta, *others = [parsed_meta(path) for path in meta_files(folder)]
+    if not all(m['complete'] for m in (meta, *others)):
+        raise InputError(f'{folder} is not finished; run prepare.py again with the same settings')
+    for other in others:
+        for key in meta.keys() - {'part', 'splits', 'sources'}:
+            if other.get(key) != meta[key]:
+                raise InputError(f'the parts in {folder} differ: {key}={meta[key]} and {other.get(key)}')
+        for split in SPLITS:
+            for key in _SPLIT:
+                meta['splits'][split][key] += other['splits'][split][key]
+    for split in SPLITS:
+        digests = json.dumps([shard['digest'] for shard in meta['splits'][split]['shards']])
+        meta['splits'][split]['sha256'] = hashlib.sha256(digests.encode()).hexdigest()
+    return meta
+
+
+def implausible(meta):
+    """The first number or name in a meta.json that cannot be, or ''."""
+    V = meta['vocab_size']
+    if not 0 < V < 2**32:
+        return f'vocab_size={V}'
+    for i in (meta['pad_id'], *meta['gaps']):
+        if not 0 <= i < V:
+            return f'id {i} of {V} tokens'
+    for split in SPLITS:
+        tokens, shards = meta['splits'][split]['tokens'], meta['splits'][split]['shards']
+        if tokens < 1:
+            return f'{split} of no tokens'
+        if sum(shard['tokens'] for shard in shards) != tokens:
+            return f'splits.{split}.tokens={tokens}, not the sum of its shards'
+        for shard in shards:
+            if Path(shard['file']).name != shard['file']:
+                return f'a bin called {shard["file"]}'
+    return ''
+
+
+def load_meta(config):
+    """What there is to know of a config's data, checked against the config. Raises InputError."""
+    folder = data_folder(config)
+    try:
+        meta = read_meta(folder)
+    except FileNotFoundError:
+        settings = declared('prepare.py')
+        args = [a for a in sys.argv[1:] if not a.startswith('--') or a[2:].partition('=')[0] in settings]
+        command = shlex.join(['python', 'prepare.py', *args])
+        raise InputError(f'{folder} has no prepared data; make it with: {command}') from None
+    if meta['tokenizer'] != config['tokenizer']:
+        raise InputError(
+            f'the bins in {folder} were made with tokenizer={meta["tokenizer"]}, the config has '
+            f'tokenizer={config["tokenizer"]}; change the one or prepare the data again'
+        )
+    return meta
+
+
+def tokenizer_facts(tok):
+    """What meta.json says of a tokenizer."""
+    gaps = [i for i, w in enumerate(tok.tokens) if w is None]
+    return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, gaps=gaps, tokenizer_sha256=tokenizer_fingerprint(tok))
+
+
+def table(config, meta):
+    """
+    The signatures (V, H) uint16 of the tokens of a config's bins, made here; None for the Standard model, num_hashes=0.
+    Raises InputError where the tokenizer is not the one that the bins were made with.
+    """
+    if not config['num_hashes']:
+        return None
+    tok = get_tokenizer(config['tokenizer'])
+    for key, value in tokenizer_facts(tok).items():
+        if meta[key] != value:
+            raise InputError(
+                f"{data_folder(config)} was made with another '{config['tokenizer']}' tokenizer than is here: "
+                f'{key}={str(meta[key]):.20}, not {str(value):.20}'
+            )
+    settings = [config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh')]
+    return signature_table(tok.tokens, *settings, tok.pad, not config['single_id'])
+
+
+def identity(meta, table):
+    """What a resumed run compares of its data: the tokenizer, the signature table and the text."""
+    return dict(
+        tokenizer=meta['tokenizer'],
+        tokenizer_sha256=meta['tokenizer_sha256'],
+        table_sha256=None if table is None else fingerprint(table),
+        train_sha256=meta['splits']['train']['sha256'],
+    )
+
+
+# -----------------------------------------------------------------------------
+# shards
+
+
+class Bins:
+    """
+    The shards of one split as one array: len(), and [start:stop], which gives (stop - start,) uint16 or uint32, a
+    memory-mapped view within a shard. `split` is of read_meta's splits. Raises InputError where a shard is not whole.
+    """
+
+    def __init__(self, folder, split):
+        self.shards, self.digests = [], []
+        for shard in split['shards']:
+            path = folder / shard['file']
+            try:
+                ids = np.load(path, mmap_mode='r')
+            except FileNotFoundError:
+                raise InputError(f'{path} is missing; delete {folder} and run prepare.py again') from None
+            except Exception as e:  # numpy's errors over a damaged header are many
+                reason = ' '.join(str(e).split())[:200]
+                raise InputError(
+                    f'{path} is no whole bin ({reason}); delete {folder} and run prepare.py again'
+                ) from None
+            if ids.shape != (shard['tokens'],) or ids.dtype not in (np.uint16, np.uint32):
+                raise InputError(
+                    f'{path} holds {ids.shape} {ids.dtype}, meta.json says {shard["tokens"]} token ids: not the bin '
+                    'that was prepared here'
+                )
+            self.shards.append(ids)
+            self.digests.append((path, shard['digest']))
+        self.ends = np.cumsum([len(ids) for ids in self.shards]).tolist()
+
+    def __len__(self):
+        return self.ends[-1]
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(len(self))
+        pieces, k = [], bisect_right(self.ends, start)
+        while start < stop:
+            begin = self.ends[k] - len(self.shards[k])
+            pieces.append(self.shards[k][start - begin : stop - begin])
+            start, k = self.ends[k], k + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self.shards[0][:0]])
+
+    def verify(self, which=slice(None)):
+        """Reads the shards `which` through. Raises InputError at the first whose digest is not that of meta.json."""
+        for path, digest in self.digests[which]:
+            with open(path, 'rb') as f:
+                found = digest_of(f).digest().hex()
+            if found != digest:
+                raise InputError(f'{path} is damaged: its digest is {found}, meta.json says {digest}; prepare it again')
+
+
+class Verified:
+    """Reads this process's share of the shards of some Bins through, in a thread, while training goes on."""
+
+    def __init__(self, all_bins, rank=0, world_size=1):
+        self.all_bins, self.share, self.error = all_bins, slice(rank, None, world_size), None
+        self.thread = threading.Thread(target=self._verify, daemon=True)
+        self.thread.start()
+
+    def _verify(self):
+        try:
+            for bins in self.all_bins:
+                bins.verify(self.share)
+        except (InputError, OSError) as e:
+            self.error = e
+
+    def raise_if_damaged(self, words='', wait=0):
+        """InputError, with `words` at its end, if damage was found by now, or within `wait` seconds."""
+        self.thread.join(wait)
+        if self.error:
+            raise InputError(f'{self.error}{words}')
+
+
+def open_bins(config, meta, split):
+    """The Bins of 'train' or 'val'. Raises InputError."""
+    return Bins(data_folder(config), meta['splits'][split])
+
+
+def digest_of(file):
+    """MurmurHash3 of the ids of an open shard, to go on with: it is damage that this detects, not malice."""
+    digest = mmh3.mmh3_x64_128()
+    file.seek(HEADER)
+    while block := file.read(1 << 22):
+        digest.update(block)
+    return digest
+
+
+def replace_durably(temporary, path):
+    """os.replace of a file that is fsynced, which a crash of the machine cannot undo either."""
+    os.replace(temporary, path)
+    if hasattr(os, 'O_DIRECTORY'):
+        folder = os.open(path.parent, os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+# -----------------------------------------------------------------------------
+# their order
+
+
+def shuffled(index, n, seed, epoch=0):
+    """
+    A keyed bijection of 0..n-1: where `index` (int64 array) lands in the shuffle named by (seed, epoch), int64. A
+    Feistel network over the next power of 4 with cycle walking, so that a permutation of any size needs no memory.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
+
+    def once(x):
+        left, right = x >> np.uint64(half), x & mask
+        for key in keys:
+            # splitmix64's finaliser as the round function
+            z = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, (left ^ z ^ (z >> np.uint64(31))) & mask
+        return left << np.uint64(half) | right
+
+    x = once(np.atleast_1d(np.asarray(index, np.uint64)))
+    while (outside := x >= n).any():
+        x[outside] = once(x[outside])
+    return x.astype(np.int64)
+
+
+def blocks_of(step, batch_size, num_blocks, seed):
+    """
+    The blocks of update `step`, (batch_size,) int64, a function of (seed, step) alone: epoch after epoch, each a fresh
+    permutation of 0..num_blocks-1.
+    """
+    i = np.arange(step * batch_size, (step + 1) * batch_size)
+    blocks = np.empty_like(i)
+    for epoch in np.unique(i // num_blocks):
+        of_epoch = i // num_blocks == epoch
+        blocks[of_epoch] = shuffled(i[of_epoch] % num_blocks, num_blocks, seed, int(epoch))
+    return blocks
+
+
+def read_ahead(iterable):
+    """The same items, each made in a thread while the one before is used."""
+    iterator, end = iter(iterable), object()
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, iterator, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, iterator, end)
+            yield item

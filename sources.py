@@ -1,0 +1,357 @@
+"""
+What text is read: local files, parquet files on the hub, the Python standard library, and mixtures of them.
+
+    for batch, state_after in batches(Source('books/*.jsonl.xz'), ReadState(), val_fraction=0.005, val_bytes=4_000_000):
+        for text, held_out in batch: ...
+
+From any state_after on, `batches` gives what it would have given without an interruption. To add a data set on the hub,
+name it in HUB; for another kind of data, list its files in Source.__init__ and read one in Source.read.
+"""
+
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import logging
+import lzma
+import math
+import os
+import platform
+import re
+import sysconfig
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import zstandard
+
+from bins import read_ahead
+from configurator import InputError, did_you_mean
+
+# name: (repository, its subsets where they are few, the subset that is meant when none is named)
+HUB = {
+    'fineweb-edu': (
+        'HuggingFaceFW/fineweb-edu', ('sample-10BT', 'sample-100BT', 'sample-350BT', 'default'), 'sample-10BT',
+    ),
+    'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ('fineweb-edu-dedup',), 'fineweb-edu-dedup'),
+    'fineweb-2': ('HuggingFaceFW/fineweb-2', (), ''),
+}  # fmt: skip
+TEXT_SUFFIXES = ('.txt', '.jsonl', '.parquet')
+PIECE_CHARS = 1 << 20  # a longer document is cut at line ends
+BATCH_CHARS = 1 << 20  # what a worker is given at once
+PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds before the network is tried again
+# directories of the standard library of which no file is read
+NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
+UNPACK = {
+    '.gz': gzip.open,
+    '.xz': lzma.open,
+    '.zst': lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
+}
+UNREADABLE = (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+# UTF-32's mark may begin with UTF-16's
+MARKS = {b'\xff\xfe\0\0': 'UTF-32', b'\0\0\xfe\xff': 'UTF-32', b'\xff\xfe': 'UTF-16', b'\xfe\xff': 'UTF-16'}
+
+
+def mixture(dataset):
+    """'a@2e9,b@1e9' -> [('a', 2000000000), ('b', 1000000000)]; without any @, all of one source: [(dataset, None)]."""
+    if not re.search(r'@[^/,]*(,|$)', dataset) or os.path.isfile(dataset):
+        return [(dataset, None)]
+    sources = []
+    for item in dataset.split(','):
+        name, _, tokens = item.rpartition('@')
+        try:
+            sources.append((name, int(float(tokens))))
+        except (ValueError, OverflowError):
+            name = ''
+        if not name or not 1 <= sources[-1][1] < 1e15:
+            raise InputError(f"dataset '{item}': each of a mixture ends with @ and its number of tokens, like @2e9")
+    return sources
+
+
+# -----------------------------------------------------------------------------
+# files -> rows
+
+
+class Source:
+    """
+    The rows of one data set, file by file in a fixed order; part=(i, n) has every n-th file from the i-th on. `size` is
+    its files' bytes, None on the hub; moved(bytes) is called as they are read. Raises InputError.
+    """
+
+    def __init__(self, dataset, part=(0, 1), skip_errors=False):
+        self.skip_errors, self.moved, self.invalid_bytes = skip_errors, lambda size: None, 0
+        name, _, subset = dataset.partition(':')
+        self.on_hub = name in HUB
+        if self.on_hub:
+            repository, subsets, default = HUB[name]
+            subset = subset or default
+            if subsets and subset not in subsets:
+                hint = did_you_mean(subset, subsets)
+                raise InputError(f"unknown subset '{subset}' of {name}{hint} (known: {', '.join(subsets)})")
+            if not subset:
+                raise InputError(f"dataset '{dataset}': which language? For example {name}:arb_Arab")
+            files = described = hub_files(repository, subset)
+            self.made_from = dict(hub=repository, name=subset)
+        elif dataset == 'stdlib':
+            root = Path(sysconfig.get_paths()['stdlib'])
+            files = sorted(p for p in root.rglob('*.py') if not NOT_STDLIB & set(p.relative_to(root).parts))
+            described = [[str(p.relative_to(root)), p.stat().st_size] for p in files]
+            self.made_from = dict(python=platform.python_version())
+        else:
+            files = local_files(dataset)
+            described = [[str(p), p.stat().st_size] for p in files]
+            self.made_from = {}
+        digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        self.made_from |= dict(dataset=dataset, number_of_files=len(files), files_sha256=digest)
+        i, n = part
+        if len(files) < n:
+            raise InputError(f"part={i}/{n}: '{dataset}' has {len(files)} file(s), of which every part reads its own")
+        self.files = files[i::n]
+        self.size = None if self.on_hub else sum(p.stat().st_size for p in self.files)
+
+    def read(self, file, skip=0):
+        """(text, {what was wrong: how often}) of the rows of a file from number `skip` on. Raises one of UNREADABLE."""
+        path = self.files[file]
+        if self.on_hub:
+            yield from retried(lambda begin: parquet_rows(path, begin), skip)
+        elif path.suffix == '.parquet':
+            yield from parquet_rows(path, skip)
+            self.moved(path.stat().st_size)
+        else:
+            yield from itertools.islice(self._text_rows(path), skip, None)
+
+    def _text_rows(self, path):
+        """The lines of a .jsonl, or the pieces of any other text, unpacked."""
+        packed, seen, counted, self.invalid_bytes = path.suffix in UNPACK, 0, 0, 0
+        with open(path, 'rb', buffering=0) as raw:
+            file = io.BufferedReader(UNPACK[path.suffix](raw) if packed else raw, 1 << 16)
+            for mark, encoding in MARKS.items():
+                if file.peek(4).startswith(mark):
+                    raise UnicodeError(f'it seems to be {encoding}, by its byte order mark; convert it to UTF-8')
+            codecs.register_error('count_and_replace', self._count_and_replace)
+            lines = io.TextIOWrapper(file, encoding='utf-8-sig', errors='count_and_replace', newline='\n')
+            is_json = suffix_of(path) == '.jsonl'
+            for text, wrong in self._json_rows(path, lines) if is_json else ((text, {}) for text in pieces(lines)):
+                if self.invalid_bytes > counted:
+                    wrong = wrong | dict(invalid_utf8_bytes=self.invalid_bytes - counted)
+                    counted = self.invalid_bytes
+                    # of what is packed, the size is known at its end
+                    self._check_utf8(math.inf if packed else path.stat().st_size)
+                yield text, wrong
+                seen, seen_before = raw.tell(), seen
+                self.moved(seen - seen_before)
+            self._check_utf8(file.tell())
+
+    def _count_and_replace(self, error):
+        self.invalid_bytes += error.end - error.start
+        return '\ufffd', error.end
+
+    def _check_utf8(self, size):
+        if self.invalid_bytes > size / 10 and not self.skip_errors:
+            raise UnicodeError(f'{self.invalid_bytes:,} or more of its {size:,} bytes are not UTF-8; convert it')
+
+    def _json_rows(self, path, lines):
+        for n, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line) if line.strip() else dict(text='')
+            except (ValueError, RecursionError) as e:
+                if not self.skip_errors:
+                    raise InputError(f'{path}, line {n}: not JSON ({e}); --on_error=skip goes on after it') from None
+                yield '', dict(unreadable=1)
+                continue
+            fields = row if isinstance(row, dict) else [type(row).__name__]
+            if not isinstance(row, dict) or 'text' not in row:
+                raise InputError(f"{path}, line {n}: no field 'text'; there are: {', '.join(fields)}")
+            yield row['text'], {}
+
+
+def parquet_rows(path, skip):
+    """Of a path or URL, only the texts, a batch ahead of its use, from the row group of row `skip` on."""
+    import pyarrow
+    from fsspec.core import url_to_fs
+    from pyarrow import parquet
+
+    system, name = url_to_fs(str(path))
+    with system.open(name, 'rb') as f:
+        try:
+            file = parquet.ParquetFile(f, buffer_size=1 << 22)
+            if 'text' not in file.schema_arrow.names:
+                raise InputError(f"{path}: no field 'text'; there are: {', '.join(file.schema_arrow.names)}")
+            group = 0
+            while group < file.num_row_groups and skip >= file.metadata.row_group(group).num_rows:
+                skip -= file.metadata.row_group(group).num_rows
+                group += 1
+            groups = range(group, file.num_row_groups)
+            for batch in read_ahead(file.iter_batches(256, row_groups=groups, columns=['text'])):
+                for text in batch['text'][skip:].to_pylist():
+                    yield text, {}
+                skip = max(0, skip - len(batch))
+        except pyarrow.ArrowException as e:
+            raise ValueError(f'damaged parquet: {e}') from None
+
+
+def pieces(file):
+    while text := file.read(PIECE_CHARS):
+        yield text + file.readline(PIECE_CHARS)
+
+
+def suffix_of(path):
+    """'.jsonl' of 'a.jsonl' and of 'a.jsonl.gz'."""
+    return Path(path.stem).suffix if path.suffix in UNPACK else path.suffix
+
+
+def local_files(dataset):
+    """The paths of files and globs, separated by commas; those of a glob are sorted."""
+    files = []
+    for pattern in dataset.split(','):
+        found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+        found = sorted(map(Path, filter(os.path.isfile, found)))
+        if not found:
+            names = ['stdlib', *(f'{name}:{subset}' for name, (_, subsets, _) in HUB.items() for subset in subsets)]
+            raise InputError(f"dataset '{pattern}': no such file, glob or data set{did_you_mean(dataset, names)}")
+        files += found
+    for path in files:
+        if suffix_of(path) == '.parquet' != path.suffix:
+            raise InputError(f'{path}: parquet files are compressed inside; unpack this one first')
+        if suffix_of(path) not in TEXT_SUFFIXES:
+            raise InputError(f'{path}: expected {" ".join(TEXT_SUFFIXES)}, the first two also .gz .xz .zst')
+    return files
+
+
+def hub_files(repository, subset):
+    """URLs of the parquet files of a subset of a data set on the hub, in its order, at one commit."""
+    import datasets
+    import huggingface_hub
+
+    # our one line says it all
+    huggingface_hub.logging.set_verbosity(logging.CRITICAL)
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        return [str(f) for f in datasets.load_dataset_builder(repository, subset).config.data_files['train']]
+    except Exception as e:  # no network, no such subset: their own words say which
+        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
+        raise InputError(f"dataset '{repository}', {subset}, cannot be read ({reason})") from None
+
+
+def retried(read, skip):
+    """The rows of read(skip); where the network fails, begins again after the last one, after growing pauses."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http_error = HfHubHTTPError.__bases__[0]  # of the client that this version of the hub uses
+    failures = 0
+    while True:
+        try:
+            for row in read(skip):
+                yield row
+                skip += 1
+                failures = 0
+            return
+        except (OSError, http_error) as e:
+            if failures == len(PAUSES):
+                raise OSError(f'{type(e).__name__}: {e}; tried {failures + 1} times') from None
+            time.sleep(PAUSES[failures])
+            failures += 1
+
+
+# -----------------------------------------------------------------------------
+# rows -> documents -> batches
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Where reading goes on, and all that decides what comes then. meta.json keeps it as `progress`."""
+
+    source: int = 0  # of a mixture; the rest is of this source
+    file: int = 0
+    row: int = 0
+    piece: int = 0  # of the row's document
+    documents: int = 0  # that were read; the pieces of a long one count each
+    held_out: int = 0  # bytes of them
+    tails: bool | None = None  # are the documents few, and the tail of each is held out? None: not known yet
+    wrong: dict = field(default_factory=dict)  # what was wrong: how often
+
+
+def documents(source, file=0, row=0, piece=0):
+    """
+    (text, {what was wrong: how often}, (file, row, piece) after it) from a piece of a row of a file on. A text is
+    stripped, can be encoded as UTF-8, and '' where it is dropped; a longer one than PIECE_CHARS comes in pieces.
+    """
+    for f in range(file, len(source.files)):
+        path, n = source.files[f], row
+        try:
+            for text, wrong in source.read(f, row):
+                n += 1
+                if not isinstance(text, (str, type(None))):
+                    raise InputError(f"{path}, row {n}: field 'text' is {type(text).__name__}, expected a string")
+                text, wrong = stripped(text or '', wrong)
+                texts = [text]
+                if len(text) > PIECE_CHARS:
+                    texts = list(filter(None, map(str.strip, pieces(io.StringIO(text)))))
+                for k in range(piece, len(texts)):
+                    after = (f, n - 1, k + 1) if k + 1 < len(texts) else (f, n, 0)
+                    yield texts[k], wrong if k == 0 else {}, after
+                piece = 0
+        except InputError:
+            raise
+        except UNREADABLE as e:
+            reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+            if source.on_hub and not isinstance(e, ValueError):
+                raise InputError(f'{path}, row {n + 1}: the network does not give it {reason}') from None
+            if not source.skip_errors:
+                raise InputError(f'{path}, row {n + 1} cannot be read {reason}; --on_error=skip goes on') from None
+            yield '', dict(unreadable=1), (f + 1, 0, 0)
+        row = 0
+
+
+def stripped(text, wrong):
+    """The text of a document, which can be encoded as UTF-8, and what was wrong with it."""
+    text = text.strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, from a JSON escape
+        return text.encode('utf-8', 'replace').decode(), wrong | dict(lone_surrogates=1)
+    return text, wrong if text or wrong else dict(empty=1)
+
+
+def batches(source, state, val_fraction, val_bytes):
+    """
+    Batches of (text, is it held out?), each with the ReadState after it, from which this goes on with the next one.
+
+    Every k-th document is held out, k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the
+    tail of each.
+    """
+    k = round(1 / val_fraction)
+    rows, first = documents(source, state.file, state.row, state.piece), []
+    if state.tails is None:
+        number = size = 0
+        while number < k and size <= 1 << 26 and (item := next(rows, None)):
+            first.append(item)
+            number, size = number + bool(item[0]), size + len(item[0])
+        state = replace(state, tails=number < k and size <= 1 << 26)
+    batch, size, documents_read, held_out = [], 0, state.documents, state.held_out
+    for text, wrong, after in itertools.chain(first, rows):
+        if wrong:
+            state = replace(state, wrong=dict(Counter(state.wrong) + Counter(wrong)))
+        if text and state.tails:
+            cut = int(len(text) * (1 - val_fraction))
+            # at a line end where there is one
+            cut = text.find('\n', cut) + 1 or cut
+            batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
+        elif text:
+            documents_read += 1
+            is_held_out = documents_read % k == 0 and held_out < val_bytes
+            held_out += len(text.encode()) if is_held_out else 0
+            batch.append((text, is_held_out))
+        size += len(text)
+        if size >= BATCH_CHARS:
+            file, row, piece = after
+            state = replace(state, file=file, row=row, piece=piece, documents=documents_read, held_out=held_out)
+            yield batch, state
+            batch, size = [], 0
+    state = replace(state, file=len(source.files), row=0, piece=0)
+    yield batch, state
