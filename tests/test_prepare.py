@@ -1,0 +1,534 @@
+"""Of a text to its bins: sources.py, prepare.py, bins.py. Most runs are in process, and tokenise there too."""
+
+import contextlib
+import gzip
+import json
+import lzma
+import os
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import Future
+
+import mmh3
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from conftest import CONFIG, FUZZ, library_texts, ok, real_documents, snapshot, start, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bins
+import configurator
+import prepare
+import sources
+from configurator import InputError
+from hashing import signature_table
+
+
+class Inline:
+    """A pool without processes."""
+
+    def submit(self, function, *args):
+        done = Future()
+        done.set_result(function(*args))
+        return done
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    monkeypatch.setattr(prepare, 'workers', lambda *_: contextlib.nullcontext(Inline()))
+
+
+def prepared(folder, **changes):
+    """prepare.py with these settings; the split's ids."""
+    prepare.main(
+        configurator.declared('prepare.py') | dict(val_fraction=0.1, num_workers=1, data_dir=str(folder)) | changes
+    )
+    return ids_in(folder)
+
+
+def ids_in(folder):
+    meta = bins.read_meta(folder)
+    return [bins.Bins(folder, meta['splits'][split])[:].tolist() for split in bins.SPLITS]
+
+
+def documents_of(ids, tok):
+    """Token ids -> the texts between their bos."""
+    starts = [i for i, t in enumerate(ids) if t == tok.bos] + [len(ids)]
+    return [tok.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def bins_of(folder):
+    """{file: its bytes} of the shards in a folder."""
+    return {p.name: p.read_bytes() for p in sorted(folder.glob('*.bin*'))}
+
+
+# -----------------------------------------------------------------------------
+# what is read
+
+
+def test_bins_hold_the_text(inline, tmp_path, mistral):
+    """Documents are lost, reordered, cut, or begin without bos; or meta.json counts something else."""
+    docs = real_documents()
+    write_jsonl(tmp_path / 'docs.jsonl', docs)
+    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+    meta = json.loads((tmp_path / 'd/meta.json').read_text())
+    for split, held_out in (('train', False), ('val', True)):
+        texts = [t for i, t in enumerate(docs, 1) if (i % 10 == 0) == held_out]
+        ids = np.load(tmp_path / f'd/{split}_000000.bin')
+        assert ids.dtype == np.uint16 and documents_of(ids.tolist(), mistral) == texts
+        digest = mmh3.hash_bytes(ids.tobytes(), 0, True).hex()
+        assert meta['splits'][split] == dict(
+            tokens=len(ids), documents=len(texts), bytes=sum(len(t.encode()) for t in texts),
+            shards=[dict(file=f'{split}_000000.bin', tokens=len(ids), digest=digest)],
+        )  # fmt: skip
+    before = snapshot(tmp_path)
+    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+    assert snapshot(tmp_path) == before
+
+
+def test_every_format_gives_the_same_bins(tmp_path):
+    """A reader of one format changes or drops text, or the order depends on the number of workers."""
+    docs = real_documents()
+    write_jsonl(tmp_path / 'a.jsonl', docs)
+    raw = (tmp_path / 'a.jsonl').read_bytes()
+    (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
+    (tmp_path / 'a.jsonl.xz').write_bytes(lzma.compress(raw))
+    # two frames, as pigz-like tools write them
+    half = raw.index(b'\n', len(raw) // 2) + 1
+    (tmp_path / 'a.jsonl.zst').write_bytes(b''.join(zstandard.compress(p) for p in (raw[:half], raw[half:])))
+    for k, some in enumerate((docs[:15], docs[15:])):
+        columns = dict(text=some, id=['<urn:uuid:1>'] * 15, score=[3.5] * 15)
+        pq.write_table(pa.table(columns), tmp_path / f'p{k}.parquet', row_group_size=4 + 3 * k)
+    (tmp_path / 'txt').mkdir()
+    for i, text in enumerate(docs):
+        (tmp_path / f'txt/{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
+    found = {}
+    names = ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', 'p0.parquet,{}/p1.parquet', 'txt/*.txt']
+    for k, name in enumerate(names):
+        with pytest.MonkeyPatch.context() as patch:
+            if k > 1:
+                patch.setattr(prepare, 'workers', lambda *_: contextlib.nullcontext(Inline()))
+            dataset = f'{tmp_path}/{name}'.format(tmp_path)
+            prepared(tmp_path / f'd{k}', dataset=dataset, num_workers=1 + k)
+        found[name] = bins_of(tmp_path / f'd{k}')
+    assert all(f == found['a.jsonl'] for f in found.values())
+
+
+def test_a_single_text_file(tmp_path, mistral):
+    """nanoGPT's first data set is one file: it must give both splits, without loss; invalid UTF-8 must be counted."""
+    text = 'The quick brown fox.\n' * 400
+    (tmp_path / 'input.txt').write_bytes(text.encode() + b'\xff\xfe broken \xe2\x82')
+    done = ok('prepare.py', '--dataset=input.txt', '--data_dir=d', '--num_workers=1', cwd=tmp_path)
+    assert 'input.txt: invalid utf8 bytes 4' in done.stdout
+    decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
+    assert '\n'.join(decoded) == text + '\ufffd\ufffd broken \ufffd' and 20 < len(decoded[1]) < 200
+    assert 'prepared already' in ok('prepare.py', '--dataset=input.txt', '--data_dir=d', cwd=tmp_path).stdout
+
+
+def test_a_large_text_file_is_read_in_pieces(tmp_path, monkeypatch):
+    """A text file of many GB must not have to fit in memory, and its pieces must be the whole text."""
+    monkeypatch.setattr(sources, 'PIECE_CHARS', 100)
+    text = ''.join(f'line {i} ü\n' for i in range(500)) + 'x' * 950
+    (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
+    source = sources.Source(str(tmp_path / 'a.txt'))
+    pieces = [text for text, wrong in source.read(0)]
+    assert pieces[3:] == [text for text, wrong in source.read(0, skip=3)]
+    assert ''.join(pieces) == text and max(map(len, pieces)) <= 200 and pieces[0].endswith('\n')
+
+
+RUSSIAN = 'Все счастливые семьи похожи друг на друга.\n'
+ENCODINGS = [
+    ('a.txt', RUSSIAN.encode('utf-16'), 'UTF-16'),
+    ('a.txt', b'\xfe\xff' + RUSSIAN.encode('utf-16-be'), 'UTF-16'),
+    ('a.jsonl.gz', gzip.compress('{"text": "x"}\n'.encode('utf-32')), 'UTF-32'),
+    ('a.txt', RUSSIAN.encode('cp1251') * 99, '3,465 or more of its 4,257 bytes are not UTF-8'),
+    ('a.txt.xz', lzma.compress(b'good\n' * 70 + b'\xe9' * 39), '39 or more of its 389 bytes'),
+    ('a.txt.xz', lzma.compress(b'good\n' * 72 + b'\xe9' * 39), ''),
+    ('a.jsonl', b'{"text": "%s"}\n' % RUSSIAN.strip().encode('cp1251') * 99, 'not UTF-8'),
+    ('a.txt', b'\xef\xbb\xbf' + RUSSIAN.encode() * 99, ''),
+]
+
+
+@pytest.mark.parametrize('name, raw, culprit', ENCODINGS, ids=range(len(ENCODINGS)))
+def test_other_encodings_are_refused(inline, tmp_path, name, raw, culprit):
+    """Text in another encoding is trained on as garbage; or a little garbage, or a byte order mark, stops a run."""
+    (tmp_path / name).write_bytes(raw)
+    (tmp_path / 'b.txt').write_text('more text\n' * 50)
+    dataset, before = f'{tmp_path}/{name},{tmp_path}/b.txt', snapshot(tmp_path)
+    if culprit:
+        with pytest.raises(InputError, match=f'{name}.*{culprit}'):
+            prepared(tmp_path / 'new' / 'd', dataset=dataset)
+        assert snapshot(tmp_path) == before
+    prepared(tmp_path / 'd', dataset=dataset, on_error='skip' if culprit else 'stop')
+    wrong = bins.read_meta(tmp_path / 'd')['sources'][0]['wrong']
+    assert wrong == {} if b'\xef\xbb' in raw else set(wrong) <= {'unreadable', 'invalid_utf8_bytes'}
+
+
+def test_what_is_dropped_and_why(inline, tmp_path, mistral, capsys, monkeypatch):
+    """An unreadable end of a file ends the run though it may be skipped, or what is dropped isn't counted."""
+    monkeypatch.setattr(sources, 'PIECE_CHARS', 2000)
+    docs = [f'document number {i}' for i in range(40)] + [' \n', 'x' * 5000 + ' y' * 300, 'half \ud800 a pair']
+    lines = ''.join(json.dumps(dict(text=t)) + '\n' for t in docs)
+    (tmp_path / 'a.jsonl').write_text(lines.replace('{"text": "document number 3"', '{"text": oops', 1))
+    (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(lines.encode())[:-200])
+    dataset, out = f'{tmp_path}/a.jsonl,{tmp_path}/b.jsonl.gz', tmp_path / 'd'
+    with pytest.raises(InputError, match='line 4: not JSON'):
+        prepared(out, dataset=dataset)
+    assert not out.exists()
+    texts = mistral.decode(sum(prepared(out, dataset=dataset, on_error='skip'), []))
+    assert [texts.count(f'number {i}') for i in (4, 5)] == [1, 1] and 'oops' not in texts and 'x' * 900 in texts
+    wrong = bins.read_meta(out)['sources'][0]['wrong']
+    assert wrong == dict(unreadable=2, empty=1, lone_surrogates=1)
+    said = capsys.readouterr().out
+    assert all(f'{k.replace("_", " ")} {n}' in said for k, n in wrong.items())
+
+
+@pytest.mark.parametrize('names, val_fraction', [('abcd', 0.1), ('c', 0.001)])
+def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_fraction):
+    """After an interruption at some place, documents or pieces are lost, repeated, held out or counted otherwise."""
+    monkeypatch.setattr(sources, 'PIECE_CHARS', 300)
+    monkeypatch.setattr(sources, 'BATCH_CHARS', 500)
+    texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)] + ['line of a long one\n' * 99, ' ', 'last']
+    write_jsonl(tmp_path / 'a.jsonl', texts)
+    (tmp_path / 'b.jsonl.xz').write_bytes(lzma.compress((tmp_path / 'a.jsonl').read_bytes())[:-40])
+    (tmp_path / 'c.txt').write_bytes(b'one\n' * 200 + b'\xff')
+    pq.write_table(pa.table(dict(text=[*texts, None])), tmp_path / 'd.parquet', row_group_size=7)
+    dataset = ','.join(str(next(tmp_path.glob(f'{name}.*'))) for name in names)
+
+    def read(state):
+        return list(sources.batches(sources.Source(dataset, skip_errors=True), state, val_fraction, 3000))
+
+    whole = read(sources.ReadState())
+    assert len(whole) > 1 and whole[-1][1].tails == (names == 'c')
+    for k, (_, state_after) in enumerate(whole, 1):
+        # as meta.json keeps it
+        rest = read(sources.ReadState(**json.loads(json.dumps(state_after.__dict__))))
+        assert rest == (whole[k:] or [([], state_after)])
+    expected = dict(invalid_utf8_bytes=1) | (dict(empty=3, unreadable=1) if names == 'abcd' else {})
+    assert whole[-1][1].wrong == expected
+    held_out = sum(len(text.encode()) for batch, _ in whole for text, out in batch if out)
+    assert 0 < held_out < 3000 + 300
+
+
+# -----------------------------------------------------------------------------
+# several machines, mixtures, the hub
+
+
+def test_parts_and_mixtures(inline, tmp_path, mistral):
+    """Machines that share the work read the same files or lose some; a mixture has other shares than were asked for."""
+    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
+    for i in range(4):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::4])
+    both = dict(dataset=f'{tmp_path}/*.jsonl', shard_tokens=5000)
+    for part, culprit in (('0/5', '4 file'), ('2/2', 'must be like'), ('1', 'must be like')):
+        with pytest.raises(InputError, match=culprit):
+            prepared(tmp_path / 'd', **both, part=part)
+    with pytest.raises(InputError, match='lacks part 0/2'):
+        prepared(tmp_path / 'd', **both, part='1/2')
+    with pytest.raises(InputError, match='does not go with'):
+        prepared(tmp_path / 'd', **both)
+    said = [documents_of(ids, mistral) for ids in prepared(tmp_path / 'd', **both, part='0/2')]
+    stripped = [t.strip() for t in texts if t.strip()]
+    assert sorted(said[0] + said[1]) == sorted(stripped)
+    meta = bins.read_meta(tmp_path / 'd')
+    for split in bins.SPLITS:
+        ids = bins.Bins(tmp_path / 'd', meta['splits'][split])
+        ids.verify()
+        whole = np.concatenate(ids.shards)
+        assert len(ids) == len(whole) and (ids[:] == whole).all()
+        assert all((ids[a:b] == whole[a:b]).all() for a, b in ((0, 5001), (4999, 10002), (len(ids) - 9, len(ids) + 9)))
+
+    ids = prepared(tmp_path / 'large', dataset=f'{tmp_path}/0.jsonl', tokenizer='tekken')
+    assert np.load(tmp_path / 'large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
+
+    mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
+    train, _ = prepared(tmp_path / 'm', dataset=mixed)
+    entries = bins.read_meta(tmp_path / 'm')['sources']
+    longest = max(len(i) for i in mistral.encode(stripped)) + 1
+    assert all(w <= e['tokens'] < w + longest for e, w in zip(entries, (4000, 2000), strict=True))
+    assert len(train) == sum(e['tokens'] for e in entries)
+    for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
+        with pytest.raises(InputError, match='number of tokens'):
+            prepared(tmp_path / 'n', dataset=bad)
+
+
+def test_a_mixture_goes_on(inline, tmp_path, monkeypatch):
+    """A mixture that is stopped anywhere has other shares after it, or other tokens."""
+    for name in 'ab':
+        write_jsonl(tmp_path / f'{name}.jsonl', [f'{name} {i} some words' for i in range(300)])
+    monkeypatch.setattr(sources, 'BATCH_CHARS', 300)
+    monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
+    mixed = dict(dataset=f'{tmp_path}/a.jsonl@700,{tmp_path}/b.jsonl@900', shard_tokens=250)
+    prepared(tmp_path / 'straight', **mixed)
+    write, writes = prepare.Output.write, []
+
+    def stopped(self, *args):
+        writes.append(1)
+        if len(writes) % 3 == 0:
+            raise KeyboardInterrupt
+        write(self, *args)
+
+    monkeypatch.setattr(prepare.Output, 'write', stopped)
+    for _ in range(40):
+        with contextlib.suppress(KeyboardInterrupt):
+            prepared(tmp_path / 'd', **mixed)
+            break
+    assert len(writes) > 9 and snapshot(tmp_path / 'd') == snapshot(tmp_path / 'straight')
+
+
+def fineweb_folder(folder, texts, files=3):
+    """A folder shaped like FineWeb-Edu's repository: a README that names its configurations, parquet in row groups."""
+    (folder / 'sample/10BT').mkdir(parents=True)
+    (folder / 'README.md').write_text(
+        '---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n'
+    )
+    for i in range(files):
+        some = texts[i::files]
+        columns = dict(text=some, id=['x'] * len(some), language_score=[0.9] * len(some), score=[2.5] * len(some))
+        pq.write_table(pa.table(columns), folder / f'sample/10BT/{i:03}_00000.parquet', row_group_size=5)
+
+
+def test_hub_parquet_and_its_failures(inline, tmp_path, mistral, monkeypatch):
+    """Rows are lost or read twice where the network fails; or a failure that lasts loses what was read."""
+    texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
+    fineweb_folder(tmp_path / 'hub', texts)
+    monkeypatch.setitem(sources.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
+    monkeypatch.setattr(sources, 'PAUSES', (0, 0))
+    monkeypatch.setattr(sources, 'BATCH_CHARS', 2000)
+    monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
+    train, _ = prepared(tmp_path / 'good', dataset='fineweb-edu')
+    in_order = [t.strip() for i in range(3) for t in texts[i::3]]
+    assert documents_of(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
+
+    calls, parquet_rows, lasts = [], sources.parquet_rows, False
+
+    def shaky(path, skip):
+        for row in parquet_rows(path, skip):
+            calls.append(1)
+            if (len(calls) > 25) if lasts else (len(calls) % 7 == 3):
+                raise ConnectionError('the network is down')
+            yield row
+
+    monkeypatch.setattr(sources, 'parquet_rows', shaky)
+    prepared(tmp_path / 'shaky', dataset='fineweb-edu')
+    assert bins_of(tmp_path / 'shaky') == bins_of(tmp_path / 'good') and len(calls) > 20
+    calls.clear()
+    lasts = True
+    with pytest.raises(InputError, match='the network does not give it.*tried 3 times'):
+        prepared(tmp_path / 'broken', dataset='fineweb-edu', on_error='skip')
+    kept = json.loads((tmp_path / 'broken/meta.json').read_text())
+    assert kept['splits']['train']['tokens'] > 100 and not kept['complete']
+    with pytest.raises(InputError, match='is not finished'):
+        bins.read_meta(tmp_path / 'broken')
+    monkeypatch.setattr(sources, 'parquet_rows', parquet_rows)
+    prepared(tmp_path / 'broken', dataset='fineweb-edu')
+    assert bins_of(tmp_path / 'broken') == bins_of(tmp_path / 'good')
+    with pytest.raises(InputError, match='which language'):
+        sources.Source('fineweb-2')
+
+
+# -----------------------------------------------------------------------------
+# stopped, at once, full
+
+
+def test_kill_prepare(tmp_path):
+    """A killed prepare.py begins anew, loses or repeats text, or leaves other bytes; MHF_KILLS=20 kills it often."""
+    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    texts = library_texts(3e6)
+    # longer than a piece
+    texts.insert(3, ''.join(texts[:40]))
+    write_jsonl(tmp_path / 'docs.jsonl', texts)
+    args = ['--dataset=docs.jsonl', '--shard_tokens=30000', '--val_fraction=0.01']
+    begin = time.monotonic()
+    ok('prepare.py', *args, '--data_dir=straight', '--num_workers=1', cwd=tmp_path)
+    length, expected = time.monotonic() - begin, bins_of(tmp_path / 'straight')
+    draw, survived = np.random.default_rng(seed), 0
+    while survived < kills:
+        moment = draw.uniform(0.3 * length, length)
+        process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=moment)
+        assert process.poll() in (None, 0)
+        if process.poll() == 0:
+            # it finished: from the beginning again
+            assert bins_of(tmp_path / 'killed') == expected
+            shutil.rmtree(tmp_path / 'killed')
+            continue
+        # without its workers, which have to notice
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        survived += 1
+        print(f'seed {seed}, killed after {moment:.2f} s of {length:.2f}: {len(bins_of(tmp_path / "killed"))} files')
+    ok('prepare.py', *args, '--data_dir=killed', '--num_workers=2', cwd=tmp_path)
+    assert bins_of(tmp_path / 'killed') == expected and len(expected) > 20
+    metas = [json.loads((tmp_path / d / 'meta.json').read_text()) for d in ('straight', 'killed')]
+    assert metas[0] == metas[1] and {p.suffix for p in (tmp_path / 'killed').iterdir()} == {'.bin', '.json'}
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    """A prepare.py that is killed leaves worker processes in memory for ever."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(5e6))
+    process = start('prepare.py', '--dataset=docs.jsonl', '--data_dir=d', '--shard_tokens=9999', cwd=tmp_path)
+    while not (tmp_path / 'd/meta.json').exists():
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with pytest.raises(ProcessLookupError):
+        for _ in range(500):
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
+
+
+def test_two_prepares_at_once(inline, tmp_path):
+    """Two processes write into the same folder."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(2e5))
+    with prepare.locked(tmp_path / 'd', 'meta'):
+        with pytest.raises(InputError, match='another prepare.py is at work'):
+            prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+
+
+def test_disk_full_while_preparing(inline, tmp_path, monkeypatch):
+    """A full disk loses the shards that were whole, or the same command cannot go on; or other settings go on."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(3e5))
+    same = dict(dataset=f'{tmp_path}/docs.jsonl', shard_tokens=8000)
+    monkeypatch.setattr(sources, 'BATCH_CHARS', 20000)
+    prepared(tmp_path / 'good', **same)
+    write = prepare.Shards.write
+
+    def full(self, ids):
+        if len(self.state['shards']) >= room:
+            raise OSError(28, 'No space left on device')
+        write(self, ids)
+
+    monkeypatch.setattr(prepare.Shards, 'write', full)
+    for room in (0, 3):
+        with pytest.raises(InputError, match='No space left.*the same command goes on'):
+            prepared(tmp_path / 'full', **same)
+        assert (tmp_path / 'full').exists() == (room > 0)
+    assert len(json.loads((tmp_path / 'full/meta.json').read_text())['splits']['train']['shards']) >= 2
+    monkeypatch.setattr(prepare.Shards, 'write', write)
+    with pytest.raises(InputError, match='val_fraction=0.1, not 0.2'):
+        prepared(tmp_path / 'full', **same, val_fraction=0.2)
+    raw = (tmp_path / 'docs.jsonl').read_bytes()
+    (tmp_path / 'docs.jsonl').write_bytes(raw + b'{"text": "one more"}')
+    with pytest.raises(InputError, match='made_from differs'):
+        prepared(tmp_path / 'full', **same)
+    (tmp_path / 'docs.jsonl').write_bytes(raw)
+    prepared(tmp_path / 'full', **same)
+    assert bins_of(tmp_path / 'full') == bins_of(tmp_path / 'good')
+
+
+# -----------------------------------------------------------------------------
+# reading bins
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    """A folder with bins, and the config that train.py reads them by."""
+    folder = tmp_path_factory.mktemp('small')
+    write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, 'workers', lambda *_: contextlib.nullcontext(Inline()))
+        prepared(folder / 'bins', dataset=f'{folder}/docs.jsonl', shard_tokens=9000)
+    (folder / 'cfg.py').write_text(CONFIG)
+    config = configurator.declared('train.py') | configurator.read_config(folder / 'cfg.py')
+    return folder, config | dict(data_dir=str(folder / 'bins'))
+
+
+def test_the_table_is_of_the_tokenizer(small, mistral):
+    """train.py signs ids with the table of another tokenizer than the bins were made with."""
+    folder, config = small
+    meta = bins.load_meta(config)
+    expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
+    assert (bins.table(config, meta) == expected).all() and bins.table(config | dict(num_hashes=0), meta) is None
+    for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(gaps=[5])):
+        with pytest.raises(InputError, match=f"another 'mistral' tokenizer than is here: {next(iter(wrong))}="):
+            bins.table(config, meta | wrong)
+    with pytest.raises(InputError, match='tokenizer=mistral, the config has tokenizer=tekken'):
+        bins.load_meta(config | dict(tokenizer='tekken'))
+
+
+def damaged(draw, raw):
+    """raw, cut off, with bytes changed, put in or taken out, or something else."""
+    how, at = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other'])), draw(st.integers(0, len(raw) - 1))
+    piece = draw(st.binary(min_size=1, max_size=40))
+    return dict(
+        cut=raw[:at], change=raw[:at] + piece + raw[at + len(piece) :], insert=raw[:at] + piece + raw[at:],
+        remove=raw[:at] + raw[at + len(piece) :], other=piece,
+    )[how]  # fmt: skip
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def edited(draw, value):
+    """A nest of dicts and lists with one place changed, or taken out."""
+    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, (dict, list)) else []
+    if not inner or draw(st.integers(0, 3)) == 0:
+        return draw(json_values)
+    key = draw(st.sampled_from(inner))
+    new = value.copy()
+    if draw(st.integers(0, 5)) == 0:
+        del new[key]
+    else:
+        new[key] = edited(draw, value[key])
+    return new
+
+
+@settings(max_examples=FUZZ, deadline=None)
+@given(st.data())
+def test_fuzz_bins(small, tmp_path_factory, data):
+    """Damaged bins or a damaged meta.json end in a traceback, write something, or are read as if they were whole."""
+    (original, config), folder = small, tmp_path_factory.mktemp('b')
+    shutil.copytree(original / 'bins', folder / 'bins')
+    path = folder / 'bins' / data.draw(st.sampled_from(['meta.json', 'train_000001.bin', 'val_000000.bin']))
+    raw = path.read_bytes()
+    if path.name == 'meta.json' and data.draw(st.booleans()):
+        path.write_text(json.dumps(edited(data.draw, json.loads(raw))))
+    else:
+        path.write_bytes(damaged(data.draw, raw))
+    before = snapshot(folder)
+    config = config | dict(data_dir=str(folder / 'bins'))
+    try:
+        meta = bins.load_meta(config)
+        bins.table(config, meta)
+        for split, ids in zip(bins.SPLITS, ids_in(original / 'bins'), strict=True):
+            found = bins.open_bins(config, meta, split)
+            found.verify()
+            assert found[:].tolist() == ids
+    except InputError as e:
+        assert '\n' not in str(e)
+    assert snapshot(folder) == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 9))
+def test_shuffled_is_a_bijection(n, seed, epoch):
+    """An epoch would read some blocks twice and others never."""
+    assert sorted(bins.shuffled(np.arange(n), n, seed, epoch)) == list(range(n))
+
+
+def test_shuffled_is_fixed_and_shuffles():
+    """The order of the data changes between versions (no run could be resumed), or is hardly a shuffle."""
+    first = [43193186363, 53595994680, 26334769426, 57026049564, 57824253611]
+    assert bins.shuffled(np.arange(5), 10**11, 42, 1).tolist() == first
+    order = bins.shuffled(np.arange(10000), 10000, 42)
+    assert abs(np.corrcoef(order, np.arange(10000))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+
+
+def test_reading_ahead():
+    """An item is lost or repeated, or an error of its making is swallowed."""
+    assert list(bins.read_ahead(iter(range(5)))) == [0, 1, 2, 3, 4] and list(bins.read_ahead([])) == []
+    with pytest.raises(ZeroDivisionError):
+        list(bins.read_ahead(1 // (3 - i) for i in range(5)))
