@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from checkpoint import load_model, save_pretrained
@@ -231,13 +232,12 @@ def open_before(tok):
         return model
     if trained_with and not sha256:
         sha256 = tokenizer_fingerprint(get_tokenizer(trained_with))
-    if sha256:
-        same = sha256 == tokenizer_fingerprint(tok)
-    elif c.num_hashes:
+    same = sha256 in (None, tokenizer_fingerprint(tok))
+    if c.num_hashes:
         # a released table may end with rows of zeros
-        same = np.array_equal(own[:V], table_like(model, tok.tokens, c.pad_id)) and not own[V:].any()
+        same &= np.array_equal(own[:V], table_like(model, tok.tokens, c.pad_id)) and not own[V:].any()
     else:
-        same = len(own) == V
+        same &= len(own) == V
     if not same:
         its = trained_with or 'another tokenizer'
         raise InputError(f"before='{before}' was trained with {its}, not with base='{base}'; --base names its own")
@@ -245,17 +245,20 @@ def open_before(tok):
 
 
 def grow(model, tok, larger):
-    """Gives the model the tokens that `larger` has after tok's, or all of them in place of its own."""
+    """Gives the model the tokens of `larger`: those after tok's, or all of them in place of its own."""
+    c, V = model.config, len(tok.tokens)
     if whole:
         gaps = [i for i, token in enumerate(larger.tokens) if token is None]
         return model.replace_vocabulary(table_like(model, larger.tokens, larger.pad), larger.pad, gaps)
-    V = len(tok.tokens)
     if larger.tokens[:V] != tok.tokens:
         raise InputError(f"tokenizer='{tokenizer}' is there already and does not extend base='{base}'")
-    if model.config.num_hashes:
-        model.extend_vocabulary(table_like(model, larger.tokens, model.config.pad_id))
-    else:
-        model.extend_vocabulary(None, made_of=tok.split(larger.tokens[V:]))
+    if c.num_hashes:
+        return model.replace_vocabulary(table_like(model, larger.tokens, c.pad_id), c.pad_id)
+    # a new row of the embedding is the mean of the rows of its old pieces
+    E = model.embed.weight.data
+    new = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
+    model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E, *new]), freeze=False)
+    model.replace_vocabulary(np.arange(len(larger.tokens))[:, None], c.pad_id)
 
 
 # -----------------------------------------------------------------------------
@@ -303,7 +306,7 @@ def main():
         raise InputError(f'val_fraction={val_fraction}: must be between 0 and 1')
     picture = file.with_suffix('.png')
     held_files = {name: file.with_name(f'{file.stem}_{name}.txt') for name in wanted}
-    outputs = [*held_files.values(), picture, file] if learns else []
+    outputs = [file, picture, *held_files.values()] if learns else []
     outputs += [Path(init_from)] if before else []
     check_new(outputs)
     tok = get_tokenizer(base)

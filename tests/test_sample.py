@@ -1,0 +1,42 @@
+"""sample.py: from a checkpoint alone, and from a released model."""
+
+import re
+import shutil
+
+from conftest import ok, run, write_released
+
+from checkpoint import load_checkpoint
+
+
+def test_sample_from_the_checkpoint_alone(trained, tmp_path):
+    """sample.py needs the bins or the config, doesn't repeat itself with the same seed, or mangles the prompt."""
+    (tmp_path / 'x/y').mkdir(parents=True)
+    shutil.copy(trained / 'out/ckpt.pt', tmp_path / 'x/y/ckpt.pt')
+    args = ['--max_new_tokens=30', '--num_samples=2', '--seed=3', '--device=cpu']
+    first = ok('sample.py', *args, '--start=def main(x=1):', cwd=tmp_path)
+    assert 'x/y/ckpt.pt, step 24' in first.stderr and re.search(r'[\d.]+ tokens/s', first.stderr)
+    assert first.stdout.count('def main(x=1):') == 2
+    assert ok('sample.py', *args, '--start=def main(x=1):', cwd=tmp_path).stdout == first.stdout
+    (tmp_path / 'prompt.txt').write_text('def main(x=1):')
+    assert ok('sample.py', *args, '--start=FILE:prompt.txt', '--out_dir=x/y', cwd=tmp_path).stdout == first.stdout
+    other = ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
+    assert re.search(r'prompt has \d+ tokens, the context 64: its end is used', other.stderr)
+
+
+def test_sample_from_a_released_model(trained, tmp_path):
+    """--released samples from something else than the same weights in a checkpoint."""
+    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    write_released(tmp_path / 'r', model)
+    args = ['--max_new_tokens=12', '--num_samples=1', '--temperature=0', '--start=import', '--device=cpu']
+    a = ok('sample.py', *args, f'--released={tmp_path}/r', cwd=tmp_path)
+    b = ok('sample.py', *args, f'--out_dir={trained}/out', cwd=tmp_path)
+    assert a.stdout.replace(str(tmp_path), '') == b.stdout
+
+
+def test_seeds(trained):
+    """A seed beyond 64 bits is a traceback, or one of 64 bits is refused."""
+    args = ('sample.py', 'cfg.py', '--num_samples=1', '--max_new_tokens=1')
+    assert f'seed {2**64 - 1}' in ok(*args, f'--seed={2**64 - 1}', cwd=trained).stdout
+    for seed in (2**64, -1):
+        done = run(*args, f'--seed={seed}', cwd=trained)
+        assert done.returncode == 1 and done.stderr == f'error: seed={seed}: must be from 0 to 2**64 - 1\n'
