@@ -9,10 +9,10 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
 Needs the bins of prepare.py with the same config. From there to the loss: Bins -> read_batch (token ids) -> MHF.sign
-(signatures) -> MHF.forward: hidden_states, then head_loss (loss.LeanHead; with --plain_head HashDecoder and exact_loss).
+(signatures) -> MHF.forward: hidden_states, then head_loss (loss.LeanHead; with --plain_head HashDecoder, exact_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
-Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume the same command starts and goes on:
+Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume one command starts and goes on:
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
     $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
@@ -46,7 +46,7 @@ from model import MHF, MHFConfig
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-# scratch | resume (the newest checkpoint in out_dir) | a folder or hub id[@revision] in the released layout, or another out_dir
+# scratch | resume (the newest checkpoint in out_dir) | a released folder or hub id[@revision], or another out_dir
 init_from = 'scratch'
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
@@ -99,8 +99,11 @@ timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
 # what a resumed run may not change: the architecture and the loss, the order of the data, what the optimizer adds up
-FIXED_ON_RESUME = [k for k in config if k in MHFConfig.__annotations__]
-FIXED_ON_RESUME += 'single_id tokenizer batch_size seed weight_decay beta1 beta2 train_layers'.split()
+FIXED_ON_RESUME = (
+    'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
+    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'loss', 'tokenizer',
+    'batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2', 'train_layers',
+)  # fmt: skip
 
 # -----------------------------------------------------------------------------
 # processes and device
@@ -142,21 +145,18 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 # -----------------------------------------------------------------------------
 # checks; the data and the model, too, are checked before anything is written
 
-for key in 'batch_size micro_batch_size block_size max_steps eval_interval learning_rate timeout'.split():
-    if not 0 < config[key] < math.inf:
-        raise InputError(f'{key}={config[key]}: must be above 0')
-for (
-    key
-) in 'warmup_steps lr_decay_steps weight_decay grad_clip seed num_hashes keep train_layers spike_deviations'.split():
-    if not 0 <= config[key] < math.inf:
-        raise InputError(f'{key}={config[key]}: must not be negative')
+above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate', 'timeout')
+not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'seed', 'num_hashes', 'keep')
+for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
+    if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
+        raise InputError(f'{key}={config[key]}: must {"be above 0" if key in above_zero else "not be negative"}')
 for key in ('beta1', 'beta2'):
     if not 0 <= config[key] < 1:
         raise InputError(f'{key}={config[key]}: must be from 0 to below 1')
+if compile not in (None, True, False):
+    raise InputError(f'compile={compile}: must be True or False')
 if compile is None:
     compile = device_type == 'cuda'
-if type(compile) is not bool:
-    raise InputError(f'compile={compile}: must be True or False')
 if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
 if batch_size % (micro_batch_size * world_size):
@@ -327,12 +327,10 @@ def evaluate():
     batches = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
     batches += [[b] for b in starts if b + block_size >= len(val_ids)]  # the last, shorter block
     sums = torch.zeros(2, dtype=torch.float64)
-    raw_model.eval()
     for batch in batches[rank::world_size]:
         x, y = inputs_and_targets(read_batch(val_ids, batch))
         with autocast:
             sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.both_losses(x, y)])
-    raw_model.train()
     if distributed:
         sums = sums.to(device)
         dist.all_reduce(sums)
@@ -345,23 +343,17 @@ def evaluate():
 # the log, signals
 
 
-def open_log(path):
-    """log.jsonl, to append to; what a crash left of a line ends there."""
+def append_to_log(text):
+    """log.jsonl is only ever appended to: a resumed run says again what it does again, a reader keeps the last."""
     try:
-        half_a_line = path.exists() and not path.read_bytes().endswith(b'\n')
-        file = open(path, 'a')
-        file.write('\n' if half_a_line else '')
-        return file
-    except OSError as e:
-        raise InputError(f'{path} cannot be written ({e})') from None
+        with open(out / 'log.jsonl', 'a') as f:
+            f.write(text)
+    except OSError as e:  # disk full, or gone
+        raise InputError(f'{out / "log.jsonl"} cannot be written ({e}); {checkpoints.kept()}') from None
 
 
 def log(**event):
-    """A line of log.jsonl, which is only appended to: a resumed run says again what it does again."""
-    try:
-        print(json.dumps(event), file=log_file, flush=True)
-    except OSError as e:  # disk full, or gone
-        raise InputError(f'{out}/log.jsonl cannot be written ({e}); {checkpoints.kept()}') from None
+    append_to_log(json.dumps(event) + '\n')
     if wandb:
         wandb_run.log(event, step=event['step'])
 
@@ -403,7 +395,8 @@ if master:
         print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
     if init_from == 'resume':
         print(f'resumed at step {start_step}{", with other data" if data_start_step == start_step > 0 else ""}')
-    log_file = open_log(out / 'log.jsonl')
+    # a line that a crash left unfinished ends here
+    append_to_log('\n' if init_from == 'resume' else '')
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):
@@ -433,8 +426,9 @@ with bar:
         if distributed:
             shared = torch.stack([mean_loss / world_size, torch.tensor(float(stopping), device=device)])
             dist.all_reduce(shared)
-            mean_loss, somebody_stops = shared[0], shared[1].item() > 0
-            stopping = stopping or signal.SIGTERM * somebody_stops
+            mean_loss = shared[0]
+            if shared[1].item() and not stopping:
+                stopping = signal.SIGTERM
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
         mean_loss = mean_loss.item()
         wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
