@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / 'shared'
@@ -151,16 +152,14 @@ class Forked:
 def start(script, *args, cwd, torchrun=None, patch='', **environment):
     """
     A script that runs, in a process group of its own. `patch` is Python that the child runs first and may change our
-    modules. With `torchrun`, a list of torchrun's arguments, it's no forked child but a subprocess.Popen.
+    modules. With `torchrun`, a list of torchrun's arguments, only torchrun itself is forked, its workers begin anew.
     """
-    if torchrun is None:
-        return Forked(script, args, cwd, environment, patch)
-    command = [sys.executable, '-m', 'torch.distributed.run', *torchrun, str(REPO / script), *args]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
-        env=environment_of_scripts() | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment,
-    )  # fmt: skip
+    if torchrun is not None:
+        command = [*torchrun, str(REPO / script), *args]
+        patch = f'import sys; from torch.distributed.run import main; sys.exit(main({command!r}))'
+        # restarted workers may else meet the addresses of dead ones
+        environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment
+    return Forked(script, args, cwd, environment, patch)
 
 
 def started(script, *args, cwd, wait_for, **how):
@@ -187,6 +186,12 @@ def ok(*args, **how):
     done = run(*args, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def ranks(number, script, *args, cwd, **how):
+    """So many processes of one run, forked, with what torchrun would tell them: a list, as start() returns them."""
+    told = dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+    return [start(script, *args, cwd=cwd, **told, **how, RANK=str(rank)) for rank in range(number)]
 
 
 # a patch that does something in the n-th forward pass of training
@@ -293,6 +298,24 @@ def copy(trained, tmp_path):
     return tmp_path / 'copy'
 
 
+@pytest.fixture(scope='session')
+def few(tmp_path_factory):
+    """Like `trained`, with steps that take a fifth of the time: 24 of them are three epochs of a little text."""
+    folder = tmp_path_factory.mktemp('few')
+    write_jsonl(folder / 'docs.jsonl', [t[:1000] for t in real_documents()[:3]])
+    (folder / 'cfg.py').write_text(f'{CONFIG}\nblock_size = 16\neval_interval = 8\n')
+    ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
+    ok('train.py', 'cfg.py', cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def quick(few, tmp_path):
+    """A copy of the even smaller run."""
+    shutil.copytree(few, tmp_path / 'quick')
+    return tmp_path / 'quick'
+
+
 def events(folder, out='out'):
     """The lines of a run's log: of a step that is there twice the last, and none that a crash cut off."""
     kept = {}
@@ -339,6 +362,37 @@ def assert_same(a, b):
             assert_same(a[k], b[k])
     else:
         assert a == b
+
+
+def damaged(draw, raw):
+    """raw, cut off, with bytes changed, put in or taken out, or something else; `draw` is of hypothesis' st.data()."""
+    how, at = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other'])), draw(st.integers(0, len(raw) - 1))
+    piece = draw(st.binary(min_size=1, max_size=40))
+    return dict(
+        cut=raw[:at], change=raw[:at] + piece + raw[at + len(piece) :], insert=raw[:at] + piece + raw[at:],
+        remove=raw[:at] + raw[at + len(piece) :], other=piece,
+    )[how]  # fmt: skip
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def edited(draw, value):
+    """A nest of dicts and lists with one place changed, or taken out."""
+    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, (dict, list)) else []
+    if not inner or draw(st.integers(0, 3)) == 0:
+        return draw(JSON_VALUES)
+    key = draw(st.sampled_from(inner))
+    new = value.copy()
+    if draw(st.integers(0, 5)) == 0:
+        del new[key]
+    else:
+        new[key] = edited(draw, value[key])
+    return new
 
 
 def snapshot(folder):

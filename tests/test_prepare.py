@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import CONFIG, FUZZ, library_texts, ok, real_documents, snapshot, start, write_jsonl
+from conftest import CONFIG, FUZZ, damaged, edited, library_texts, ok, real_documents, snapshot, start, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -452,37 +452,6 @@ def test_the_table_is_of_the_tokenizer(small, mistral):
             bins.table(config, meta | wrong)
     with pytest.raises(InputError, match='tokenizer=mistral, the config has tokenizer=tekken'):
         bins.load_meta(config | dict(tokenizer='tekken'))
-
-
-def damaged(draw, raw):
-    """raw, cut off, with bytes changed, put in or taken out, or something else."""
-    how, at = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other'])), draw(st.integers(0, len(raw) - 1))
-    piece = draw(st.binary(min_size=1, max_size=40))
-    return dict(
-        cut=raw[:at], change=raw[:at] + piece + raw[at + len(piece) :], insert=raw[:at] + piece + raw[at:],
-        remove=raw[:at] + raw[at + len(piece) :], other=piece,
-    )[how]  # fmt: skip
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def edited(draw, value):
-    """A nest of dicts and lists with one place changed, or taken out."""
-    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, (dict, list)) else []
-    if not inner or draw(st.integers(0, 3)) == 0:
-        return draw(json_values)
-    key = draw(st.sampled_from(inner))
-    new = value.copy()
-    if draw(st.integers(0, 5)) == 0:
-        del new[key]
-    else:
-        new[key] = edited(draw, value[key])
-    return new
 
 
 @settings(max_examples=FUZZ, deadline=None)
