@@ -1,0 +1,417 @@
+"""train.py: the loop, resuming, processes, signals and kills. Most runs are of `few`, a second for 24 steps."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import (
+    IN_FORWARD,
+    assert_same,
+    events,
+    free_port,
+    ok,
+    ranks,
+    real_documents,
+    run,
+    save_edited,
+    snapshot,
+    start,
+    started,
+    steps,
+    weights,
+    write_jsonl,
+    write_released,
+)
+
+import configurator
+from bins import blocks_of
+from checkpoint import load_checkpoint
+from hashing import signature_table
+from model import MHFConfig
+
+
+def until(step):
+    """The settings of a run that ends early and is otherwise the same."""
+    return f'--max_steps={step}', '--lr_decay_steps=24'
+
+
+def waited(processes, timeout=120):
+    """Processes that have ended, as [(returncode, stdout, stderr)]."""
+    outputs = [p.communicate(timeout=timeout) for p in processes]
+    return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+
+
+# -----------------------------------------------------------------------------
+# learning
+
+
+def test_training_learns_and_reports(few):
+    """The loop does not learn, or its log, checkpoint or picture is missing something."""
+    log = events(few)
+    train, val = [e for e in log if 'loss' in e], [e for e in log if 'val_loss' in e]
+    assert [e['step'] for e in train] == list(range(1, 25)) and [e['step'] for e in val] == [8, 16, 24]
+    assert set(train[0]) == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'}
+    assert train[-1]['tokens'] == 24 * 8 * 16
+    assert train[-1]['loss'] < train[0]['loss'] - 1 and val[2]['val_loss'] < val[0]['val_loss']
+    # at first every token is about equally likely
+    assert abs(train[0]['loss'] - math.log(32768)) < 0.5
+    assert all(e['val_loss'] == e['val_nats'] for e in val)
+    ckpt = weights(few)
+    assert ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256
+    assert not [k for k in ckpt['model'] if 'module' in k]
+    assert (few / 'out/loss.png').read_bytes()[:4] == b'\x89PNG' and (few / 'out/ckpt_best.pt').exists()
+
+
+def test_weight_decay_spares_norms_and_biases(few):
+    """A norm or a bias decays, or a matrix does not, or a parameter is not trained at all."""
+    model, ckpt = load_checkpoint(few / 'out/ckpt.pt')
+    decays = {}
+    for group in ckpt['optimizer']['param_groups']:
+        for k in group['params']:
+            moment = ckpt['optimizer']['state'][k]['exp_avg']
+            decays.setdefault(group['weight_decay'], []).append(tuple(moment.shape))
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    assert sorted(decays[0.1]) == sorted(s for s in shapes if len(s) >= 2)
+    assert sorted(decays[0.0]) == sorted(s for s in shapes if len(s) < 2) and len(decays) == 2
+
+
+def test_learning_rate_schedule(few):
+    """The schedule is not the paper's: linear from 0 to the maximum, cosine to 0."""
+    lr = [e['lr'] for e in steps(few)]
+    expected = [1e-2 * t / 4 if t < 4 else 1e-2 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 20)) for t in range(24)]
+    assert lr == pytest.approx(expected, abs=1e-15) and lr[0] == 0
+
+
+def test_validation_is_the_normalised_likelihood(few):
+    """val_nats or val_bpb is not what the model assigns to the held-out text."""
+    model, _ = load_checkpoint(few / 'out/ckpt.pt')
+    ids = torch.tensor(np.load(few / 'bins/val_000000.bin').astype(np.int64))
+    total = 0.0
+    for b in range(0, len(ids) - 1, 16):
+        row = ids[b : b + 17]
+        total -= model.log_probs(row[None, :-1])[0].gather(1, row[1:, None]).sum().item()
+    last = events(few)[-1]
+    size = json.loads((few / 'bins/meta.json').read_text())['splits']['val']['bytes']
+    assert last['val_nats'] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert last['val_bpb'] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+# keeps what the model sees first
+FIRST_BATCH = """
+import torch
+from model import MHF
+forward = MHF.forward
+def kept(self, x, y):
+    MHF.forward = forward
+    torch.save((x, y), 'first.pt')
+    return forward(self, x, y)
+MHF.forward = kept
+"""
+
+
+def test_the_paper_s_loss_and_the_signatures_it_sees(quick, mistral):
+    """--loss=product does not train or report the sum over coordinates, or the model sees others than the text's signatures."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--loss=product', *until(6), patch=FIRST_BATCH, cwd=quick)
+    # at first every bucket is equally likely
+    assert abs(steps(quick, 'b')[0]['loss'] - 3 * math.log(256)) < 0.5
+    last = events(quick, 'b')[-1]
+    assert last['val_loss'] > last['val_nats'] + 3
+    ids, table = np.load(quick / 'bins/train_000000.bin'), signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
+    first = blocks_of(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
+    expected = torch.tensor(np.stack([table[ids[16 * b : 16 * b + 17]] for b in first]), dtype=torch.int64)
+    assert_same(torch.load(quick / 'first.pt'), (expected[:, :-1], expected[:, 1:]))
+
+
+def test_standard_and_bfloat16(quick):
+    """The Standard model does not go the same way through all scripts, or bfloat16 does not train."""
+    args = ('--num_hashes=0', '--out_dir=std', '--dtype=bfloat16', *until(12), '--eval_interval=12')
+    ok('train.py', 'cfg.py', *args, cwd=quick)
+    last = events(quick, 'std')[-1]
+    assert last['val_loss'] == pytest.approx(last['val_nats'], rel=1e-5) and last['val_nats'] < math.log(32768) - 1
+    assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=quick).stderr
+
+
+def test_the_plain_head_trains_alike(quick):
+    """--plain_head, which a fork changes first, learns something else than the fast head, or cannot be resumed."""
+    for last in (4, 8):
+        ok('train.py', 'cfg.py', '--plain_head', '--out_dir=b', '--auto_resume', *until(last), cwd=quick)
+    ours, fast = ([s['loss'] for s in steps(quick, out)[:8]] for out in ('b', 'out'))
+    assert len(ours) == 8 and ours == pytest.approx(fast, abs=1e-4)
+
+
+def test_batches_are_a_permutation_without_replacement():
+    """Within an epoch a block comes twice, or epochs repeat the same order."""
+    stream = np.concatenate([blocks_of(step, batch_size=8, num_blocks=37, seed=1) for step in range(40)])
+    epochs = [stream[e * 37 : (e + 1) * 37] for e in range(8)]
+    assert all(sorted(e) == list(range(37)) for e in epochs)
+    assert len({e.tobytes() for e in epochs}) == 8
+
+
+def test_validation_changes_nothing(quick):
+    """How often a run validates must not change what it learns."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6), cwd=quick)
+    assert steps(quick, 'b') == steps(quick)[:6]
+
+
+def test_loss_spikes(quick):
+    """A spike goes unseen, or an ordinary loss stops the run."""
+    # any loss above the median
+    args = ('cfg.py', '--spike_deviations=0.001', '--learning_rate=1e-9')
+    ok('train.py', *args, '--out_dir=b', cwd=quick)
+    assert any('spike' in e for e in events(quick, 'b')) and not any('spike' in e for e in events(quick))
+    done = run('train.py', *args, '--out_dir=c', '--stop_on_spike', cwd=quick)
+    assert done.returncode == 1 and 'is a spike above' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_non_finite_loss_stops_before_the_update(quick):
+    """A run that diverges goes on, or overwrites its last good checkpoint with NaNs."""
+    state = weights(quick)
+    state['model']['norm.weight'][0] = math.inf
+    (quick / 'bad').mkdir()
+    save_edited(state, quick / 'bad/ckpt.pt')
+    before = snapshot(quick)
+    done = run('train.py', 'cfg.py', '--max_steps=30', '--init_from=resume', '--out_dir=bad', cwd=quick)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert re.search(r'error: step 24: loss nan.* bad/ckpt.pt is good, of step 24', done.stderr), done.stderr
+    (quick / 'bad/log.jsonl').unlink()
+    assert snapshot(quick) == before
+
+
+def test_out_of_memory(quick):
+    """A GPU that is too small prints a page of traceback, and not what to change."""
+    oom = IN_FORWARD.format(n=3, do="raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')")
+    done = run('train.py', 'cfg.py', '--init_from=resume', '--max_steps=30', cwd=quick, patch=oom)
+    lines = [line for line in done.stderr.splitlines() if 'error' in line]
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and len(lines) == 1, done.stderr
+    assert all(w in lines[0] for w in ('2.00 GiB', '--micro_batch_size (now 4)', 'ckpt.pt is good, of step 24'))
+
+
+# -----------------------------------------------------------------------------
+# going on
+
+
+def compiles():
+    return shutil.which('g++') and not subprocess.run(['g++', '-x', 'c++', '-fsyntax-only', os.devnull]).returncode
+
+
+@pytest.mark.parametrize('compiled', [False, True], ids=['plain', 'compiled'])
+def test_resume_is_exact(quick, compiled):
+    """A run that was stopped, in the middle of gradient accumulation and of an epoch, and resumed, twice in a row and with
+    evaluation and samples in between, ends with other weights, optimizer state or log than a straight one."""
+    blocks = (json.loads((quick / 'bins/meta.json').read_text())['splits']['train']['tokens'] - 1) // 16
+    # three epochs, whose borders lie within a batch: the steps that cross into the second and the third
+    assert 3 < 24 * 8 / blocks and blocks % 8
+    borders, straight = (blocks // 8, 2 * blocks // 8), 'out'
+    args = ['cfg.py', '--out_dir=b', '--auto_resume']
+    if compiled:
+        if not compiles():
+            pytest.skip('torch.compile needs a C++ compiler')
+        borders, straight = borders[:1], 'a'
+        args += ['--compile', '--num_layers=1', *until(borders[0] + 3)]
+        ok('train.py', *args, '--out_dir=a', cwd=quick)
+    first = 0
+    for border in borders:
+        # in the first of two micro-batches
+        stop = IN_FORWARD.format(n=2 * (border - first) + 1, do='os.kill(os.getpid(), signal.SIGTERM)')
+        done, first = run('train.py', *args, cwd=quick, patch=stop), border + 1
+        assert done.returncode == 143 and weights(quick, 'b')['step'] == first, done.stderr[-3000:]
+    if not compiled:
+        ok('eval.py', '--out_dir=b', '--tasks=bits_per_byte', '--text=docs.jsonl', '--device=cpu', cwd=quick)
+        ok('sample.py', 'cfg.py', '--out_dir=b', cwd=quick)
+    log = quick / 'b/log.jsonl'
+    # as a crash leaves it
+    before = log.read_text() + '{"step": 13, "lo'
+    log.write_text(before)
+    ok('train.py', *args, cwd=quick)
+    assert log.read_text().startswith(before) and steps(quick, 'b') == steps(quick, straight)
+    a, b = weights(quick, straight), weights(quick, 'b')
+    for key in ('model', 'optimizer', 'step', 'best_val', 'last_losses'):
+        assert_same(a[key], b[key])
+    # what a spike is measured by
+    assert b['last_losses'] == [s['loss'] for s in steps(quick, 'b')]
+
+
+# each refused on resume, though all else is the same
+OTHER = dict(
+    num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
+    num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
+    beta2=0.9, train_layers=1, single_id=True,
+)  # fmt: skip
+
+
+def test_what_a_resumed_run_may_change(quick):
+    """A resumed run goes on with another architecture, order of the data or optimizer, or may not change its length."""
+    declared, before = configurator.declared('train.py'), snapshot(quick)
+    assert MHFConfig.__annotations__.keys() & declared.keys() <= OTHER.keys()
+    args = ('cfg.py', '--init_from=resume', '--max_steps=25')
+    *flags, single_id = [f'--{k}={v}' for k, v in OTHER.items()]
+    # not with num_lsh: it has no LSH
+    refused = [run('train.py', *args, *few_of_them, cwd=quick) for few_of_them in (flags, [single_id])]
+    for done in refused:
+        assert done.returncode == 1 and 'Traceback' not in done.stderr and 'a resumed run keeps it' in done.stderr
+    for key, value in OTHER.items():
+        assert re.search(rf'\b{key}=\S+ \(now {value}\)', refused[key == 'single_id'].stderr), key
+    other = run('train.py', *args, '--tokenizer=tekken', cwd=quick)
+    assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr and snapshot(quick) == before
+    changed = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--keep=1')
+    ok('train.py', *args, *changed, '--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1', cwd=quick)
+    assert weights(quick)['step'] == 25
+
+
+def test_from_weights_of_another_run(quick):
+    """init_from starts from other weights or another architecture than the model named, or a repeated command starts again."""
+    model, _ = load_checkpoint(quick / 'out/ckpt.pt')
+    write_released(quick / 'released', model, shards=2)
+    # only the data has to be named: the architecture is the model's
+    args = ['--data_dir=bins', '--block_size=16', '--batch_size=8', '--micro_batch_size=8', '--device=cpu']
+    args += ['--dtype=float32', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
+    for source in ('released', 'out'):
+        command = ('train.py', *args, f'--init_from={source}', f'--out_dir=from_{source}', '--auto_resume')
+        assert 'resumed' not in ok(*command, '--max_steps=1', cwd=quick).stdout
+        state = weights(quick, f'from_{source}')
+        assert events(quick, f'from_{source}')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
+        assert state['model_config'] == asdict(model.config) and state['config']['num_buckets'] == 256
+    assert 'resumed at step 1' in ok(*command, '--max_steps=2', cwd=quick).stdout
+    assert ': done' in ok(*command, '--max_steps=2', cwd=quick).stdout
+
+
+def test_other_data_on_request(quick):
+    """Continual training cannot go on with other text, or does so unasked, or begins in the middle of it."""
+    write_jsonl(quick / 'more.jsonl', [t[:1000] for t in real_documents()[10:14]])
+    data = ('cfg.py', '--dataset=more.jsonl', '--data_dir=more')
+    ok('prepare.py', *data, '--num_workers=1', cwd=quick)
+    args = (*data, '--init_from=resume', '--lr_decay_steps=40')
+    refused = run('train.py', *args, '--max_steps=26', cwd=quick)
+    assert refused.returncode == 1 and 'train_sha256=' in refused.stderr and '--new_data' in refused.stderr
+    done = ok('train.py', *args, '--max_steps=26', '--new_data', patch=FIRST_BATCH, cwd=quick)
+    assert 'resumed at step 24, with other data' in done.stdout
+    state, ids = weights(quick), np.load(quick / 'more/train_000000.bin')
+    assert state['data_start_step'] == 24 and [e['step'] for e in steps(quick)] == list(range(1, 27))
+    # other text is no spike
+    assert state['last_losses'] == [s['loss'] for s in steps(quick)[24:]]
+    # from its first epoch on
+    first = blocks_of(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
+    expected = torch.tensor(np.stack([ids[16 * b : 16 * b + 16] for b in first]).astype(np.int64))
+    assert_same(torch.load(quick / 'first.pt')[0], state['model']['signatures'][expected])
+    # now these are its data
+    ok('train.py', *args, '--max_steps=27', cwd=quick)
+    assert weights(quick)['data_start_step'] == 24
+    other = run('train.py', *args, '--max_steps=28', '--new_data', '--seed=7', cwd=quick)
+    assert other.returncode == 1 and 'seed=42 (now 7)' in other.stderr
+
+
+# -----------------------------------------------------------------------------
+# signals and kills
+
+
+@pytest.mark.parametrize('signum, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_a_checkpoint(quick, signum, code):
+    """A preempted run loses its steps, prints a traceback, or cannot go on with the same command."""
+    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
+    process = started(*command, cwd=quick, wait_for='b/log.jsonl')
+    time.sleep(0.1)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and 'Traceback' not in stderr and '--init_from=resume' in stderr, stderr
+    at = weights(quick, 'b')['step']
+    assert [e['step'] for e in steps(quick, 'b')] == list(range(1, at + 1)) and at < 24
+    assert f'resumed at step {at}' in ok(*command, cwd=quick).stdout
+    for key in ('model', 'optimizer', 'last_losses'):
+        assert_same(weights(quick, 'b')[key], weights(quick)[key])
+    assert 'ckpt.pt is at step 24 of 24: done' in ok(*command, cwd=quick).stdout
+
+
+def test_kill_train(quick):
+    """A killed run leaves no checkpoint that loads, or ends with other weights than an undisturbed one; MHF_KILLS=30 kills
+    thirty times."""
+    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
+    draw, killed, writing = np.random.default_rng(seed), 0, quick / 'killed/ckpt.pt.tmp'
+    wanted = {k: weights(quick)[k] for k in ('model', 'optimizer', 'step')}
+    while killed < kills:
+        process = started(*command, cwd=quick, wait_for='killed/ckpt.pt')
+        moment = draw.uniform(0, 1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=moment)
+        # half of them while a checkpoint is written
+        while killed % 2 and not writing.exists() and process.poll() is None:
+            pass
+        if process.poll() is not None:
+            # it finished: from the beginning again
+            assert process.returncode == 0
+            assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
+            shutil.rmtree(quick / 'killed')
+            continue
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        killed += 1
+        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', whole=True)
+        print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
+    ok(*command, cwd=quick)
+    assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
+    assert steps(quick, 'killed') == steps(quick) and not writing.exists()
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+
+def test_any_world_size_sees_the_same_batches(quick):
+    """2 or 4 processes, two machines or another micro-batch train on other data or take another mean than one process, from
+    the beginning or resumed."""
+    short = ('train.py', 'cfg.py', *until(4), '--eval_interval=4')
+    ok(*short, '--out_dir=micro', '--micro_batch_size=2', cwd=quick)
+    val = events(quick, 'micro')[-1]
+    nodes = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={free_port()}']
+    agents = [start(*short, '--out_dir=nodes', cwd=quick, torchrun=[*nodes, f'--node_rank={k}']) for k in (0, 1)]
+    more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--auto_resume', '--out_dir=micro')
+    done = waited([*agents, *ranks(2, *short, '--out_dir=two', cwd=quick), *ranks(4, *more, cwd=quick)])
+    assert [code for code, *_ in done] == 8 * [0], done
+    for out in ('micro', 'two', 'nodes'):
+        for ours, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
+            assert ours == pytest.approx(alone, rel=1e-4), out
+        assert [e for e in events(quick, out) if 'val_loss' in e][0] == pytest.approx(val, rel=1e-4), out
+    resumed, alone = steps(quick, 'micro'), steps(quick)[:8]
+    assert [s['step'] for s in resumed] == [s['step'] for s in alone]
+    assert [s['loss'] for s in resumed] == pytest.approx([s['loss'] for s in alone], abs=1e-3)
+
+
+def test_a_dead_rank_does_not_hang_the_rest(quick):
+    """A machine that dies leaves the other ranks waiting, or torchrun --max-restarts begins from nothing."""
+    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume', '--max_steps=60', '--lr_decay_steps=60')
+    master, other = ranks(2, *command, cwd=quick)
+    while not (quick / 'b/ckpt_000008.pt').exists() and master.poll() is None:
+        time.sleep(0.02)
+    os.kill(other.pid, signal.SIGKILL)
+    _, stderr = master.communicate(timeout=60)
+    assert master.returncode == 1 and 'Traceback' not in stderr and 'error: process 0 of 2 lost the others' in stderr
+    other.communicate()
+    at = load_checkpoint(quick / 'b/ckpt.pt', whole=True)[1]['step']
+    assert 8 <= at < 60
+    torchrun = ['--standalone', '--nproc_per_node=2', '--max-restarts=1']
+    process = started(*command, cwd=quick, wait_for=f'b/ckpt_{at + 8:06}.pt', torchrun=torchrun)
+    children = psutil.Process(process.pid).children(recursive=True)
+    [p for p in children if 'train.py' in ' '.join(p.cmdline())][-1].kill()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr[-6000:]
+    assert f'resumed at step {at}' in stdout and len(re.findall(r'resumed at step', stdout)) == 2
+    assert [s['step'] for s in steps(quick, 'b')] == list(range(1, 61))
+
+
+def test_a_process_without_its_master(quick):
+    """A process whose master is not there waits for ever, or ends with a traceback; torch's log of sockets may precede."""
+    env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), RANK='1', WORLD_SIZE='2')
+    done = run('train.py', 'cfg.py', '--out_dir=new', '--timeout=2', cwd=quick, **env)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and not (quick / 'new').exists()
+    assert done.stderr.splitlines()[-1].startswith('error: process 1 of 2 did not meet the others within 2 s')
