@@ -6,19 +6,20 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, days and disk, nothing is allocated
 
-The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a step
-needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal attention
-counts half); a model's share of the GEMM rate is its FLOPs per second over those of a 2048^3 product in the same run.
+The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
+step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal
+attention counts half); a model's share of the GEMM rate is its FLOPs per second over those of a 2048^3 product in the
+same run.
 """
 
 import contextlib
 import ctypes
 import functools
 import gc
-import io
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,11 +32,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from configurator import InputError, configure, declared, did_you_mean
+from bins import Bins, read_ahead, read_meta
+from checkpoint import pick_device
+from configurator import InputError, configure, did_you_mean
 from hashing import get_tokenizer, signature_table
-from model import MHF, MHFConfig, pick_device, vocabulary_chunk
-import prepare as preparing
-from prepare import Bins, ahead, batches, read_meta
+from loss import head_chunk, vocabulary_chunk
+from model import MHF, MHFConfig
+from prepare import tokenise, workers
+from sources import HUB, ReadState, Source, batches
 
 # what to do
 parts = 'train,head,generate,infer,prepare'
@@ -73,48 +77,25 @@ config = configure(globals())
 
 # memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, from the makers' data sheets
 GPUS = {
-    'A100': (80, 312),
-    'A100-40GB': (40, 312),
-    'H100': (80, 989),
-    'H200': (141, 989),
-    'B200': (180, 2250),
-    'MI300X': (192, 1307),
-    'L40S': (48, 362),
-    'RTX4090': (24, 165),
-}
-PARTS = ('train', 'head', 'generate', 'infer', 'prepare')
-PUBLISHED_1B = 97.38, 96.42  # ms of inference, MultiHashFormer and Standard: the paper's appendix, one MI300X
+    'A100': (80, 312), 'A100-40GB': (40, 312), 'H100': (80, 989), 'H200': (141, 989),
+    'B200': (180, 2250), 'MI300X': (192, 1307), 'L40S': (48, 362), 'RTX4090': (24, 165),
+}  # fmt: skip
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
-
-for key in ('repeats', 'new_tokens', 'gpus', 'mfu', 'batch_size', 'micro_batch_size', 'block_size', 'max_steps'):
-    if config[key] <= 0:
-        raise InputError(f'{key}={config[key]}: must be above 0')
-wanted = parts.split(',')
-for part in wanted:
-    if part not in PARTS:
-        raise InputError(f"parts={parts}: '{part}' must be one of {', '.join(PARTS)}{did_you_mean(part, PARTS)}")
-try:
-    head_sizes = [int(n) for n in head_tokens.split(',')]
-except ValueError:
-    head_sizes = [0]
-if min(head_sizes) < 1:
-    raise InputError(f'head_tokens={head_tokens}: must be numbers of tokens, separated by commas')
-if plan and gpu not in GPUS:
-    raise InputError(f"gpu='{gpu}': must be one of {', '.join(GPUS)}{did_you_mean(gpu, GPUS)}")
-
-tok = get_tokenizer(tokenizer)
-settings = {k: config[k] for k in MHFConfig.__annotations__ if k in config}
-H, B = (num_hashes, num_buckets) if num_hashes else (4, 16384)
-kinds = {
-    name: MHFConfig(**settings | dict(vocab_size=len(tok.tokens), pad_id=tok.pad, num_hashes=h, num_buckets=B, loss=l))
-    for name, h, l in (('exact', H, 'exact'), ('product', H, 'product'), ('Standard', 0, 'exact'))
-}
-results = dict(config=config)
 
 
 def say(line=''):
     if not json:
         print(line, flush=True)
+
+
+def variants_of(tok):
+    """{name: MHFConfig} of what is compared: the config's sizes, with either loss and without hashes."""
+    sizes = {k: config[k] for k in MHFConfig.__annotations__ if k in config}
+    sizes |= dict(vocab_size=len(tok.tokens), pad_id=tok.pad)
+    if not num_hashes:
+        sizes |= dict(num_hashes=4, num_buckets=16384)
+    exact = MHFConfig(**sizes | dict(loss='exact'))
+    return dict(exact=exact, product=replace(exact, loss='product'), Standard=replace(exact, num_hashes=0))
 
 
 def flops_per_token(c, context):
@@ -138,7 +119,7 @@ def flops_per_token(c, context):
 
 @functools.cache
 def saved_by_forward(fields, n):
-    """For MHFConfig(*fields), bytes that one sequence of n tokens keeps for the backward pass, autocast's copies of weights included."""
+    """Bytes that a sequence of n tokens keeps for backward in MHFConfig(*fields), with autocast's copies of weights."""
     storages = {}
 
     def note(t):
@@ -150,302 +131,309 @@ def saved_by_forward(fields, n):
         model = MHF(c)
         x = torch.zeros(1, n, c.coordinates, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
-            model.hidden(x)
+            model.hidden_states(x)
     of_the_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     return sum(s.nbytes() for k, s in storages.items() if k not in of_the_model)
 
 
-def memory_plan(c, sequences, kind='cuda'):
-    """Bytes by part on a device of this kind, training micro-batches of `sequences` sequences of c.block_size tokens."""
+def memory_plan(c, sequences, device_type='cuda'):
+    """Bytes by part on such a device, training micro-batches of `sequences` sequences of c.block_size tokens."""
     with torch.device('meta'):
         model = MHF(c)
     P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
     # linear in layers and tokens: four small models give the slopes
     short = c.block_size // 2
-    probe = {(L, t): saved_by_forward(astuple(replace(c, num_layers=L)), t) for L in (1, 2) for t in (short, 2 * short)}
-    weights = lambda L: 2 * probe[L, short] - probe[L, 2 * short]  # what does not grow with the tokens
-    per_token = lambda L: (probe[L, 2 * short] - probe[L, short]) / short
-    layer = per_token(2) - per_token(1)
-    outside = per_token(1) - layer
-    copies = weights(1) + (weights(2) - weights(1)) * (c.num_layers - 1)
+    kept = {(L, t): saved_by_forward(astuple(replace(c, num_layers=L)), t) for L in (1, 2) for t in (short, 2 * short)}
+    per_token = {L: (kept[L, 2 * short] - kept[L, short]) / short for L in (1, 2)}
+    # what does not grow with the tokens: copies of weights
+    fixed = {L: 2 * kept[L, short] - kept[L, 2 * short] for L in (1, 2)}
+    copies = fixed[1] + (fixed[2] - fixed[1]) * (c.num_layers - 1)
+    layer = per_token[2] - per_token[1]
+    outside = per_token[1] - layer
+    activations = n * (outside + c.num_layers * layer)
     if activation_checkpointing:
         activations = n * (outside + c.num_layers * 4 * d + layer)
-    else:
-        activations = n * (outside + c.num_layers * layer)
-    chunk, block = min(n, model.head_chunk), min(n, vocabulary_chunk(kind))
-    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))  # o_i and p_i, and one at work
-    head = (
-        2 * E
-        + 4 * E
-        + 8 * n * d
-        + logits
-        + 2 * E // c.coordinates
-        + 4 * block * (c.vocab_size + 2 * c.coordinates * c.buckets)
-    )
-    return dict(
-        parameters=4 * P,
-        gradients=4 * P,
-        optimizer=8 * P,
-        **{'bfloat16 copies of weights': copies, 'activations': activations, 'head': head},
-    )
+    rows = c.coordinates * c.buckets
+    # of a chunk of tokens: o_i and p_i in bfloat16, and one at work
+    chunk, block = min(n, head_chunk(c.coordinates, c.buckets)), min(n, vocabulary_chunk(device_type))
+    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))
+    # E in bfloat16, dE, h and dh, a part of dE in bfloat16, and a block's logits and probabilities
+    head = 2 * E + 4 * E + 8 * n * d + logits + 2 * E // c.coordinates + 4 * block * (c.vocab_size + 2 * rows)
+    need = dict(parameters=4 * P, gradients=4 * P, optimizer=8 * P)
+    return need | {'bfloat16 copies of weights': copies, 'activations': activations, 'head': head}
 
 
-def print_plan():
-    c = kinds[loss if num_hashes else 'Standard']
+def print_plan(variants):
+    """Memory, days and disk of a config, as a table -> the same as a dict."""
+    c = variants[loss if num_hashes else 'Standard']
     memory, peak = GPUS[gpu]
-    room = (memory - RESERVED) * 1e9
-    fits = 0
+    room, fits = (memory - RESERVED) * 1e9, 0
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
-    for m in tqdm(candidates, desc='plan', disable=json or not sys.stderr.isatty(), leave=False):
+    for m in tqdm(candidates, desc='plan', leave=False, disable=json or None):
         if sum(memory_plan(c, m).values()) > room:
             break
         fits = m
     need = memory_plan(c, micro_batch_size)
+    total, step = sum(need.values()), batch_size * block_size
     flops = 3 * sum(flops_per_token(c, block_size).values())
-    tokens = max_steps * batch_size * block_size
+    tokens = max_steps * step
     days = tokens * flops / (gpus * peak * 1e12 * mfu) / 86400
-    disk = tokens * 2 * (num_hashes or (1 if c.vocab_size <= 65536 else 2))
-    with torch.device('meta'):
-        P = sum(MHF(c).num_params())
+    # ids, whatever the signatures
+    disk = tokens * (2 if c.vocab_size <= 65536 else 4)
+    P = need['parameters'] // 4
     say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
-    say(
-        f'\nmemory per GPU, micro_batch_size={micro_batch_size} x {block_size:,} tokens, bfloat16 autocast, DDP, not compiled'
-    )
+    micro_batch = f'micro_batch_size={micro_batch_size} x {block_size:,} tokens'
+    say(f'\nmemory per GPU, {micro_batch}, bfloat16 autocast, DDP, not compiled')
     for name, size in need.items():
         say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    total = sum(need.values())
     verdict = 'fits' if total <= room else 'DOES NOT FIT'
     say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {verdict}')
     hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
     say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
-    say(
-        f'\n{flops * batch_size * block_size:.3g} FLOPs a step of {batch_size * block_size:,} tokens, {flops / 1e9:.2f} G a token'
-    )
+    say(f'\n{flops * step:.3g} FLOPs a step of {step:,} tokens, {flops / 1e9:.2f} G a token')
     say(f'{days:.1f} days for {tokens / 1e9:.1f} B tokens at {mfu:.0%} of {peak} TFLOP/s each')
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
-    results['plan'] = dict(
-        parameters=P,
-        memory={k: int(v) for k, v in need.items()},
-        total=int(total),
-        fits=total <= room,
-        largest_micro_batch_size=fits,
-        flops_per_token=flops,
-        days=days,
-        disk_bytes=disk,
-    )
+    need = {name: int(size) for name, size in need.items()}
+    results = dict(parameters=P, memory=need, total=int(total), fits=total <= room, largest_micro_batch_size=fits)
+    return results | dict(flops_per_token=flops, days=days, disk_bytes=disk)
 
 
 # -----------------------------------------------------------------------------
 # measuring
 
 
-def synchronize():
-    if device_type == 'cuda':
-        torch.cuda.synchronize()
+class Machine:
+    """What is measured on: a device and a precision, a clock, and a meter of memory."""
 
+    def __init__(self, device, dtype):
+        self.device, self.device_type = device, torch.device(device).type
+        self.dtype_name, self.dtype = dtype, getattr(torch, dtype)
+        self.synchronize = torch.cuda.synchronize if self.device_type == 'cuda' else lambda: None
 
-def timed(f):
-    synchronize()
-    began = time.perf_counter()
-    f()
-    synchronize()
-    return time.perf_counter() - began
+    def describe(self):
+        """Prints what it is and what it can do -> the same as a dict."""
+        name = f'{torch.get_num_threads()} CPU threads'
+        if self.device_type == 'cuda':
+            torch.set_float32_matmul_precision('high')
+            name = torch.cuda.get_device_name()
+        say(f'{self.device} ({name}), {self.dtype_name}, torch {torch.__version__}')
+        rate = self.gemm_rate()
+        say(f'GEMM 2048^3: {rate / 1e9:,.0f} GFLOP/s')
+        return dict(device=self.device, dtype=self.dtype_name, torch=torch.__version__, gemm_flops=rate)
 
+    def autocast(self):
+        return torch.autocast(self.device_type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-def best_of(f, n=8):
-    f()
-    return min(timed(f) for _ in range(n))
-
-
-def gemm_rate():
-    """FLOP/s of a 2048^3 product, the best of a few."""
-    x = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
-    return 2 * 2048**3 / best_of(lambda: x @ x)
-
-
-def bandwidth():
-    """Bytes/s of reading 256 MiB, the best of a few."""
-    x = torch.ones(2**25, dtype=torch.int64, device=device)
-    return x.nbytes / best_of(x.sum)
-
-
-def peak_memory(f):
-    """Bytes of f: the largest memory in use while it runs, over that before; None where it is not known."""
-    gc.collect()
-    if device_type == 'cuda':
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    def timed(self, f):
+        """Seconds of f."""
+        self.synchronize()
+        began = time.perf_counter()
         f()
-        return torch.cuda.max_memory_allocated() - before
-    status = Path('/proc/self/status')
-    if not status.exists():
-        return f()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # gives what was freed back to the system, so that `before` is true
-    read = lambda key: 1024 * int(status.read_text().split(key)[1].split()[0])
-    Path('/proc/self/clear_refs').write_text('5')  # the peak begins anew
-    before = read('VmRSS:')
-    f()
-    return read('VmHWM:') - before
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def peak_memory(self, f):
+        """Bytes of f: the largest memory in use while it runs, over that before; None where it is not known."""
+        gc.collect()
+        if self.device_type == 'cuda':
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            f()
+            return torch.cuda.max_memory_allocated() - before
+        status = Path('/proc/self/status')
+        if not status.exists():
+            return f()
+
+        def read(key):
+            return 1024 * int(status.read_text().split(key)[1].split()[0])
+
+        # gives what was freed back to the system, so that `before` is true
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        # the peak begins anew
+        Path('/proc/self/clear_refs').write_text('5')
+        before = read('VmRSS:')
+        f()
+        return read('VmHWM:') - before
+
+    def free_memory(self):
+        if self.device_type == 'cuda':
+            return torch.cuda.mem_get_info()[0]
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+        return 8e9
+
+    def best_of(self, f, n=8):
+        f()
+        return min(self.timed(f) for _ in range(n))
+
+    def gemm_rate(self):
+        """FLOP/s of a 2048^3 product, the best of a few."""
+        x = torch.randn(2048, 2048, device=self.device, dtype=self.dtype)
+        return 2 * 2048**3 / self.best_of(lambda: x @ x)
+
+    def bandwidth(self):
+        """Bytes/s of reading 256 MiB, the best of a few."""
+        x = torch.ones(2**25, dtype=torch.int64, device=self.device)
+        return x.nbytes / self.best_of(x.sum)
+
+    def in_turn(self, run, items):
+        """
+        {name: item} -> {name: (median seconds, peak memory)}. run(measure, item) calls measure(its work) and returns
+        what that gives: in turn, A B C A B C ..., once to warm up, once for the memory and then for the time.
+        """
+        seconds, memory = {name: [] for name in items}, {}
+        for k in tqdm(range(repeats + 2), leave=False, disable=json or None):
+            for name, item in items.items():
+                if k == 1:
+                    memory[name] = run(self.peak_memory, item)
+                else:
+                    seconds[name].append(run(self.timed, item))
+        return {name: (statistics.median(seconds[name][1:]), memory[name]) for name in items}
 
 
 def gigabytes(b):
     return '       ?' if b is None else f'{b / 1e9:5.2f} GB'
 
 
-def build(c):
-    table = signature_table(tok.tokens, H, B, pad_id=tok.pad) if c.num_hashes else None
+def build(c, tok):
+    """A model with random weights, always the same."""
+    table = signature_table(tok.tokens, c.num_hashes, c.num_buckets, pad_id=tok.pad) if c.num_hashes else None
     torch.manual_seed(0)
-    return MHF(c, table, [i for i, t in enumerate(tok.tokens) if t is None])
-
-
-def autocast():
-    return torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
+    # a copy of the config: bench_train changes its model's loss, and must not change what is compared
+    return MHF(replace(c), table, [i for i, t in enumerate(tok.tokens) if t is None])
 
 
 def random_tokens(model, *shape):
-    return model.signatures[torch.randint(len(tok.tokens) // 2, len(tok.tokens), shape, device=device)]
+    """Signatures (*shape, H) of tokens from the later half of the vocabulary, where no special ones are."""
+    V = model.config.vocab_size
+    return model.sign(torch.randint(V // 2, V, shape, device=model.signatures.device))
 
 
-def in_turn(runs):
-    """
-    {name: run} -> {name: (median seconds, peak memory)}. run(measure) calls measure(its work) and returns what that gives:
-    in turn, A B C A B C ..., once to warm up, once for the memory and then for the time.
-    """
-    seconds, memory = {name: [] for name in runs}, {}
-    for k in tqdm(range(repeats + 2), leave=False, disable=json or not sys.stderr.isatty()):
-        for name, run in runs.items():
-            if k == 1:
-                memory[name] = run(peak_memory)
-            else:
-                seconds[name].append(run(timed))
-    return {name: (statistics.median(seconds[name][1:]), memory[name]) for name in runs}
-
-
-def bench_train():
+def bench_train(machine, variants, tok, results):
     """A whole step of one micro-batch: forward, backward, clipping, AdamW."""
-    mhf, standard = build(kinds['exact']), build(kinds['Standard'])
-    runs, tokens = {}, micro_batch_size * block_size
-    for name, model in (('exact', mhf), ('product', mhf), ('Standard', standard)):
-        if name != 'product':
-            model.to(device).activation_checkpointing = activation_checkpointing
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=device_type != 'mps')
-            if compile:
-                model.compile()
+    mhf, standard = build(variants['exact'], tok), build(variants['Standard'], tok)
+    compiled = machine.device_type == 'cuda' if compile is None else compile
+    fused = machine.device_type in ('cuda', 'cpu')
+    models, optimizers = dict(exact=mhf, product=mhf, Standard=standard), {}
+    for model in (mhf, standard):
+        model.to(machine.device).activation_checkpointing = activation_checkpointing
+        optimizers[model] = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
+        if compiled:
+            model.compile()
 
-        def step(measure, name=name, model=model, optimizer=optimizer):
-            model.config.loss = kinds[name].loss
-            s = random_tokens(model, micro_batch_size, block_size + 1)
+    def run(measure, name):
+        model, optimizer = models[name], optimizers[models[name]]
+        model.config.loss = variants[name].loss
+        s = random_tokens(model, micro_batch_size, block_size + 1)
 
-            def work():
-                with autocast():
-                    loss = model(s[:, :-1], s[:, 1:])
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+        def step():
+            with machine.autocast():
+                loss = model(s[:, :-1], s[:, 1:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
-            result = measure(work)
-            optimizer.zero_grad(set_to_none=True)
-            return result
+        result = measure(step)
+        optimizer.zero_grad(set_to_none=True)
+        return result
 
-        runs[name] = step
-    got, flops = in_turn(runs), {k: 3 * sum(flops_per_token(c, block_size).values()) for k, c in kinds.items()}
-    say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    say(
-        f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}{"planned":>10}'
-    )
+    got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
+    say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
+    heads = f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}'
+    say(f'{heads}{"peak memory":>13}{"planned":>10}')
     rows = {}
-    for name, model in (('exact', mhf), ('product', mhf), ('Standard', standard)):
+    for name, model in models.items():
         seconds, memory = got[name]
-        share = flops[name] * tokens / seconds / rate
-        needs = memory_plan(kinds[name], micro_batch_size, device_type)
-        planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']  # as measured: beyond these
-        rows[name] = dict(
-            parameters=sum(model.num_params()),
-            tokens_per_s=tokens / seconds,
-            flops_per_token=flops[name],
-            gemm_share=share,
-            peak_memory=memory,
-            planned_memory=planned,
-            seconds=seconds,
-        )
-        say(
-            f'{name:<12}{rows[name]["parameters"]:>14,}{tokens / seconds:>10,.0f}{flops[name] / 1e9:>13.3f}{share:>14.0%}'
-            f'{gigabytes(memory):>13}{gigabytes(planned):>10}'
-        )
+        flops = 3 * sum(flops_per_token(variants[name], block_size).values())
+        needs = memory_plan(variants[name], micro_batch_size, machine.device_type)
+        # as measured: beyond these
+        planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']
+        P, speed, share = sum(model.num_params()), tokens / seconds, flops * tokens / seconds / results['gemm_flops']
+        rows[name] = dict(parameters=P, tokens_per_s=speed, flops_per_token=flops, gemm_share=share)
+        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds)
+        figures = f'{P:>14,}{speed:>10,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
+        say(f'{name:<12}{figures}{gigabytes(memory):>13}{gigabytes(planned):>10}')
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
-        time_ratio, flop_ratio = rows[a]['seconds'] / rows[b]['seconds'], flops[a] / flops[b]
-        rows[f'{a}/{b}'] = dict(time=time_ratio, flops=flop_ratio, time_over_flops=time_ratio / flop_ratio)
-        say(f'{a} / {b}: time {time_ratio:.2f}, FLOPs {flop_ratio:.2f}, time over FLOPs {time_ratio / flop_ratio:.2f}')
-    results['train'] = rows
+        flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
+        rows[f'{a}/{b}'] = compared(f'{a} / {b}', rows[a]['seconds'] / rows[b]['seconds'], flops)
+    return rows
 
 
-def bench_head():
-    """Forward and backward of the head alone, lean and plain."""
+def compared(what, time_ratio, flop_ratio):
+    ratio = time_ratio / flop_ratio
+    say(f'{what}: time {time_ratio:.2f}, FLOPs {flop_ratio:.2f}, time over FLOPs {ratio:.2f}')
+    return dict(time=time_ratio, flops=flop_ratio, time_over_flops=ratio)
+
+
+def bench_head(machine, variants, tok, results):
+    """Forward and backward of the head alone: the fast one (lean), and the plain one by autograd."""
     say('\nhead alone, forward and backward; memory beyond parameters and their gradients')
     say(f'{"":<12}{"tokens":>8}{"lean us/token":>15}{"plain":>8}{"lean/plain":>12}{"lean memory":>13}{"plain":>10}')
     rows = []
-    for name, c in kinds.items():
-        model = build(replace(c, num_layers=1)).to(device)
-        for n in head_sizes:
-            h = torch.randn(n, c.hidden_size, device=device, requires_grad=True)
-            y = random_tokens(model, n)
-            gradients = 4 * (h.numel() + model.embed.weight.numel() + sum(p.numel() for p in model.mixers.parameters()))
-
-            def run(measure, plain):
-                def work():
-                    model.plain_head = plain
-                    with autocast():
-                        total = model.head_loss(h, y)
-                    (total / n).backward()
-
-                result = measure(work)
-                model.zero_grad(set_to_none=True)
-                h.grad = None
-                return result
-
-            runs = dict(lean=lambda measure: run(measure, plain=False), plain=lambda measure: run(measure, plain=True))
-            numbers = n * (c.coordinates * c.buckets + (c.vocab_size if name == 'exact' else 0))
-            if 24 * numbers > free_memory():
-                runs.pop('plain')
-            got = {k: (t, None if m is None else max(0, m - gradients)) for k, (t, m) in in_turn(runs).items()}
-            row = dict(loss=name, tokens=n, **{k: dict(seconds=t, memory=m) for k, (t, m) in got.items()})
-            rows.append(row)
-            lean, plain = got['lean'], got.get('plain')
-            us = lambda x: f'{x[0] / n * 1e6:.0f}'
-            say(
-                f'{name:<12}{n:>8,}{us(lean):>15}{us(plain) if plain else "-":>8}'
-                f'{f"{lean[0] / plain[0]:.2f}" if plain else "-":>12}{gigabytes(lean[1]):>13}'
-                f'{gigabytes(plain[1]) if plain else "no room":>10}'
-            )
-    results['head'] = rows
+    for name, c in variants.items():
+        model = build(replace(c, num_layers=1), tok).to(machine.device)
+        for n in map(int, head_tokens.split(',')):
+            got = bench_one_head(machine, model, n)
+            rows.append(dict(loss=name, tokens=n, **got))
+            figures = f'{name:<12}{n:>8,}{got["lean"]["seconds"] / n * 1e6:>15.0f}'
+            time, ratio, memory = '-', '-', 'no room'
+            if plain := got.get('plain'):
+                time, ratio = f'{plain["seconds"] / n * 1e6:.0f}', f'{got["lean"]["seconds"] / plain["seconds"]:.2f}'
+                memory = gigabytes(plain['memory'])
+            say(f'{figures}{time:>8}{ratio:>12}{gigabytes(got["lean"]["memory"]):>13}{memory:>10}')
+    return rows
 
 
-def free_memory():
-    if device_type == 'cuda':
-        return torch.cuda.mem_get_info()[0]
-    try:
-        return os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (ValueError, OSError, AttributeError):
-        return 8e9
+def bench_one_head(machine, model, n):
+    """{'lean': {seconds, memory}, 'plain': the same} of n tokens; without plain, where its logits find no room."""
+    c, heads = model.config, dict(lean=False, plain=True)
+    h = torch.randn(n, c.hidden_size, device=machine.device, requires_grad=True)
+    y = random_tokens(model, n)
+
+    def run(measure, plain):
+        model.plain_head = plain
+
+        def work():
+            with machine.autocast():
+                total = model.head_loss(h, y)
+            (total / n).backward()
+
+        result = measure(work)
+        model.zero_grad(set_to_none=True)
+        h.grad = None
+        return result
+
+    # the exact loss also has a logit of each token of the vocabulary
+    logits = n * (c.coordinates * c.buckets + (c.vocab_size if c.num_hashes and c.loss == 'exact' else 0))
+    if 24 * logits > machine.free_memory():
+        del heads['plain']
+    found, gradients = {}, 4 * sum(t.numel() for t in (h, model.embed.weight, *model.mixers.parameters()))
+    for name, (seconds, memory) in machine.in_turn(run, heads).items():
+        found[name] = dict(seconds=seconds, memory=None if memory is None else max(0, memory - gradients))
+    return found
 
 
-def bench_generate():
-    """Tokens one by one at batch 1, weights in `dtype`."""
-    speed = bandwidth()
-    say(f'\ngeneration, batch 1, weights in {dtype}; reading runs at {speed / 1e9:.1f} GB/s')
-    say(f'{"":<12}{"tokens/s":>10}{"GB of weights touched":>24}{"of bandwidth":>14}')
-    models = {name: build(kinds[name]).to(device, getattr(torch, dtype)).eval() for name in ('exact', 'Standard')}
+def models_to_infer(machine, variants, tok):
+    """The two models in the machine's precision, without autocast."""
+    return {n: build(variants[n], tok).to(machine.device, machine.dtype).eval() for n in ('exact', 'Standard')}
+
+
+def bench_generate(machine, variants, tok, results):
+    """Tokens one by one at batch 1, weights in the machine's precision."""
+    speed, models = machine.bandwidth(), models_to_infer(machine, variants, tok)
 
     def run(measure, model):
-        ids = torch.full((1, 16), len(tok.tokens) // 2, device=device)
+        ids = torch.full((1, 16), len(tok.tokens) // 2, device=machine.device)
         stream = model.stream(ids, new_tokens + 1)
         next(stream)
-        return measure(lambda: [None for _ in stream])
+        return measure(lambda: list(stream))
 
-    got, rows = in_turn({name: lambda f, m=m: run(f, m) for name, m in models.items()}), {}
+    got, rows = machine.in_turn(run, models), {}
+    say(f'\ngeneration, batch 1, weights in {machine.dtype_name}; reading runs at {speed / 1e9:.1f} GB/s')
+    say(f'{"":<12}{"tokens/s":>10}{"GB of weights touched":>24}{"of bandwidth":>14}')
     for name, model in models.items():
         E, c = model.embed.weight, model.config
         # each soft embedding reads its part of E a second time; of the embedding itself only H rows are read
@@ -453,97 +441,99 @@ def bench_generate():
         touched, seconds = numbers * E.element_size(), got[name][0] / new_tokens
         rows[name] = dict(tokens_per_s=1 / seconds, bytes=touched, bandwidth_share=touched / seconds / speed)
         say(f'{name:<12}{1 / seconds:>10.1f}{touched / 1e9:>24.3f}{touched / seconds / speed:>14.0%}')
-    results['generate'] = dict(bandwidth=speed, **rows)
+    return dict(bandwidth=speed, **rows)
 
 
-def bench_infer():
+def bench_infer(machine, variants, tok, results):
     """-log P(w) of every token of one sequence, normalised over the vocabulary."""
-    say(f'\ninference: normalised P(w) of a sample of {block_size:,} tokens, weights in {dtype}')
-    models = {name: build(kinds[name]).to(device, getattr(torch, dtype)).eval() for name in ('exact', 'Standard')}
+    models = models_to_infer(machine, variants, tok)
 
     @torch.no_grad()
     def run(measure, model):
         s = random_tokens(model, 1, block_size + 1)
         return measure(lambda: model(s[:, :-1], s[:, 1:]))
 
-    got = {k: t for k, (t, _) in in_turn({name: lambda f, m=m: run(f, m) for name, m in models.items()}).items()}
-    flops = {name: sum(flops_per_token(kinds[name], block_size).values()) for name in models}
-    ratio, flop_ratio = got['exact'] / got['Standard'], flops['exact'] / flops['Standard']
+    got = {name: seconds for name, (seconds, _) in machine.in_turn(run, models).items()}
+    flops = {name: sum(flops_per_token(variants[name], block_size).values()) for name in models}
+    say(f'\ninference: normalised P(w) of a sample of {block_size:,} tokens, weights in {machine.dtype_name}')
     say(f'MultiHashFormer {got["exact"] * 1e3:,.1f} ms, Standard {got["Standard"] * 1e3:,.1f} ms')
-    say(f'exact / Standard: time {ratio:.2f}, FLOPs {flop_ratio:.2f}, time over FLOPs {ratio / flop_ratio:.2f}')
-    ours, theirs = PUBLISHED_1B
-    say(f'published, 1B on one MI300X: {ours} ms / {theirs} ms = {ours / theirs:.2f}')
-    results['infer'] = dict(
-        seconds=got, time=ratio, flops=flop_ratio, time_over_flops=ratio / flop_ratio, published_time_1B=ours / theirs
-    )
+    ratios = compared('exact / Standard', got['exact'] / got['Standard'], flops['exact'] / flops['Standard'])
+    # the paper's appendix
+    published = 97.38 / 96.42
+    say(f'published, 1B on one MI300X: 97.38 ms / 96.42 ms = {published:.2f}')
+    return dict(seconds=got, **ratios, published_time_1B=published)
 
 
-def bench_prepare():
-    """prepare.py on all cores against the bare tokenizer; reading against training."""
-    globals()['__file__'] = None  # or worker processes would run this file again
-    what = 'stdlib' if dataset.partition(':')[0] in preparing.HUB else dataset
-    cores = os.cpu_count()
-    settings = declared('prepare.py') | dict(
-        dataset=what, tokenizer=tokenizer, num_hashes=0, val_fraction=0.01, num_workers=0, shard_tokens=5000000
-    )
-    with tempfile.TemporaryDirectory() as folder, preparing.workers(cores, tokenizer) as pool:
-        folder = Path(folder)
-        made = [b for b, _ in batches(preparing.Source(what), preparing.at_start(0), 0.01, 4e6)]
-        size = sum(len(t.encode()) for b in made for t, _ in b)
-        list(pool.map(preparing._tokenise, made[: 2 * cores]))  # every worker has its tokenizer
+def bench_prepare(machine, variants, tok, results):
+    """prepare.py on all cores against the bare tokenizer; reading its bins, beside training, if that was measured."""
+    source, cores = 'stdlib' if dataset.partition(':')[0] in HUB else dataset, os.cpu_count()
+    made = [batch for batch, _ in batches(Source(source), ReadState(), 0.01, 4e6)]
+    size = sum(len(text.encode()) for batch in made for text, _ in batch)
+    tokenise_batch = functools.partial(tokenise, tokenizer)
+    with tempfile.TemporaryDirectory() as folder, workers(cores, tokenizer) as pool:
+        bins = Path(folder) / 'bins'
+        command = [sys.executable, Path(__file__).with_name('prepare.py'), f'--dataset={source}', f'--data_dir={bins}']
+        command += [f'--tokenizer={tokenizer}', '--val_fraction=0.01', '--shard_tokens=5000000']
 
-        def whole():
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                preparing.main(settings | dict(data_dir=str(folder / 'ids')))
+        def prepare():
+            shutil.rmtree(bins, ignore_errors=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise InputError(f'prepare.py: {done.stderr[-300:]}')
 
-        seconds = {'the tokenizer alone': [], 'prepare.py': []}
-        for k in range(repeats):
-            works = (lambda: list(pool.map(preparing._tokenise, made)), whole)
-            for times, work in zip(seconds.values(), works):
-                shutil.rmtree(folder / 'ids', ignore_errors=True)
-                begin = time.perf_counter()
-                work()
-                times.append(time.perf_counter() - begin)
-        rates = {name: size / statistics.median(times) for name, times in seconds.items()}
-        say(f'\nprepare: {size / 1e6:.1f} MB of text ({what}), {tokenizer}, {cores} cores')
-        for name, rate in rates.items():
-            say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
-
-        whole()
-        rows, n = Bins(folder / 'ids', read_meta(folder / 'ids')['splits']['train'], 1), 0
-        starts = np.random.default_rng(0).integers(0, max(1, len(rows) - block_size), 64)
-        begin = time.perf_counter()
-        for batch in ahead(
-            np.stack([rows[b : b + block_size + 1] for b in starts]).astype(np.int64) for _ in range(50)
-        ):
-            n += batch.shape[0] * block_size
-        loading = n / (time.perf_counter() - begin)
-        trained = results.get('train', {}).get('exact', {}).get('tokens_per_s')
-        share = f', {trained / loading:.1%} of the time of a training step' if trained else ''
-        say(f'reading: {loading / 1e6:.1f} M tokens/s{share}')
-    results['prepare'] = dict(bytes_per_s=rates, reading_tokens_per_s=loading)
+        works = {'the tokenizer alone': lambda: list(pool.map(tokenise_batch, made)), 'prepare.py': prepare}
+        # every worker has its tokenizer
+        list(pool.map(tokenise_batch, made[: 2 * cores]))
+        seconds = {name: [] for name in works}
+        for name in list(works) * repeats:
+            seconds[name].append(machine.timed(works[name]))
+        ids = Bins(bins, read_meta(bins)['splits']['train'])
+        length = min(block_size + 1, len(ids))
+        starts = np.random.default_rng(0).integers(0, len(ids) - length + 1, 64)
+        read = (np.stack([ids[b : b + length] for b in starts]).astype(np.int64) for _ in range(50))
+        reading = 50 * len(starts) * (length - 1) / machine.timed(lambda: list(read_ahead(read)))
+    rates = {name: size / statistics.median(times) for name, times in seconds.items()}
+    say(f'\nprepare: {size / 1e6:.1f} MB of text ({source}), {tokenizer}, {cores} cores')
+    for name, rate in rates.items():
+        say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
+    share = ''
+    if 'train' in results:
+        share = f', {results["train"]["exact"]["tokens_per_s"] / reading:.1%} of the time of a training step'
+    say(f'reading: {reading / 1e6:.1f} M tokens/s{share}')
+    return dict(bytes_per_s=rates, reading_tokens_per_s=reading)
 
 
-# -----------------------------------------------------------------------------
+PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=bench_infer, prepare=bench_prepare)
 
-if plan:
-    print_plan()
-else:
-    device, dtype = pick_device(device, dtype)
-    device_type = torch.device(device).type
-    if device_type == 'cuda':
-        torch.set_float32_matmul_precision('high')
-    compile = device_type == 'cuda' if compile is None else compile
-    if type(compile) is not bool:
+
+def main():
+    for key in 'repeats new_tokens gpus mfu batch_size micro_batch_size block_size max_steps'.split():
+        if config[key] <= 0:
+            raise InputError(f'{key}={config[key]}: must be above 0')
+    wanted = parts.split(',')
+    for part in wanted:
+        if part not in PARTS:
+            raise InputError(f"parts={parts}: '{part}' must be one of {', '.join(PARTS)}{did_you_mean(part, PARTS)}")
+    if not all(n.isdecimal() and int(n) for n in head_tokens.split(',')):
+        raise InputError(f'head_tokens={head_tokens}: must be numbers of tokens, separated by commas')
+    if plan and gpu not in GPUS:
+        raise InputError(f"gpu='{gpu}': must be one of {', '.join(GPUS)}{did_you_mean(gpu, GPUS)}")
+    if compile not in (None, True, False):
         raise InputError(f'compile={compile}: must be True or False')
-    rate = gemm_rate()
-    name = torch.cuda.get_device_name() if device_type == 'cuda' else f'{torch.get_num_threads()} CPU threads'
-    say(f'{device} ({name}), {dtype}, torch {torch.__version__}')
-    say(f'GEMM 2048^3: {rate / 1e9:,.0f} GFLOP/s')
-    results |= dict(device=device, dtype=dtype, torch=torch.__version__, gemm_flops=rate)
-    for part in PARTS:
-        if part in wanted:
-            globals()[f'bench_{part}']()
-            gc.collect()
-if json:
-    print(dumps(results))
+    tok = get_tokenizer(tokenizer)
+    variants, results = variants_of(tok), dict(config=config)
+    if plan:
+        results['plan'] = print_plan(variants)
+    else:
+        machine = Machine(*pick_device(device, dtype))
+        results |= machine.describe()
+        for part, measure in PARTS.items():
+            if part in wanted:
+                results[part] = measure(machine, variants, tok, results)
+                gc.collect()
+    if json:
+        print(dumps(results))
+
+
+if __name__ == '__main__':
+    main()
