@@ -1,0 +1,203 @@
+"""checkpoint.py: what is on disk, whole, damaged or hostile; the released format both ways."""
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+from conftest import (
+    FUZZ,
+    assert_same,
+    damaged,
+    edited,
+    ok,
+    random_model,
+    ranks,
+    relative,
+    run,
+    save_edited,
+    snapshot,
+    steps,
+    weights,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint import Checkpoints, from_pretrained, load_checkpoint, save_pretrained
+from configurator import InputError
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
+    """A flipped bit in the weights or the optimizer goes unnoticed, or costs the whole run."""
+    assert {p.name for p in (quick / 'out').glob('*.pt')} == {
+        'ckpt.pt', 'ckpt_best.pt', 'ckpt_000016.pt', 'ckpt_000024.pt'
+    }  # fmt: skip
+    for part in ('model', 'optimizer'):
+        state = weights(quick)
+        tensor = state['model']['norm.weight'] if part == 'model' else state['optimizer']['state'][0]['exp_avg']
+        tensor.flatten()[3] += 1e-3
+        shutil.copytree(quick / 'out', quick / part)
+        # the same file
+        for name in ('ckpt_000024.pt', 'ckpt.pt'):
+            (quick / part / name).unlink()
+        torch.save(state, quick / part / 'ckpt.pt')
+        done = ok('train.py', 'cfg.py', f'--out_dir={part}', '--init_from=resume', cwd=quick)
+        assert f'WARNING: {part}/ckpt.pt' in done.stderr and f"'{part}'" in done.stderr
+        assert 'resumed at step 16' in done.stdout
+        assert_same(weights(quick, part)['model'], weights(quick)['model'])
+
+
+def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
+    """A name leads to a file, or a folder to a name, that is not on disk yet."""
+    did = []
+
+    def fsync(fd, real=os.fsync):
+        did.append('folder' if os.path.samestat(os.fstat(fd), tmp_path.stat()) else 'file')
+        real(fd)
+
+    def replace(source, target, real=os.replace):
+        did.append(target.name)
+        real(source, target)
+
+    monkeypatch.setattr(os, 'fsync', fsync)
+    monkeypatch.setattr(os, 'replace', replace)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(dict(step=1), best=True)
+    checkpoints.wait()
+    assert did == ['file', 'ckpt.pt', 'folder', 'ckpt_best.pt', 'folder', 'ckpt_000001.pt', 'folder']
+
+
+def test_read_only_while_training(quick):
+    """A file system that becomes read-only costs the checkpoint before, or leaves a traceback."""
+    before = (quick / 'out/ckpt.pt').read_bytes()
+    patch = "import os\ndef replace(a, b): raise OSError(30, 'Read-only file system', str(b))\nos.replace = replace"
+    args = ('cfg.py', '--init_from=resume', '--max_steps=60', '--eval_interval=2', '--lr_decay_steps=24')
+    done = run('train.py', *args, cwd=quick, patch=patch)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert 'Read-only file system' in done.stderr and 'the one before is untouched' in done.stderr
+    assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
+
+
+def test_disk_full_while_training(quick):
+    """A checkpoint that does not fit costs the one before, or training goes on for hours without one."""
+    before = (quick / 'out/ckpt.pt').read_bytes()
+    room = len(before) // 2
+    args = ('cfg.py', '--init_from=resume', '--max_steps=400', '--eval_interval=32', '--lr_decay_steps=24')
+    patch = f'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))'
+    done = run('train.py', *args, cwd=quick, patch=patch)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert 'out/ckpt.pt could not be written' in done.stderr and 'the one before is untouched' in done.stderr
+    assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
+    # it stopped after step 32, not at the next checkpoint
+    assert 32 <= steps(quick)[-1]['step'] < 64
+
+
+# -----------------------------------------------------------------------------
+# damaged and hostile
+
+
+@settings(max_examples=FUZZ, deadline=None)
+@given(st.data())
+def test_fuzz_checkpoint(few, tmp_path_factory, data):
+    """
+    A damaged checkpoint ends in a traceback, or loads with other weights; one with other contents and fitting digests
+    hangs.
+    """
+    path, raw = tmp_path_factory.mktemp('k') / 'ckpt.pt', (few / 'out/ckpt.pt').read_bytes()
+    whole = state = weights(few)
+    if data.draw(st.booleans()):
+        path.write_bytes(damaged(data.draw, raw))
+    else:
+        state = edited(data.draw, state)
+        save_edited(state, path) if isinstance(state, dict) else torch.save(state, path)
+    before = snapshot(path.parent)
+    try:
+        _, ckpt = load_checkpoint(path, whole=True)
+        if state is whole:
+            assert_same(ckpt, {k: v for k, v in whole.items() if k != 'sha256'})
+    except InputError as e:
+        assert '\n' not in str(e)
+    assert snapshot(path.parent) == before
+
+
+def test_a_malicious_checkpoint_is_not_run(quick):
+    """Opening a checkpoint from a stranger runs the stranger's code."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f'touch {quick}/owned',)
+
+    (quick / 'out/ckpt.pt').write_bytes(pickle.dumps(Evil()))
+    for path in (quick / 'out').glob('ckpt_0*'):
+        path.unlink()
+    commands = ('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')
+    for command in (*commands, ('train.py', 'cfg.py', '--init_from=out', '--out_dir=x')):
+        done = run(*command, cwd=quick)
+        assert done.returncode == 1 and 'no checkpoint of train.py' in done.stderr and not (quick / 'owned').exists()
+
+
+def test_a_checkpoint_names_no_files(quick):
+    """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
+    state, path = weights(quick), quick / 'out/ckpt.pt'
+    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset', 'export', 'wandb_run_name'), str(quick / 'outside/x'))
+    state['config'] |= hostile | dict(tokenizer='../../outside/x')
+    state['data']['tokenizer'] = '../../outside/x'
+    state['model_config']['../../outside/x'] = 1
+    for older in (quick / 'out').glob('ckpt_0*'):
+        older.unlink()
+    for mend in (
+        lambda: state['model_config'].pop('../../outside/x'),
+        lambda: state['data'].update(tokenizer='mistral'),
+    ):
+        save_edited(state, path)
+        before = snapshot(quick)
+        for script, *args in (('sample.py', '--num_samples=1'), ('train.py', '--init_from=resume', '--max_steps=30')):
+            done = run(script, 'cfg.py', *args, cwd=quick)
+            assert done.returncode == 1 and 'Traceback' not in done.stderr and 'outside' in done.stderr, done.stderr
+        assert snapshot(quick) == before
+        mend()
+    # now only its settings are hostile, which are compared and not used
+    save_edited(state, path)
+    ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', '--lr_decay_steps=24', cwd=quick)
+    assert not (quick / 'outside').exists() and not (quick.parent / 'outside').exists()
+
+
+# -----------------------------------------------------------------------------
+# the released format
+
+
+def assert_read_back(m, folder):
+    """The released model in a folder is m, in every bit."""
+    back = from_pretrained(folder)
+    assert_same(dict(m.state_dict()), dict(back.state_dict()))
+    # the Standard model has none
+    of_hashes = set() if m.config.num_hashes else {'num_buckets', 'num_lsh', 'bottleneck'}
+    ours, theirs = ({k: v for k, v in asdict(x.config).items() if k not in of_hashes} for x in (m, back))
+    assert ours == theirs
+    with pytest.raises(InputError, match='there already'):
+        save_pretrained(m, folder, 'mistral')
+
+
+def test_export(quick):
+    """A trained model that is exported is another one, or under torchrun several processes write it."""
+    processes = ranks(2, 'train.py', 'cfg.py', '--init_from=resume', '--export=released', cwd=quick)
+    (said, errors), others = (p.communicate(timeout=60) for p in processes)
+    assert said == 'out/ckpt.pt, step 24 -> released\n' and others == ('', '') and not errors
+    assert [p.returncode for p in processes] == [0, 0] and not list(quick.glob('*.tmp'))
+    fields = json.loads((quick / 'released/config.json').read_text())
+    assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
+    assert_read_back(load_checkpoint(quick / 'out/ckpt.pt')[0], quick / 'released')
+
+
+def test_an_exported_standard_model_is_a_qwen3(tmp_path):
+    """Other tools cannot read a Standard model, or read another one."""
+    from transformers import AutoModelForCausalLM
+
+    m, ids = random_model(num_hashes=0, dtype=torch.float32), torch.arange(20)[None]
+    save_pretrained(m, tmp_path / 'out', 'mistral')
+    assert_read_back(m, tmp_path / 'out')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'out')(ids).logits.log_softmax(-1)
+    assert relative(theirs, m.log_probs(ids)) < 1e-4
