@@ -171,6 +171,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / '.writable').touch()
             (self.folder / '.writable').unlink(missing_ok=True)
+            self.temporary.unlink(missing_ok=True)  # of a run that was killed
         except OSError as e:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
@@ -308,9 +309,11 @@ def save_pretrained(model, folder, tokenizer):
             shutil.copyfile(tokenizer, temporary / 'tokenizer.model')
         (temporary / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
         os.rename(temporary, folder)
-    except OSError as e:
+    except BaseException as e:  # a full disk, or Ctrl-C
         shutil.rmtree(temporary, ignore_errors=True)
-        raise InputError(f'{folder} cannot be written ({e})') from None
+        if isinstance(e, OSError):
+            raise InputError(f'{folder} cannot be written ({e})') from None
+        raise
 
 
 def from_pretrained(path_or_hub_id, revision=None):
@@ -321,7 +324,7 @@ def from_pretrained(path_or_hub_id, revision=None):
     """
     from safetensors.torch import load_file
 
-    folder = _fetch(path_or_hub_id, revision)
+    folder = fetched(path_or_hub_id, revision)
     try:
         released = json.loads((folder / 'config.json').read_text())
     except (OSError, ValueError) as e:
@@ -337,7 +340,8 @@ def from_pretrained(path_or_hub_id, revision=None):
     return _from_released(released, weights, str(path_or_hub_id))
 
 
-def _fetch(path_or_hub_id, revision):
+def fetched(path_or_hub_id, revision=None):
+    """The folder of a released model, from the hub unless it is one here."""
     folder = Path(path_or_hub_id)
     if folder.is_dir():
         return folder
@@ -429,8 +433,12 @@ def load_model(source):
     if (Path(source) / 'ckpt.pt').exists():
         model, ckpt = load_checkpoint(Path(source) / 'ckpt.pt')
         return model, ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
-    beside = Path(source) / 'tokenizer.model'
-    return from_pretrained(source), str(beside) if beside.exists() else None, None
+    folder = fetched(source)
+    model, beside = from_pretrained(folder), folder / 'tokenizer.model'
+    named = json.loads((folder / 'config.json').read_text()).get('tokenizer')
+    if beside.exists():
+        return model, str(beside), None
+    return model, named if isinstance(named, str) and not named.endswith('.model') else None, None
 
 
 def open_model(out_dir='', released='', revision='', tokenizer=''):

@@ -19,7 +19,6 @@ val_fraction are held out here too, at most 400 kB of each text, and written bes
 """
 
 import io
-import os
 import re
 import shutil
 import sys
@@ -224,67 +223,48 @@ def table_like(model, tokens, pad):
 
 def open_before(tok):
     """The model to grow. Raises InputError if it was not trained with tok; a whole other vocabulary is for any MHF."""
-    model, trained_with, sha256 = load_model(before)
-    c, own, V = model.config, model.signatures.numpy(), len(tok.tokens)
-    if whole:
-        if not c.num_hashes:
-            raise InputError(f"whole: before='{before}' is a Standard model, in which each token has a row of its own")
-        return model
-    if trained_with and not sha256:
-        sha256 = tokenizer_fingerprint(get_tokenizer(trained_with))
-    same = sha256 in (None, tokenizer_fingerprint(tok))
-    if c.num_hashes:
+    model, its_tokenizer, sha256 = load_model(before)
+    own, V = model.signatures.numpy(), len(tok.tokens)
+    if whole and not model.config.num_hashes:
+        raise InputError(f"whole: before='{before}' is a Standard model, in which each token has a row of its own")
+    if its_tokenizer and not sha256:
+        sha256 = tokenizer_fingerprint(get_tokenizer(its_tokenizer))
+    same = sha256 in (None, tokenizer_fingerprint(tok)) and V <= len(own)
+    if same and model.config.num_hashes:
         # a released table may end with rows of zeros
-        same &= np.array_equal(own[:V], table_like(model, tok.tokens, c.pad_id)) and not own[V:].any()
-    else:
-        same &= len(own) == V
-    if not same:
-        its = trained_with or 'another tokenizer'
-        raise InputError(f"before='{before}' was trained with {its}, not with base='{base}'; --base names its own")
+        same = np.array_equal(own[:V], table_like(model, tok.tokens, model.config.pad_id)) and not own[V:].any()
+    if not (whole or same):
+        its = its_tokenizer or 'another tokenizer'
+        raise InputError(f"before='{before}' was trained with {its}, whose tokens are not those of base='{base}'")
     return model
 
 
 def grow(model, tok, larger):
-    """Gives the model the tokens of `larger`: those after tok's, or all of them in place of its own."""
-    c, V = model.config, len(tok.tokens)
-    if whole:
-        gaps = [i for i, token in enumerate(larger.tokens) if token is None]
-        return model.replace_vocabulary(table_like(model, larger.tokens, larger.pad), larger.pad, gaps)
-    if larger.tokens[:V] != tok.tokens:
+    """Gives the model the tokens that `larger` has after tok's, or all of them in place of its own."""
+    V, c = len(tok.tokens), model.config
+    if not whole and larger.tokens[:V] != tok.tokens:
         raise InputError(f"tokenizer='{tokenizer}' is there already and does not extend base='{base}'")
-    if c.num_hashes:
-        return model.replace_vocabulary(table_like(model, larger.tokens, c.pad_id), c.pad_id)
-    # a new row of the embedding is the mean of the rows of its old pieces
-    E = model.embed.weight.data
-    new = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
-    model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E, *new]), freeze=False)
-    model.replace_vocabulary(np.arange(len(larger.tokens))[:, None], c.pad_id)
+    if not c.num_hashes:
+        E = model.embed.weight.data
+        new = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
+        model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new]), freeze=False)
+    pad = larger.pad if whole else c.pad_id
+    table = table_like(model, larger.tokens, pad) if c.num_hashes else larger.tokens
+    model.replace_vocabulary(table, pad, [i for i, token in enumerate(larger.tokens) if token is None])
 
 
 # -----------------------------------------------------------------------------
 
 
-def check_new(paths):
-    """Raises InputError for a path that is there already, or that cannot be written."""
-    for path in paths:
-        setting = '--init_from' if path == Path(init_from) else '--tokenizer'
-        if path.exists():
-            raise InputError(f'{path} is there already; delete it, or choose another {setting}')
-        above = next(folder for folder in path.absolute().parents if folder.exists())
-        if not (above.is_dir() and os.access(above, os.W_OK)):
-            raise InputError(f'{path} cannot be written, {above} is no folder that may be written into; see {setting}')
-
-
 @contextmanager
 def all_or_nothing(paths):
     """For writing new files and folders: whatever ends that early removes them all."""
-    check_new(paths)
     try:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as e:
-        for path in (*paths, *(path.with_name(f'{path.name}.tmp') for path in paths)):
+        for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if isinstance(e, OSError):
             raise InputError(f'{paths[-1]} cannot be written ({e})') from None
@@ -308,7 +288,10 @@ def main():
     held_files = {name: file.with_name(f'{file.stem}_{name}.txt') for name in wanted}
     outputs = [file, picture, *held_files.values()] if learns else []
     outputs += [Path(init_from)] if before else []
-    check_new(outputs)
+    for path in outputs:
+        if path.exists():
+            setting = '--init_from' if path == Path(init_from) else '--tokenizer'
+            raise InputError(f'{path} is there already; delete it, or choose another {setting}')
     tok = get_tokenizer(base)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base='{base}' is no SentencePiece tokenizer, only those can be expanded; mistral is one")
@@ -331,9 +314,7 @@ def main():
             was, now = zip(*saved.values(), strict=True)
             groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
             bars(list(saved), groups, picture, 'tokens per character, held-out text', 'what new tokens save', '%.2f')
-            temporary = file.with_name(f'{file.name}.tmp')
-            temporary.write_bytes(larger.sp.serialized_model_proto())
-            os.replace(temporary, file)
+            file.write_bytes(larger.sp.serialized_model_proto())
         if before:
             save_pretrained(model, init_from, tokenizer)
     print(f'{V:,} -> {len(larger.tokens):,} tokens{cost}', *outputs, sep='\n')

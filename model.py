@@ -433,7 +433,7 @@ class MHF(nn.Module):
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Logits (N, V) -> sampled ids (N,). Raises InputError for settings that mean nothing."""
     V = logits.shape[-1]
-    if temperature < 0:
+    if not temperature >= 0:
         raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')
     if top_k is not None and not 1 <= top_k <= V:
         raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')

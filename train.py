@@ -150,6 +150,8 @@ not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', '
 for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
     if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
         raise InputError(f'{key}={config[key]}: must {"be above 0" if key in above_zero else "not be negative"}')
+if seed >= 2**64:
+    raise InputError(f'seed={seed}: must be below 2**64')
 for key in ('beta1', 'beta2'):
     if not 0 <= config[key] < 1:
         raise InputError(f'{key}={config[key]}: must be from 0 to below 1')
@@ -395,8 +397,9 @@ if master:
         print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
     if init_from == 'resume':
         print(f'resumed at step {start_step}{", with other data" if data_start_step == start_step > 0 else ""}')
-    # a line that a crash left unfinished ends here
-    append_to_log('\n' if init_from == 'resume' else '')
+    log_path = out / 'log.jsonl'
+    half_a_line = log_path.is_file() and not log_path.read_bytes().endswith(b'\n')  # as a crash leaves it
+    append_to_log('\n' if half_a_line else '')
     if wandb:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):

@@ -203,10 +203,10 @@ def test_tables_of_ablations_grow(H, num_lsh, unique):
 NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--val_fraction=0.1', '--init_from=new')
 REFUSED = {
     'nothing to learn from': (['--tokenizer=new.model', '--before=base', '--init_from=new'], 'texts is empty'),
-    'the base of another model': ([*NEW, '--before=grown'], "not with base='mistral'"),
-    'the base of another run': ([*NEW, '--before=out', '--base=three.model'], 'was trained with mistral, not with'),
-    'a table of another base': ([*NEW, '--before=bare'], "another tokenizer, not with base='mistral'"),
-    'another size': ([*NEW, '--before=small'], "another tokenizer, not with base='mistral'"),
+    'the base of another model': ([*NEW, '--before=grown'], 'whose tokens are not those of base='),
+    'the base of another run': ([*NEW, '--before=out', '--base=three.model'], 'whose tokens are not those of base='),
+    'a table of another base': ([*NEW, '--before=bare'], 'whose tokens are not those of base='),
+    'another size': ([*NEW, '--before=small'], 'whose tokens are not those of base='),
 }
 
 
