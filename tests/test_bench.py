@@ -42,12 +42,13 @@ def test_bench(trained):
     assert {row['loss'] for row in r['head']} == {'exact', 'product', 'Standard'}
     assert all(row[head]['seconds'] > 0 for row in r['head'] for head in ('lean', 'plain'))
     assert all(rate > 0 for rate in (*r['prepare']['bytes_per_s'].values(), r['prepare']['reading_tokens_per_s']))
+    assert r['infer']['published_time_1B'] == 97.38 / 96.42
     assert 0 < r['generate']['exact']['bandwidth_share'] < 10
     for name, c in (('exact', small_config(trained)), ('Standard', small_config(trained, num_hashes=0))):
         assert r['train'][name]['flops_per_token'] == 3 * sum(bench.flops_per_token(c, 64).values())
     # a Standard config is compared with H4B16K
-    shown = ok('bench.py', *few, '--num_hashes=0', '--parts=head,infer', cwd=trained).stdout
-    assert 'lean/plain' in shown and 'published, 1B on one MI300X: 97.38 ms / 96.42 ms = 1.01' in shown
+    shown = ok('bench.py', *few, '--num_hashes=0', '--parts=head', cwd=trained).stdout
+    assert 'lean/plain' in shown and 'Standard' in shown
 
 
 def test_the_loss_of_a_variant_stays(trained, mistral):

@@ -294,7 +294,7 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
 # the command
 
 
-def test_eval(trained, tmp_path):
+def test_eval(trained, tmp_path, monkeypatch, capsys):
     """The command's numbers depend on the batch, the cache or the number of processes; or are not those of train.py."""
     out = tmp_path / 'out, of this run'
     shutil.copytree(trained / 'out', out)
@@ -302,17 +302,22 @@ def test_eval(trained, tmp_path):
     (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     text, bins = tmp_path / 'text.txt', trained / 'bins'
     text.write_text(real_documents()[0][:2000])
-    args = ['--device=cpu', '--dtype=float32', f'--out_dir={out}', f'--data_dir={tmp_path}', f'--text={text},{bins}']
-    args.append('--tasks=arc_easy,record,bits_per_byte,card660')
+    settings = dict(device='cpu', dtype='float32', out_dir=str(out), data_dir=str(tmp_path), text=f'{text},{bins}')
+    settings['tasks'] = 'arc_easy,record,bits_per_byte,card660'
 
-    done = ok('eval.py', *args, '--batch_size=1', '--plot', cwd=tmp_path)
-    one = json.loads((out / 'results.json').read_text())
-    assert 'arc_easy' in done.stdout and 'bits_per_byte' in done.stdout
+    def in_process(**more):
+        for key, value in (settings | more).items():
+            monkeypatch.setattr(evaluation, key, value)
+        evaluation.main()
+        return json.loads((out / 'results.json').read_text()), capsys.readouterr()
+
+    one, shown = in_process(batch_size=1, plot=True)
+    assert 'arc_easy' in shown.out and 'bits_per_byte' in shown.out and 'scoring: ' in shown.err
     assert (out / 'results.png').stat().st_size > 5000
-    done = ok('eval.py', *args, cwd=tmp_path)
-    again = json.loads((out / 'results.json').read_text())
+    again, shown = in_process(batch_size=256, plot=False)
     # everything was in the cache
-    assert 'scoring: ' not in done.stderr
+    assert 'scoring: ' not in shown.err
+    args = [f'--{key}={value}' for key, value in settings.items()]
     ok('eval.py', *args, '--batch_size=16', '--save=many.json', cwd=tmp_path, torchrun=['--nproc_per_node=2'])
     many = json.loads((tmp_path / 'many.json').read_text())
     assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
