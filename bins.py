@@ -229,8 +229,8 @@ class Bins:
     def __len__(self):
         return self.ends[-1]
 
-    def __getitem__(self, where):
-        start, stop, _ = where.indices(len(self))
+    def __getitem__(self, span):
+        start, stop, _ = span.indices(len(self))
         pieces, k = [], bisect_right(self.ends, start)
         while start < stop:
             begin = self.ends[k] - len(self.shards[k])

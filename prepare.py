@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -129,7 +130,7 @@ class Shards:
 
     def __init__(self, folder, name, dtype, size, state):
         self.folder, self.name, self.dtype, self.size, self.state = folder, name, np.dtype(dtype), size, state
-        self.file, self.tokens = None, state['unfinished']
+        self.file, self.tokens, self.has_finished = None, state['unfinished'], False
         # what was finished after the last commit is not yet
         if self.tokens and self._path().exists():
             os.replace(self._path(), self._unfinished())
@@ -146,6 +147,10 @@ class Shards:
             self.digest = digest_of(self.file)
             self.file.seek(0, os.SEEK_END)
 
+    def close(self):
+        if self.file:
+            self.file.close()
+
     def files(self):
         return list(self.folder.glob(f'{self.name}_[0-9]*.bin*'))
 
@@ -155,8 +160,11 @@ class Shards:
     def _unfinished(self):
         return self._path().with_suffix('.bin.tmp')
 
-    def write(self, ids):
-        """ids: (n,) unsigned."""
+    def write(self, ids, lengths, sizes):
+        """Of some documents: their ids (n,), each one's number of them, and its bytes of text."""
+        self.state['tokens'] += len(ids)
+        self.state['documents'] += len(lengths)
+        self.state['bytes'] += sum(sizes)
         ids = ids.astype(self.dtype)
         while len(ids):
             if self.file is None:
@@ -179,6 +187,7 @@ class Shards:
 
     def sync(self):
         """What was written so far outlasts a crash; `state` says how much there is of the shard at work."""
+        self.has_finished = False
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -193,74 +202,21 @@ class Shards:
             path = self._path()
             os.replace(self._unfinished(), path)
             self.state['shards'].append(dict(file=path.name, tokens=self.tokens, digest=self.digest.digest().hex()))
-            self.file = None
+            self.file, self.has_finished = None, True
 
 
-class Output:
-    """The shards of both splits and their meta.json. Only what is committed counts: a kill loses the rest."""
-
-    def __init__(self, path, meta):
-        self.path, self.meta, self.shards = path, meta, {}
-        dtype = np.uint16 if meta['vocab_size'] <= 65536 else np.uint32
-        for split, state in meta['splits'].items():
-            # meta_0of4.json goes with train_0of4_000000.bin
-            name = path.stem.replace('meta', split)
-            self.shards[split] = Shards(path.parent, name, dtype, meta['shard_tokens'], state)
-        self.committed, self.finished = time.monotonic(), self._finished()
-
-    def _finished(self):
-        return sum(len(self.meta['splits'][split]['shards']) for split in SPLITS)
-
-    def write(self, tokens_of, state_after):
-        """What tokenise made of a batch. Of a mixture's source, up to the document that reaches its tokens_wanted."""
-        entry = self.meta['sources'][state_after.source]
-        for split, (ids, lengths, sizes) in tokens_of.items():
-            if split == 'train' and entry['tokens_wanted']:
-                last = np.searchsorted(lengths.cumsum(), entry['tokens_wanted'] - entry['tokens'])
-                lengths, sizes = lengths[: last + 1], sizes[: last + 1]
-                ids = ids[: lengths.sum()]
-            if split == 'train':
-                entry['tokens'] += len(ids)
-            self.shards[split].write(ids)
-            counted = self.meta['splits'][split]
-            counted['tokens'] += len(ids)
-            counted['documents'] += len(lengths)
-            counted['bytes'] += sum(sizes)
-        entry['wrong'] = state_after.wrong
-
-    def commit_is_due(self):
-        return self._finished() > self.finished or time.monotonic() > self.committed + COMMIT_SECONDS
-
-    def commit(self, state):
-        """What was written so far counts, and reading goes on from `state`."""
-        for shards in self.shards.values():
-            shards.sync()
-        self.meta['progress'] = dataclasses.asdict(state)
-        replace_json(self.path, self.meta)
-        self.committed, self.finished = time.monotonic(), self._finished()
-
-    def complete(self):
-        for name, split in self.meta['splits'].items():
-            if split['tokens'] < 2:
-                raise InputError(
-                    f"dataset '{self.meta['dataset']}' gave {split['tokens']} {name} tokens from {split['documents']} "
-                    'documents: too little text'
-                )
-        for name, split in self.meta['splits'].items():
-            self.shards[name].finish()
-            del split['unfinished']
-        del self.meta['progress']
-        self.meta['complete'] = True
-        replace_json(self.path, self.meta)
-
-    def close(self):
-        """Where nothing was ever committed, nothing is left."""
-        for shards in self.shards.values():
-            if shards.file:
-                shards.file.close()
-        if not self.path.exists():
-            for path in (*self.shards['train'].files(), *self.shards['val'].files(), self.path.with_suffix('.tmp')):
-                path.unlink(missing_ok=True)
+def commit(path, meta, shards, state):
+    """All that was written so far counts, and reading goes on from `state`; without one, the run is complete."""
+    for split in shards.values():
+        split.sync() if state else split.finish()
+    if state:
+        meta['progress'] = dataclasses.asdict(state)
+    else:
+        del meta['progress']
+        for split in SPLITS:
+            del meta['splits'][split]['unfinished']
+    meta['complete'] = state is None
+    replace_json(path, meta)
 
 
 def replace_json(path, content):
@@ -318,9 +274,9 @@ def previous_meta(path, recipe):
     return meta
 
 
-def new_meta(recipe, facts, wanted):
+def new_meta(recipe, facts, mixed):
     """The meta.json of nothing read yet."""
-    sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0, wrong={}) for name, tokens in wanted]
+    sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0, wrong={}) for name, tokens in mixed]
     splits = {split: dict(tokens=0, documents=0, bytes=0, shards=[], unfinished=0) for split in SPLITS}
     progress = dataclasses.asdict(ReadState())
     return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=progress)
@@ -356,31 +312,65 @@ def progress_bar(source, meta):
         bar.close()
 
 
-def read_and_tokenise(sources, meta, config, part):
-    """(what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order."""
+def read_and_tokenise(sources, meta, config, parts):
+    """
+    (what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order; of a
+    mixture's source, up to the document that reaches its tokens_wanted.
+    """
     state, number = ReadState(**meta['progress']), config['num_workers'] or os.cpu_count()
-    val_bytes = config['val_bytes'] // (part[1] * len(sources))
     with workers(number, config['tokenizer']) as pool:
-        for source, entry in list(zip(sources, meta['sources'], strict=True))[state.source :]:
-            feed = batches(source, state, config['val_fraction'], val_bytes)
-            for result in tokenised(pool, config['tokenizer'], 3 * number, feed) if wants_more(entry) else ():
-                yield result
-                if not wants_more(entry):
-                    break
+        for k in range(state.source, len(sources)):
+            entry = meta['sources'][k]
+            limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
+            feed = batches(sources[k], state, config['val_fraction'], config['val_bytes'] // (parts * len(sources)))
+            results = tokenised(pool, config['tokenizer'], 3 * number, feed)
+            while entry['tokens'] < limit and (result := next(results, None)):
+                tokens_of, state_after = result
+                ids, lengths, sizes = tokens_of['train']
+                last = np.searchsorted(lengths.cumsum(), limit - entry['tokens'])
+                lengths, sizes = lengths[: last + 1], sizes[: last + 1]
+                tokens_of['train'] = ids[: lengths.sum()], lengths, sizes
+                entry['tokens'] += len(tokens_of['train'][0])
+                entry['wrong'] = state_after.wrong
+                yield tokens_of, state_after
             feed.close()
-            state = ReadState(source=state.source + 1)
+            state = ReadState(source=k + 1)
 
 
-def wants_more(entry):
-    return entry['tokens_wanted'] is None or entry['tokens'] < entry['tokens_wanted']
+def write_bins(path, meta, results, show):
+    """Writes what read_and_tokenise gives, beside meta.json, `path`; the next run cuts off what no commit followed."""
+    dtype, committed, shards = np.uint16 if meta['vocab_size'] <= 65536 else np.uint32, time.monotonic(), {}
+    for split, state in meta['splits'].items():
+        # meta_0of4.json goes with train_0of4_000000.bin
+        shards[split] = Shards(path.parent, path.stem.replace('meta', split), dtype, meta['shard_tokens'], state)
+    try:
+        for tokens_of, state_after in results:
+            for split in SPLITS:
+                shards[split].write(*tokens_of[split])
+            show(meta['splits']['train']['tokens'])
+            if any(s.has_finished for s in shards.values()) or time.monotonic() > committed + COMMIT_SECONDS:
+                commit(path, meta, shards, state_after)
+                committed = time.monotonic()
+        for split, found in meta['splits'].items():
+            if found['tokens'] < 2:
+                text = f'{found["tokens"]} {split} tokens from {found["documents"]} documents'
+                raise InputError(f"dataset '{meta['dataset']}' gave {text}: too little text")
+        commit(path, meta, shards, None)
+    finally:
+        for split in SPLITS:
+            shards[split].close()
+        # where nothing was ever committed, nothing is left
+        if not path.exists():
+            for leftover in (*shards['train'].files(), *shards['val'].files(), path.with_suffix('.tmp')):
+                leftover.unlink(missing_ok=True)
 
 
 def prepare(config):
     """Reads, tokenises and writes the part of the data set that config names. Raises InputError."""
-    i, n = (config['part'] or '0/1').partition('/')[::2]
+    i, _, n = (config['part'] or '0/1').partition('/')
     if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
         raise InputError(f"part='{config['part']}': must be like 0/4, the first of four, to 3/4")
-    part, folder = (int(i), int(n)), data_folder(config)
+    i, n, folder = int(i), int(n), data_folder(config)
     path = folder / (f'meta_{i}of{n}.json' if config['part'] else 'meta.json')
     for other in folder.glob('meta*.json'):
         if (other.name == 'meta.json') == bool(config['part']):
@@ -392,28 +382,19 @@ def prepare(config):
         if meta and meta['complete']:
             print(f'{folder} is prepared already; delete it to make it again')
             return
-        wanted = [(name, tokens and tokens // part[1]) for name, tokens in mixture(config['dataset'])]
+        mixed = [(name, tokens and tokens // n) for name, tokens in mixture(config['dataset'])]
         facts = tokenizer_facts(get_tokenizer(config['tokenizer']))
-        sources = [Source(name, part, config['on_error'] == 'skip') for name, _ in wanted]
+        sources = [Source(name, (i, n), config['on_error'] == 'skip') for name, _ in mixed]
         facts['made_from'] = [source.made_from for source in sources]
         for key, value in facts.items():
             if meta and meta.get(key) != value:
                 raise InputError(
                     f'{folder} was begun with other text or another tokenizer: its {key} differs; delete it'
                 )
-        meta = meta or new_meta(recipe, facts, wanted)
-        output = Output(path, meta)
-        try:
-            with progress_bar(sources[0], meta) as show:
-                for tokens_of, state_after in read_and_tokenise(sources, meta, config, part):
-                    # what no commit follows is cut off when it is opened again
-                    output.write(tokens_of, state_after)
-                    show(meta['splits']['train']['tokens'])
-                    if output.commit_is_due():
-                        output.commit(state_after)
-                output.complete()
-        finally:
-            output.close()
+        meta = meta or new_meta(recipe, facts, mixed)
+        results = read_and_tokenise(sources, meta, config, parts=n)
+        with progress_bar(sources[0], meta) as show, contextlib.closing(results):
+            write_bins(path, meta, results, show)
     report(meta, folder)
 
 
@@ -448,5 +429,5 @@ if __name__ == '__main__':
     try:
         main(config)
     except KeyboardInterrupt:
-        print(f'interrupted; the same command goes on from {COMMIT_SECONDS} seconds ago at most', file=sys.stderr)
+        print(f'interrupted; the same command goes on, at most {COMMIT_SECONDS} seconds before this', file=sys.stderr)
         sys.exit(130)

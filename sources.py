@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import lzma
-import math
 import os
 import platform
 import re
@@ -41,7 +40,6 @@ HUB = {
     'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ('fineweb-edu-dedup',), 'fineweb-edu-dedup'),
     'fineweb-2': ('HuggingFaceFW/fineweb-2', (), ''),
 }  # fmt: skip
-TEXT_SUFFIXES = ('.txt', '.jsonl', '.parquet')
 PIECE_CHARS = 1 << 20  # a longer document is cut at line ends
 BATCH_CHARS = 1 << 20  # what a worker is given at once
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds before the network is tried again
@@ -127,33 +125,30 @@ class Source:
 
     def _text_rows(self, path):
         """The lines of a .jsonl, or the pieces of any other text, unpacked."""
-        packed, seen, counted, self.invalid_bytes = path.suffix in UNPACK, 0, 0, 0
+        seen, counted, self.invalid_bytes = 0, 0, 0
         with open(path, 'rb', buffering=0) as raw:
-            file = io.BufferedReader(UNPACK[path.suffix](raw) if packed else raw, 1 << 16)
+            file = io.BufferedReader(UNPACK.get(path.suffix, lambda raw: raw)(raw), 1 << 16)
             for mark, encoding in MARKS.items():
                 if file.peek(4).startswith(mark):
                     raise UnicodeError(f'it seems to be {encoding}, by its byte order mark; convert it to UTF-8')
             codecs.register_error('count_and_replace', self._count_and_replace)
             lines = io.TextIOWrapper(file, encoding='utf-8-sig', errors='count_and_replace', newline='\n')
-            is_json = suffix_of(path) == '.jsonl'
+            is_json = '.jsonl' in (path.suffix, Path(path.stem).suffix)
             for text, wrong in self._json_rows(path, lines) if is_json else ((text, {}) for text in pieces(lines)):
                 if self.invalid_bytes > counted:
                     wrong = wrong | dict(invalid_utf8_bytes=self.invalid_bytes - counted)
                     counted = self.invalid_bytes
-                    # of what is packed, the size is known at its end
-                    self._check_utf8(math.inf if packed else path.stat().st_size)
+                    # of what is packed, the bytes so far
+                    size = max(path.stat().st_size, file.tell())
+                    if counted > size / 10 and not self.skip_errors:
+                        raise UnicodeError(f'{counted:,} or more of its {size:,} bytes are not UTF-8; convert it')
                 yield text, wrong
                 seen, seen_before = raw.tell(), seen
                 self.moved(seen - seen_before)
-            self._check_utf8(file.tell())
 
     def _count_and_replace(self, error):
         self.invalid_bytes += error.end - error.start
         return '\ufffd', error.end
-
-    def _check_utf8(self, size):
-        if self.invalid_bytes > size / 10 and not self.skip_errors:
-            raise UnicodeError(f'{self.invalid_bytes:,} or more of its {size:,} bytes are not UTF-8; convert it')
 
     def _json_rows(self, path, lines):
         for n, line in enumerate(lines, 1):
@@ -200,11 +195,6 @@ def pieces(file):
         yield text + file.readline(PIECE_CHARS)
 
 
-def suffix_of(path):
-    """'.jsonl' of 'a.jsonl' and of 'a.jsonl.gz'."""
-    return Path(path.stem).suffix if path.suffix in UNPACK else path.suffix
-
-
 def local_files(dataset):
     """The paths of files and globs, separated by commas; those of a glob are sorted."""
     files = []
@@ -216,10 +206,8 @@ def local_files(dataset):
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{did_you_mean(dataset, names)}")
         files += found
     for path in files:
-        if suffix_of(path) == '.parquet' != path.suffix:
-            raise InputError(f'{path}: parquet files are compressed inside; unpack this one first')
-        if suffix_of(path) not in TEXT_SUFFIXES:
-            raise InputError(f'{path}: expected {" ".join(TEXT_SUFFIXES)}, the first two also .gz .xz .zst')
+        if not re.search(r'\.(parquet|(txt|jsonl)(\.(gz|xz|zst))?)$', path.name):
+            raise InputError(f'{path}: expected .txt .jsonl .parquet, the first two also .gz .xz .zst')
     return files
 
 

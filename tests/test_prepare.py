@@ -264,7 +264,7 @@ def test_a_mixture_goes_on(inline, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
     mixed = dict(dataset=f'{tmp_path}/a.jsonl@700,{tmp_path}/b.jsonl@900', shard_tokens=250)
     prepared(tmp_path / 'straight', **mixed)
-    write, writes = prepare.Output.write, []
+    write, writes = prepare.Shards.write, []
 
     def stopped(self, *args):
         writes.append(1)
@@ -272,7 +272,7 @@ def test_a_mixture_goes_on(inline, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         write(self, *args)
 
-    monkeypatch.setattr(prepare.Output, 'write', stopped)
+    monkeypatch.setattr(prepare.Shards, 'write', stopped)
     for _ in range(40):
         with contextlib.suppress(KeyboardInterrupt):
             prepared(tmp_path / 'd', **mixed)
@@ -398,10 +398,10 @@ def test_disk_full_while_preparing(inline, tmp_path, monkeypatch):
     prepared(tmp_path / 'good', **same)
     write = prepare.Shards.write
 
-    def full(self, ids):
+    def full(self, *args):
         if len(self.state['shards']) >= room:
             raise OSError(28, 'No space left on device')
-        write(self, ids)
+        write(self, *args)
 
     monkeypatch.setattr(prepare.Shards, 'write', full)
     for room in (0, 3):
