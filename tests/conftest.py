@@ -302,8 +302,8 @@ def copy(trained, tmp_path):
 def few(tmp_path_factory):
     """Like `trained`, with steps that take a fifth of the time: 24 of them are three epochs of a little text."""
     folder = tmp_path_factory.mktemp('few')
-    write_jsonl(folder / 'docs.jsonl', [t[:1000] for t in real_documents()[:3]])
-    (folder / 'cfg.py').write_text(f'{CONFIG}\nblock_size = 16\neval_interval = 8\n')
+    write_jsonl(folder / 'docs.jsonl', [t[:1200] for t in real_documents()[:3]])
+    (folder / 'cfg.py').write_text(f'{CONFIG}\nblock_size = 16\neval_interval = 8\nval_fraction = 0.25\n')
     ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
     ok('train.py', 'cfg.py', cwd=folder)
     return folder
