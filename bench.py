@@ -8,8 +8,7 @@ What a config costs, measured on this machine beside what the machine can do; Mu
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
 step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal
-attention counts half); a model's share of the GEMM rate is its FLOPs per second over those of a 2048^3 product in the
-same run.
+attention counts half); a share of the GEMM rate is FLOPs per second over those of a 2048^3 product in the same run.
 """
 
 import contextlib
@@ -167,22 +166,18 @@ def print_plan(variants):
     """Memory, days and disk of a config, as a table -> the same as a dict."""
     c = variants[loss if num_hashes else 'Standard']
     memory, peak = GPUS[gpu]
-    room, fits = (memory - RESERVED) * 1e9, 0
+    room = (memory - RESERVED) * 1e9
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
-    for m in tqdm(candidates, desc='plan', leave=False, disable=json or None):
-        if sum(memory_plan(c, m).values()) > room:
-            break
-        fits = m
+    fits = max((m for m in candidates if sum(memory_plan(c, m).values()) <= room), default=0)
     need = memory_plan(c, micro_batch_size)
     total, step = sum(need.values()), batch_size * block_size
     flops = 3 * sum(flops_per_token(c, block_size).values())
-    tokens = max_steps * step
+    tokens, P = max_steps * step, need['parameters'] // 4
     days = tokens * flops / (gpus * peak * 1e12 * mfu) / 86400
     # ids, whatever the signatures
     disk = tokens * (2 if c.vocab_size <= 65536 else 4)
-    P = need['parameters'] // 4
     say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
     micro_batch = f'micro_batch_size={micro_batch_size} x {block_size:,} tokens'
     say(f'\nmemory per GPU, {micro_batch}, bfloat16 autocast, DDP, not compiled')
@@ -342,8 +337,8 @@ def bench_train(machine, variants, tok, results):
 
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
-    heads = f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}'
-    say(f'{heads}{"peak memory":>13}{"planned":>10}')
+    heads = f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}'
+    say(f'{heads}{"planned":>10}')
     rows = {}
     for name, model in models.items():
         seconds, memory = got[name]
