@@ -207,7 +207,7 @@ def local_files(dataset):
         files += found
     for path in files:
         if not re.search(r'\.(parquet|(txt|jsonl)(\.(gz|xz|zst))?)$', path.name):
-            raise InputError(f'{path}: expected .txt .jsonl .parquet, the first two also .gz .xz .zst')
+            raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet, unpacked')
     return files
 
 

@@ -204,7 +204,7 @@ PREPARATION = [
     Bad('truncated gz', PREPARE + '--dataset=e.txt.gz', 'e.txt.gz', file('e.txt.gz', gzip.compress(noise)[:-20])),
     Bad('not zst', PREPARE + '--dataset=e.txt.zst', 'e.txt.zst', file('e.txt.zst', b'plain text')),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
-    Bad('packed parquet', PREPARE + '--dataset=x.parquet.gz', 'unpack this one', file('x.parquet.gz', b'')),
+    Bad('packed parquet', PREPARE + '--dataset=x.parquet.gz', '.parquet, unpacked', file('x.parquet.gz', b'')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
     Bad('val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=2', says='val_fraction=2'),
