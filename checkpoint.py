@@ -128,11 +128,9 @@ def load_checkpoint(path, whole=False):
         model.load_state_dict({k: v.clone() for k, v in ckpt['model'].items()}, assign=True)
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; train one with: python train.py config/mhf_tiny.py') from None
-    except InputError:
-        raise
     except Exception as e:  # torch.load's errors are many: zip, pickle, missing keys
-        reason = ' '.join(str(e).split())[:200]
-        raise InputError(f'{path} is no checkpoint of train.py, or is damaged ({type(e).__name__}: {reason})') from None
+        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        raise InputError(f'{path} is no checkpoint of train.py, or is damaged {reason}') from None
     return model, ckpt
 
 
@@ -176,7 +174,7 @@ class Checkpoints:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
     def newest_whole(self, warn=True):
-        """(model, the checkpoint's dict): the newest whose digests all fit; warns of damaged ones. Raises InputError."""
+        """(model, the checkpoint's dict): the newest whose digests fit; warns of damaged ones. Raises InputError."""
         *newer, oldest = self.there() or [self.newest]
         for path in (*newer, oldest):
             try:
@@ -204,7 +202,7 @@ class Checkpoints:
             pending.result()
 
     def raise_if_failed(self):
-        """What the last write raised, if it is over: a full disk stops a run at its next step, not at its next save."""
+        """What the last write raised, if it is over: a full disk stops a run at its next step."""
         if self.pending and self.pending.done():
             self.wait()
 
@@ -295,9 +293,8 @@ def save_pretrained(model, folder, tokenizer):
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
         tie_word_embeddings=True, torch_dtype='float32', tokenizer=tokenizer,
     )  # fmt: skip
-    fields |= {
-        theirs: getattr(c, ours) for theirs, ours in RELEASED_FIELDS.items() if c.num_hashes or theirs not in OF_HASHES
-    }
+    of_this_kind = {k: v for k, v in RELEASED_FIELDS.items() if c.num_hashes or k not in OF_HASHES}
+    fields |= {theirs: getattr(c, ours) for theirs, ours in of_this_kind.items()}
     if folder.exists():
         raise InputError(f'{folder} is there already; choose another folder')
     temporary = folder.with_name(f'{folder.name}.tmp')
@@ -352,18 +349,14 @@ def fetched(path_or_hub_id, revision=None):
         raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
     import huggingface_hub
 
-    patterns = ['config.json', 'tokenizer.model', 'model*.safetensors']
+    which = dict(
+        revision=revision or branch or None, allow_patterns=['config.json', 'tokenizer.model', 'model*.safetensors']
+    )
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                path_or_hub_id, revision=revision or branch or None, allow_patterns=patterns
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(path_or_hub_id, **which))
     except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
-        reason = ' '.join(str(e).split())[:200]
-        raise InputError(
-            f"'{path_or_hub_id}' could not be fetched from the hub ({type(e).__name__}: {reason})"
-        ) from None
+        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        raise InputError(f"'{path_or_hub_id}' could not be fetched from the hub {reason}") from None
 
 
 def _from_released(released, weights, source):
@@ -461,19 +454,13 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
         its_tokenizer, sha256 = ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
     tok, c = get_tokenizer(tokenizer or its_tokenizer or 'mistral'), model.config
     if sha256 and tokenizer_fingerprint(tok) != sha256:
-        raise InputError(
-            f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' this model was trained with"
-        )
-    V = len(tok.tokens)
-    if V > c.vocab_size:
-        raise InputError(
-            f"tokenizer '{tok.name}' has {V} tokens, the model {c.vocab_size}: not the one it was trained with"
-        )
+        raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")
+    if len(tok.tokens) > c.vocab_size:
+        raise InputError(f"tokenizer '{tok.name}' has {len(tok.tokens)} tokens, the model {c.vocab_size}: not its own")
     j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
     if released and j < c.num_hashes - 1:
         ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
-        if (model.signatures[:V, j].numpy() != ours).any():
-            raise InputError(
-                f"{released} has another signature table than tokenizer '{tok.name}' gives; name its own with --tokenizer"
-            )
+        if (model.signatures[: len(ours), j].numpy() != ours).any():
+            other = f"another signature table than tokenizer '{tok.name}' gives"
+            raise InputError(f'{released} has {other}; name its own with --tokenizer')
     return Opened(model, tok, name, folder)

@@ -265,7 +265,10 @@ def all_or_nothing(paths):
         yield
     except BaseException as e:
         for path in paths:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
         if isinstance(e, OSError):
             raise InputError(f'{paths[-1]} cannot be written ({e})') from None
         raise
