@@ -132,7 +132,7 @@ def product_nll(o, y, table, gradient=False):
 
 
 class Mixed(NamedTuple):
-    """What mixer i read and made, all (n, d); kept for its derivative, which is left to autograd: it is small."""
+    """What a mixer read and made, all (n, d), for its derivative, which is left to autograd: it is small."""
 
     c: Tensor
     e: Tensor

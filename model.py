@@ -142,12 +142,12 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# the paper's section 3: signature -> vector, and hidden state -> signature
+# the method, the paper's section 3: signature -> vector, and hidden state -> signature
 
 
 class HashEncoder(nn.Module):
     """
-    Gated sum of a signature's H bucket vectors k_i = E[i*B + s_i]  (section 3.2):
+    Gated sum of a signature's H bucket vectors k_i = E[i*B + s_i]:
 
         a_i = W2 SiLU(W1 k_i + b1) + b2      alpha = softmax over i of a_i      e = Ws (sum_i alpha_i k_i) + bs
     """
@@ -165,8 +165,7 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    The cascade, plain: H - 1 mixers, tied to E  (section 3.4). Its fast twin, with the derivative by hand, is
-    loss.LeanHead.
+    The cascade of H - 1 mixers, tied to E, plain; its fast twin, with the derivative by hand, is loss.LeanHead.
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + Wup_i SiLU(Wdn_i [c_i ; e_i] + bdn_i) + bup_i
@@ -174,9 +173,8 @@ class HashDecoder(nn.ModuleList):
 
     def __init__(self, c):
         d, z = c.hidden_size, c.bottleneck
-        super().__init__(
-            nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in range(c.coordinates - 1)
-        )
+        mixers = range(c.coordinates - 1)
+        super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
 
     def mix(self, i, c, e):  # (n, d), (n, d) -> (n, d)
         return c + self[i](torch.cat([c, e], dim=-1))
@@ -192,14 +190,13 @@ class HashDecoder(nn.ModuleList):
 
 
 # -----------------------------------------------------------------------------
-# the plain losses (SPEC: nats per token, (n,)); their fast twins are loss.product_nll and loss.exact_nll
+# the plain losses of each token, (n,), in nats; their fast twins are loss.product_nll and loss.exact_nll
 
 
 def token_logits(o, table):
     """
     Bucket logits o, list of H (B, n), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
-    -inf where there is no token. Their softmax is P(w): the normalisers of the coordinates are the same for every w
-    and cancel.
+    -inf where is no token. Their softmax is P(w): the coordinates' normalisers are the same for every w and cancel.
     """
     scores = sum(at_least_float32(o_i)[s] for o_i, s in zip(o, table.signatures.T, strict=True))
     return scores.T.masked_fill(~table.is_token, -torch.inf)
@@ -217,9 +214,6 @@ def exact_loss(o, y, table):
     return token_logits(o, table).logsumexp(dim=1) - target
 
 
-# -----------------------------------------------------------------------------
-
-
 def check_table(c, table=None, gaps=()):
     """(V, H) int64 signatures and (V,) bool, which ids are tokens. Raises InputError for another config's table."""
     shape = (c.vocab_size, c.coordinates)
@@ -227,10 +221,8 @@ def check_table(c, table=None, gaps=()):
         table = np.arange(c.vocab_size)[:, None]
     table = np.zeros(shape, np.int64) if table is None else np.asarray(table, np.int64)
     if table.shape != shape or table.max() >= c.buckets:
-        raise InputError(
-            f'the signature table has shape {table.shape} and largest bucket {table.max()}, the model has '
-            f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets}'
-        )
+        ours = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets}'
+        raise InputError(f'the table has shape {table.shape} and largest bucket {table.max()}, the model {ours}')
     is_token = table.any(axis=1) | (c.num_hashes == 0)
     is_token[c.pad_id : c.pad_id + 1] = True
     is_token[list(gaps)] = False
@@ -265,7 +257,7 @@ class MHF(nn.Module):
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = fast.head_chunk(H, B)
+        self.head_chunk = fast.head_chunk(H, B)  # tokens at a time
         self._table = None, None, None
 
     @property
@@ -310,10 +302,9 @@ class MHF(nn.Module):
 
     def hidden_states(self, x, cache=None, start=0, states=None, positions=None, mask=None):
         """
-        x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: from new_cache, holding positions before
-        start. states: a list that receives the input of every block, each (N, T, d). positions (N, T) and mask (N, 1,
-        T, T), bool, of what each token attends to: where they are given, instead of start, start+1, ... and the
-        causal triangle.
+        x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: of new_cache, with the positions before
+        start. states: a list that receives each block's input (N, T, d). positions (N, T), and mask (N, 1, T, T) bool
+        of what each token attends to: instead of start, start+1, ... and the causal triangle.
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
@@ -409,9 +400,8 @@ class MHF(nn.Module):
     @torch.no_grad()
     def stream(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
         """
-        Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, sampled from P(w).
-        temperature 0 is greedy; top_k keeps the k likeliest tokens; top_p the fewest whose probability reaches p.
-        When the context is full its older half is dropped. use_cache=False recomputes everything: the slow twin.
+        Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
+        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin.
         """
         block = self.config.block_size
         ids = ids[:, -block:]
@@ -431,7 +421,10 @@ class MHF(nn.Module):
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Logits (N, V) -> sampled ids (N,). Raises InputError for settings that mean nothing."""
+    """
+    Logits (N, V) -> sampled ids (N,). temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the fewest
+    whose probability reaches p. Raises InputError for settings that mean nothing.
+    """
     V = logits.shape[-1]
     if not temperature >= 0:
         raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')

@@ -146,15 +146,13 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 # checks; the data and the model, too, are checked before anything is written
 
 above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate', 'timeout')
-not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'seed', 'num_hashes', 'keep')
+not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'num_hashes', 'keep')
 for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
     if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
         raise InputError(f'{key}={config[key]}: must {"be above 0" if key in above_zero else "not be negative"}')
-if seed >= 2**64:
-    raise InputError(f'seed={seed}: must be below 2**64')
-for key in ('beta1', 'beta2'):
-    if not 0 <= config[key] < 1:
-        raise InputError(f'{key}={config[key]}: must be from 0 to below 1')
+for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
+    if not 0 <= config[key] < limit:
+        raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
 if compile not in (None, True, False):
     raise InputError(f'compile={compile}: must be True or False')
 if compile is None:
@@ -324,11 +322,10 @@ def micro_batches():
 @torch.no_grad()
 def evaluate():
     """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
-    starts, n = range(0, len(val_ids) - 1, block_size), len(val_ids) - 1
-    whole = [b for b in starts if b + block_size < len(val_ids)]
-    batches = [whole[k : k + micro_batch_size] for k in range(0, len(whole), micro_batch_size)]
-    batches += [[b] for b in starts if b + block_size >= len(val_ids)]  # the last, shorter block
-    sums = torch.zeros(2, dtype=torch.float64)
+    n, sums = len(val_ids) - 1, torch.zeros(2, dtype=torch.float64)
+    starts, whole = list(range(0, n, block_size)), n // block_size
+    batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
+    batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
     for batch in batches[rank::world_size]:
         x, y = inputs_and_targets(read_batch(val_ids, batch))
         with autocast:
