@@ -4,14 +4,11 @@ Signatures and tokenizers: everything that turns a token's *string* into hash ID
     from hashing import get_tokenizer, signature_table
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
-
-    $ python hashing.py        # times the table for 32,768 and for 131,072 tokens
 """
 
 import base64
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import mmh3
@@ -250,14 +247,3 @@ def tokenizer_fingerprint(tok):
         w = w.encode() if isinstance(w, str) else w
         digest.update(b'-' if w is None else b'%d:' % len(w) + w)
     return digest.hexdigest()
-
-
-if __name__ == '__main__':
-    for name in ('mistral', 'tekken'):
-        tok = get_tokenizer(name)
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)
-            seconds.append(time.perf_counter() - start)
-        print(f'{name}: {len(table):,} tokens, H=4, B=16,384: {min(seconds):.3f} s, fingerprint {fingerprint(table)}')
