@@ -23,7 +23,6 @@ import re
 import shutil
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -145,15 +144,6 @@ def with_pieces(model, pieces):
     return larger.SerializeToString()
 
 
-def never_made(tok, first):
-    """
-    The pieces from id `first` on that no text is split into: not even their own, on a line by itself, because pieces of
-    higher priority cross its merges. What surrounds a piece can only be in the way of more of its merges.
-    """
-    pieces = tok.tokens[first:]
-    return {piece for k, (piece, ids) in enumerate(zip(pieces, tok.split(pieces), strict=True), first) if ids != [k]}
-
-
 def expanded(tok, documents, numbers):
     """{language: documents}, {language: number of new tokens} -> (the larger tokenizer, {language: its new pieces})."""
     from sentencepiece import sentencepiece_model_pb2
@@ -164,7 +154,7 @@ def expanded(tok, documents, numbers):
     old = {p.piece for p in model.pieces}
     wanted = tqdm([name for name in numbers if numbers[name]], desc='learn', unit='language', delay=1, leave=False)
     ranked = {name: candidates(documents[name], old, model.trainer_spec, numbers[name]) for name in wanted}
-    useless = set()
+    useless, V = set(), len(tok.tokens)
     while True:
         chosen, taken = {}, old | useless
         for name, found in ranked.items():
@@ -173,23 +163,16 @@ def expanded(tok, documents, numbers):
             taken |= set(chosen[name])
         pieces = [piece for pieces in chosen.values() for piece in pieces]
         larger = SentencePieceTokenizer('', model_proto=with_pieces(model, pieces))
-        lost = never_made(larger, len(tok.tokens))
+        # no text gives a piece that does not come of its own text on a line: pieces of higher priority cross its merges
+        splits = larger.split(larger.tokens[V:])
+        lost = {larger.tokens[k] for k, ids in enumerate(splits, V) if ids != [k]}
         if not lost:
             return larger, chosen
         useless |= lost
 
 
-def fertility(tok, held):
-    """(tokens per character, bytes per token) of documents."""
-    tokens = sum(map(len, tok.encode(held)))
-    return tokens / sum(map(len, held)), sum(len(t.encode()) for t in held) / tokens
-
-
 def learn(tok, wanted):
-    """
-    What languages() gives -> (the larger tokenizer, {language: its held-out documents}, {language: tokens per character
-    before and after}). Prints what each language saves.
-    """
+    """languages() -> (larger tokenizer, {language: held-out documents}, {language: tokens per character})."""
     documents, held = {}, {}
     for name, (source, _) in wanted.items():
         documents[name], held[name] = read(source)
@@ -197,13 +180,17 @@ def learn(tok, wanted):
     saved = {}
     print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"bytes per token":>24}{"fewer tokens":>14}')
     for name, (_, number) in wanted.items():
-        pairs = zip(held[name], tok.encode(held[name]), larger.encode(held[name]), strict=True)
-        if bad := [text for text, old, new in pairs if tok.decode(old) == text != larger.decode(new)]:
+        olds, news = tok.encode(held[name]), larger.encode(held[name])
+        triples = zip(held[name], olds, news, strict=True)
+        if bad := [text for text, old, new in triples if tok.decode(old) == text != larger.decode(new)]:
             raise InputError(f'{name}: the larger tokenizer does not give back {len(bad)} texts, first {bad[0][:60]!r}')
-        (was, bytes_were), (now, bytes_now) = fertility(tok, held[name]), fertility(larger, held[name])
-        saved[name], got = (was, now), len(chosen.get(name, ()))
-        fewer = 1 - now / was
-        print(f'{name:<14}{got:>11,}{was:>11.3f} -> {now:<9.3f}{bytes_were:>11.2f} -> {bytes_now:<9.2f}{fewer:>14.1%}')
+        characters, size = sum(map(len, held[name])), sum(len(text.encode()) for text in held[name])
+        was, now, got = sum(map(len, olds)), sum(map(len, news)), len(chosen.get(name, ()))
+        saved[name] = was / characters, now / characters
+        print(
+            f'{name:<14}{got:>11,}{was / characters:>11.3f} -> {now / characters:<9.3f}'
+            f'{size / was:>11.2f} -> {size / now:<9.2f}{1 - now / was:>14.1%}'
+        )
         if got < number:
             print(f'{name}: the text gives {got:,} of the {number:,} tokens asked for')
     return larger, held, saved
@@ -253,27 +240,6 @@ def grow(model, tok, larger):
     model.replace_vocabulary(table, pad, [i for i, token in enumerate(larger.tokens) if token is None])
 
 
-# -----------------------------------------------------------------------------
-
-
-@contextmanager
-def all_or_nothing(paths):
-    """For writing new files and folders: whatever ends that early removes them all."""
-    try:
-        for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException as e:
-        for path in paths:
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.exists():
-                path.unlink()
-        if isinstance(e, OSError):
-            raise InputError(f'{paths[-1]} cannot be written ({e})') from None
-        raise
-
-
 def main():
     file, wanted = Path(tokenizer), languages()
     learns = not whole and not (before and file.exists())
@@ -287,9 +253,8 @@ def main():
         raise InputError(f"init_from='{init_from}': name the folder to write the grown model into, --init_from=FOLDER")
     if not 0 < val_fraction < 1:
         raise InputError(f'val_fraction={val_fraction}: must be between 0 and 1')
-    picture = file.with_suffix('.png')
     held_files = {name: file.with_name(f'{file.stem}_{name}.txt') for name in wanted}
-    outputs = [file, picture, *held_files.values()] if learns else []
+    outputs = [file, file.with_suffix('.png'), *held_files.values()] if learns else []
     outputs += [Path(init_from)] if before else []
     for path in outputs:
         if path.exists():
@@ -310,16 +275,29 @@ def main():
         V, parameters = model.config.vocab_size, sum(model.num_params())
         grow(model, tok, larger)
         cost = f': {sum(model.num_params()) - parameters:,} new parameters'
-    with all_or_nothing(outputs):
+    try:
+        for path in outputs:
+            path.parent.mkdir(parents=True, exist_ok=True)
         if learns:
             for name, path in held_files.items():
                 path.write_text('\n\n'.join(held[name]) + '\n', encoding='utf-8')
             was, now = zip(*saved.values(), strict=True)
             groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
-            bars(list(saved), groups, picture, 'tokens per character, held-out text', 'what new tokens save', '%.2f')
+            title = 'what new tokens save'
+            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', title, '%.2f')
             file.write_bytes(larger.sp.serialized_model_proto())
         if before:
             save_pretrained(model, init_from, tokenizer)
+    except BaseException as e:
+        # whatever ends it early leaves nothing
+        for path in outputs:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
+        if isinstance(e, OSError):
+            raise InputError(f'{outputs[-1]} cannot be written ({e})') from None
+        raise
     print(f'{V:,} -> {len(larger.tokens):,} tokens{cost}', *outputs, sep='\n')
 
 
