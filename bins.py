@@ -3,26 +3,19 @@ The format of prepared data, which prepare.py writes, and all reading of it. num
 
 A folder of bins, data/<dataset>_<tokenizer>, serves every model with that tokenizer, whatever its H and B:
 
-    train_000000.bin ...   shards of token ids in numpy's .npy layout: HEADER bytes of header, then (tokens,) uint16, or
-    val_000000.bin ...     uint32 above 65,536 tokens. Documents back to back, each begins with bos; val is held out
-    meta.json              what they were made from
+    train_000000.bin ...  HEADER bytes of .npy, then token ids, (tokens,) uint16, or uint32 above 65,536 tokens.
+    val_000000.bin ...    Documents back to back, each begins with bos; val is held out
+    meta.json             what they were made from
 
-Of data that n machines prepare in parts, all in one folder, part i has train_iofn_000000.bin ... and meta_iofn.json.
-A meta.json holds
+Of n machines that share work and folder, the i-th has train_iofn_000000.bin ... and meta_iofn.json. A meta.json holds
 
-    complete                         true; without it train.py refuses the folder
-    dataset, tokenizer, part,        the settings that decide what the bins hold, as do val_fraction and val_bytes; with
-    shard_tokens ...                 others, prepare.py refuses the folder
-    vocab_size, pad_id, gaps         of the tokenizer; gaps are ids without a token
-    tokenizer_sha256                 of all its token strings
-    made_from                        each source's files, as a sha256 of their names and sizes
-    sources                          of each: dataset, tokens_wanted (null is all), tokens, wrong {what: how often}
-    splits {train, val}              tokens, documents, bytes of text, shards [{file, tokens, digest}]; the digest is
-                                     MurmurHash3 (128 bits) of the shard's ids, as bytes
-    progress, splits.*.unfinished    only while it is not complete: where prepare.py goes on
-
-    meta = load_meta(config)
-    ids = open_bins(config, meta, 'train')[:1024]    # (1024,) uint16, memory-mapped
+    complete                       true; without it train.py refuses the folder
+    dataset, tokenizer, part ...   the settings that decide what the bins hold: prepare.py goes on with no others
+    vocab_size, pad_id, gaps       of the tokenizer, and tokenizer_sha256, of its strings; gaps are ids without a token
+    made_from                      each source's files, as a sha256 of their names and sizes
+    sources                        of each: dataset, tokens_wanted (null is all), tokens, wrong {what: how often}
+    splits {train, val}            tokens, documents, bytes of text, shards [{file, tokens, digest of its ids}]
+    progress, splits.*.unfinished  only while it is not complete: where prepare.py goes on
 """
 
 import hashlib
@@ -63,32 +56,24 @@ def data_folder(config):
     return Path('data') / f'{name}_{Path(config["tokenizer"]).name.removesuffix(".model")}'
 
 
-# -----------------------------------------------------------------------------
-# meta.json
-
-
 def meta_files(folder):
     """The path of meta.json, or those of all parts in their order. Raises InputError where one is missing."""
-    found = {}
-    for path in folder.glob('meta*.json'):
-        if part := re.fullmatch(r'meta_(\d+)of(\d+)\.json', path.name):
-            found[int(part[2]), int(part[1])] = path
-    if not found:
-        return [folder / 'meta.json']
-    parts = max(found)[0]
-    for i in range(parts):
-        if (parts, i) not in found:
-            raise InputError(f'{folder} lacks part {i}/{parts}; prepare it with --part={i}/{parts}')
-    return [found[parts, i] for i in range(parts)]
+    names = [re.fullmatch(r'meta_\d+of(\d+)\.json', path.name) for path in folder.glob('meta_*.json')]
+    n, paths = max((int(name[1]) for name in names if name), default=0), []
+    for i in range(n):
+        paths.append(folder / f'meta_{i}of{n}.json')
+        if not paths[i].exists():
+            raise InputError(f'{folder} lacks part {i}/{n}; prepare it with --part={i}/{n}')
+    return paths or [folder / 'meta.json']
 
 
 def parsed_meta(path):
     """The contents of one meta.json. Raises FileNotFoundError, and InputError where it is damaged or too old."""
+    if not path.exists():
+        raise FileNotFoundError(path)
     again = 'delete the folder and prepare it again'
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
-    except (FileNotFoundError, NotADirectoryError):
-        raise
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f'{path} is damaged ({e}); {again}') from None
     wrong = wrong_type(meta, dict(complete=bool), 'meta')
@@ -102,10 +87,7 @@ def parsed_meta(path):
 
 
 def read_meta(folder):
-    """
-    What the meta.json of a complete folder says, or those of its parts together; splits.*.sha256 is of the digests of
-    all its shards. Raises InputError, and FileNotFoundError where there is none.
-    """
+    """What a complete folder's meta.json says, or those of its parts together. Raises InputError, FileNotFoundError."""
     meta, *others = [parsed_meta(path) for path in meta_files(folder)]
     if not all(m['complete'] for m in (meta, *others)):
         raise InputError(f'{folder} is not finished; run prepare.py again with the same settings')
@@ -132,10 +114,8 @@ def implausible(meta):
             return f'id {i} of {V} tokens'
     for split in SPLITS:
         tokens, shards = meta['splits'][split]['tokens'], meta['splits'][split]['shards']
-        if tokens < 1:
-            return f'{split} of no tokens'
-        if sum(shard['tokens'] for shard in shards) != tokens:
-            return f'splits.{split}.tokens={tokens}, not the sum of its shards'
+        if tokens < 1 or tokens != sum(shard['tokens'] for shard in shards):
+            return f'splits.{split}.tokens={tokens}'
         for shard in shards:
             if Path(shard['file']).name != shard['file']:
                 return f'a bin called {shard["file"]}'
@@ -148,15 +128,12 @@ def load_meta(config):
     try:
         meta = read_meta(folder)
     except FileNotFoundError:
-        settings = declared('prepare.py')
-        args = [a for a in sys.argv[1:] if not a.startswith('--') or a[2:].partition('=')[0] in settings]
+        args = [a for a in sys.argv[1:] if a[:2] != '--' or a[2:].partition('=')[0] in declared('prepare.py')]
         command = shlex.join(['python', 'prepare.py', *args])
         raise InputError(f'{folder} has no prepared data; make it with: {command}') from None
-    if meta['tokenizer'] != config['tokenizer']:
-        raise InputError(
-            f'the bins in {folder} were made with tokenizer={meta["tokenizer"]}, the config has '
-            f'tokenizer={config["tokenizer"]}; change the one or prepare the data again'
-        )
+    made_with, wanted = meta['tokenizer'], config['tokenizer']
+    if made_with != wanted:
+        raise InputError(f'{folder} was prepared with tokenizer={made_with}, the config has tokenizer={wanted}')
     return meta
 
 
@@ -167,61 +144,42 @@ def tokenizer_facts(tok):
 
 
 def table(config, meta):
-    """
-    The signatures (V, H) uint16 of the tokens of a config's bins, made here; None for the Standard model, num_hashes=0.
-    Raises InputError where the tokenizer is not the one that the bins were made with.
-    """
+    """The signatures (V, H) uint16, None for the Standard model; InputError if the bins are of another tokenizer."""
     if not config['num_hashes']:
         return None
     tok = get_tokenizer(config['tokenizer'])
     for key, value in tokenizer_facts(tok).items():
         if meta[key] != value:
-            raise InputError(
-                f"{data_folder(config)} was made with another '{config['tokenizer']}' tokenizer than is here: "
-                f'{key}={str(meta[key]):.20}, not {str(value):.20}'
-            )
+            differs = f'{key}={str(meta[key]):.20}, here {str(value):.20}'
+            raise InputError(f"{data_folder(config)} is of another '{config['tokenizer']}' tokenizer: {differs}")
     settings = [config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh')]
     return signature_table(tok.tokens, *settings, tok.pad, not config['single_id'])
 
 
 def identity(meta, table):
     """What a resumed run compares of its data: the tokenizer, the signature table and the text."""
-    return dict(
-        tokenizer=meta['tokenizer'],
-        tokenizer_sha256=meta['tokenizer_sha256'],
-        table_sha256=None if table is None else fingerprint(table),
-        train_sha256=meta['splits']['train']['sha256'],
-    )
-
-
-# -----------------------------------------------------------------------------
-# shards
+    data = {key: meta[key] for key in ('tokenizer', 'tokenizer_sha256')}
+    data['table_sha256'] = None if table is None else fingerprint(table)
+    data['train_sha256'] = meta['splits']['train']['sha256']
+    return data
 
 
 class Bins:
-    """
-    The shards of one split as one array: len(), and [start:stop], which gives (stop - start,) uint16 or uint32, a
-    memory-mapped view within a shard. `split` is of read_meta's splits. Raises InputError where a shard is not whole.
-    """
+    """The shards of a split as one array: len(), and [a:b], (b - a,) uint16 or uint32, memory-mapped within a shard."""
 
     def __init__(self, folder, split):
-        self.shards, self.digests = [], []
+        self.shards, self.digests, again = [], [], f'delete {folder} and run prepare.py again'
         for shard in split['shards']:
             path = folder / shard['file']
             try:
                 ids = np.load(path, mmap_mode='r')
             except FileNotFoundError:
-                raise InputError(f'{path} is missing; delete {folder} and run prepare.py again') from None
-            except Exception as e:  # numpy's errors over a damaged header are many
-                reason = ' '.join(str(e).split())[:200]
-                raise InputError(
-                    f'{path} is no whole bin ({reason}); delete {folder} and run prepare.py again'
-                ) from None
+                raise InputError(f'{path} is missing; {again}') from None
+            # numpy's errors over a damaged header are many
+            except Exception as e:
+                raise InputError(f'{path} is no whole bin ({e!s:.200}); {again}') from None
             if ids.shape != (shard['tokens'],) or ids.dtype not in (np.uint16, np.uint32):
-                raise InputError(
-                    f'{path} holds {ids.shape} {ids.dtype}, meta.json says {shard["tokens"]} token ids: not the bin '
-                    'that was prepared here'
-                )
+                raise InputError(f'{path} holds {ids.shape} {ids.dtype}, meta.json says {shard["tokens"]} ids; {again}')
             self.shards.append(ids)
             self.digests.append((path, shard['digest']))
         self.ends = np.cumsum([len(ids) for ids in self.shards]).tolist()
@@ -270,17 +228,14 @@ class Verified:
 
 
 def open_bins(config, meta, split):
-    """The Bins of 'train' or 'val'. Raises InputError."""
+    """The Bins of 'train' or 'val'. Raises InputError where a shard is not whole."""
     return Bins(data_folder(config), meta['splits'][split])
 
 
 def digest_of(file):
     """MurmurHash3 of the ids of an open shard, to go on with: it is damage that this detects, not malice."""
-    digest = mmh3.mmh3_x64_128()
     file.seek(HEADER)
-    while block := file.read(1 << 22):
-        digest.update(block)
-    return digest
+    return hashlib.file_digest(file, mmh3.mmh3_x64_128)
 
 
 def replace_durably(temporary, path):
@@ -292,15 +247,9 @@ def replace_durably(temporary, path):
         os.close(folder)
 
 
-# -----------------------------------------------------------------------------
-# their order
-
-
 def shuffled(index, n, seed, epoch=0):
-    """
-    A keyed bijection of 0..n-1: where `index` (int64 array) lands in the shuffle named by (seed, epoch), int64. A
-    Feistel network over the next power of 4 with cycle walking, so that a permutation of any size needs no memory.
-    """
+    """Where `index` (int64 array) lands in the permutation of 0..n-1 that is named by (seed, epoch), int64."""
+    # a Feistel network over the next power of 4, with cycle walking: no permutation is too large for the memory
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
@@ -322,10 +271,7 @@ def shuffled(index, n, seed, epoch=0):
 
 
 def blocks_of(step, batch_size, num_blocks, seed):
-    """
-    The blocks of update `step`, (batch_size,) int64, a function of (seed, step) alone: epoch after epoch, each a fresh
-    permutation of 0..num_blocks-1.
-    """
+    """The blocks of update `step`, (batch_size,) int64, by seed and step alone; each epoch is a fresh permutation."""
     i = np.arange(step * batch_size, (step + 1) * batch_size)
     blocks = np.empty_like(i)
     for epoch in np.unique(i // num_blocks):

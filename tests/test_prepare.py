@@ -445,7 +445,7 @@ def test_the_table_is_of_the_tokenizer(small, mistral):
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     assert (bins.table(config, meta) == expected).all() and bins.table(config | dict(num_hashes=0), meta) is None
     for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(gaps=[5])):
-        with pytest.raises(InputError, match=f"another 'mistral' tokenizer than is here: {next(iter(wrong))}="):
+        with pytest.raises(InputError, match=f"another 'mistral' tokenizer: {next(iter(wrong))}="):
             bins.table(config, meta | wrong)
     with pytest.raises(InputError, match='tokenizer=mistral, the config has tokenizer=tekken'):
         bins.load_meta(config | dict(tokenizer='tekken'))
