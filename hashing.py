@@ -41,15 +41,14 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     """
     if num_hashes < 1:
         raise InputError(f'num_hashes={num_hashes}: a signature needs at least 1 hash')
-    empty = np.zeros((0, num_hashes), np.uint16)
-    return extend_table(empty, tokens, num_buckets, num_lsh, pad_id, unique)
+    return extend_table(np.zeros((0, num_hashes), np.uint16), tokens, num_buckets, num_lsh, pad_id, unique)
 
 
 def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True):
     """
-    `table` (V, H), any integers, with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are unchanged, and
-    extending in two steps gives the same table as in one. Arguments and errors as signature_table's; pad_id counts from
-    the start of the whole table.
+    `table` (V, H), any integers, with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are
+    unchanged, and extending in two steps gives the same table as in one. Arguments and errors as signature_table's;
+    pad_id counts from the start of the whole table.
     """
     V, H = table.shape
     B = num_buckets
@@ -93,10 +92,9 @@ def _rehash(table, start, tokens, B):
         prefix = key[:-2]
         if i >= start and key in taken:
             if crowd[prefix] == B - 1:
-                raise InputError(
-                    f'token {tokens[i - start]!r} (id {i}): its hash prefix {tuple(map(int, table[i, :-1]))} is full, all '
-                    f'{B - 1} signatures in it are taken; raise num_buckets={B} or num_hashes={H}'
-                )
+                full = f'token {tokens[i - start]!r} (id {i}): its hash prefix {tuple(map(int, table[i, :-1]))} is full'
+                taken_up = f'all {B - 1} signatures in it are taken'
+                raise InputError(f'{full}, {taken_up}; raise num_buckets={B} or num_hashes={H}')
             seed = H
             while key in taken:
                 last = mmh3.hash128(tokens[i - start], seed) % (B - 1) + 1
@@ -123,10 +121,9 @@ def _lsh(words, num_lsh, B):
         row = torch.tensor([mmh3.hash128(g, j) % TRIGRAM_ROWS for g in distinct])
         counted = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(counted >= 0, 1.0, -1.0) / LSH_BITS**0.5
-    bits = bits.flatten(1)  # (words, 512 * num_lsh)
-    return np.stack(
-        [torch.cat([(b @ rotate[:, j]).argmax(1) for b in bits.split(4096)]).numpy() + 1 for j in range(num_lsh)], 1
-    )
+    # (words, 512 * num_lsh), some at a time
+    parts = bits.flatten(1).split(4096)
+    return np.stack([torch.cat([(b @ rotate[:, j]).argmax(1) for b in parts]).numpy() + 1 for j in range(num_lsh)], 1)
 
 
 def fingerprint(table):
@@ -164,8 +161,8 @@ class SentencePieceTokenizer:
 
 class TiktokenTokenizer:
     """
-    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. Where the encoding names no bos or
-    pad, its end-of-text token takes both roles. Special tokens written out in a text are encoded as plain text.
+    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. Where the encoding names no bos
+    or pad, its end-of-text token takes both roles. Special tokens written out in a text are encoded as plain text.
     """
 
     def __init__(self, name, encoding, bos=None, pad=None):
@@ -189,9 +186,9 @@ class TiktokenTokenizer:
 
 def get_tokenizer(name):
     """
-    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries), any
-    tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use), or a SentencePiece file *.model,
-    like those of expand.py. Raises InputError.
+    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
+    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use), or a SentencePiece file
+    *.model, like those of expand.py. Raises InputError.
     """
     import mistral_common
     import tiktoken
@@ -203,10 +200,8 @@ def get_tokenizer(name):
         try:
             return SentencePieceTokenizer(name, model_file=name)
         except (OSError, RuntimeError) as e:
-            reason = ' '.join(str(e).split())[:200]
-            raise InputError(
-                f"tokenizer '{name}' is no readable SentencePiece model ({reason}); --tokenizer names another"
-            ) from None
+            unread = f"tokenizer '{name}' is no readable SentencePiece model ({' '.join(str(e).split())[:200]})"
+            raise InputError(f'{unread}; --tokenizer names another') from None
     if name == 'tekken':
         return _tekken(data / 'tekken_240911.json')
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
@@ -234,10 +229,8 @@ def _tekken(path):
         special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
         special[getattr(entry['token_str'], 'value', entry['token_str'])] = entry['rank']
     ranks = {base64.b64decode(p['token_bytes']): p['rank'] + num_special for p in spec['vocab'][:num_pieces]}
-    encoding = tiktoken.Encoding(
-        'tekken', pat_str=spec['config']['pattern'], mergeable_ranks=ranks, special_tokens=special
-    )
-    return TiktokenTokenizer('tekken', encoding, bos=special['<s>'], pad=special['<pad>'])
+    how = dict(pat_str=spec['config']['pattern'], mergeable_ranks=ranks, special_tokens=special)
+    return TiktokenTokenizer('tekken', tiktoken.Encoding('tekken', **how), bos=special['<s>'], pad=special['<pad>'])
 
 
 def tokenizer_fingerprint(tok):
