@@ -12,7 +12,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
 Writes results.json beside the checkpoint (or to --save); an interrupted evaluation goes on where it stopped.
 """
 
-import contextlib
+import atexit
 import csv
 import functools
 import hashlib
@@ -91,14 +91,15 @@ class Scorer:
     log P of continuations. Requests with the same context are one row: the context, then every continuation, each of
     which sees the context and itself only and goes on from the context's last position. The head sees only the
     positions that predict a token of a continuation. A batch holds at most batch_size contexts, and `tokens` tokens
-    with their padding. Batches are shared by world_size processes, of which all but rank 0 wait in serve().
+    with their padding. Torchrun's processes share the batches; all but rank 0 wait in serve().
     """
 
-    def __init__(self, model, bos, batch_size, tokens, autocast=contextlib.nullcontext, rank=0, world_size=1):
-        self.model, self.bos, self.autocast = model, bos, autocast
-        self.batch_size, self.tokens = batch_size, tokens
-        self.rank, self.world_size = rank, world_size
-        self.device = model.embed.weight.device
+    def __init__(self, model, bos, batch_size, tokens=None, dtype='float32'):
+        self.model, self.bos, self.batch_size, self.device = model, bos, batch_size, model.embed.weight.device
+        # on a CPU, padding costs more than a larger batch saves
+        self.tokens = tokens or (65536 if self.device.type == 'cuda' else 2048)
+        self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def rows(self, requests):
         """[(context ids, continuation ids)] -> [(context, {continuation: its requests})], the longest first."""
@@ -134,23 +135,19 @@ class Scorer:
     def score(self, batch):
         """Rows -> of each of their continuations, in order: (log P in nats, is every token of it the likeliest)."""
         S = max(map(self.length, batch))
-        ids = torch.zeros(len(batch), S, dtype=torch.long)
-        # segment 0 is the context, k its k-th continuation, -1 padding
-        positions, segments = torch.zeros_like(ids), torch.full_like(ids, -1)
-        predicting, targets, sizes = [], [], []
+        rows, predicting, targets, sizes = [], [], [], []
         for n, (context, continuations) in enumerate(batch):
-            end = begin = len(context)
-            ids[n, :end], positions[n, :end], segments[n, :end] = torch.tensor(context), torch.arange(end), 0
+            # (id, position, segment); segment 0 is the context, k its k-th continuation, -1 padding
+            row = [(token, i, 0) for i, token in enumerate(context)]
             for k, continuation in enumerate(continuations, start=1):
                 # its last token predicts nothing; its first is predicted by the context's last
-                rest = slice(begin, begin + len(continuation) - 1)
-                ids[n, rest] = torch.tensor(continuation[:-1], dtype=torch.long)
-                positions[n, rest] = torch.arange(end, end + len(continuation) - 1)
-                segments[n, rest] = k
-                predicting += [n * S + i for i in (end - 1, *range(rest.start, rest.stop))]
+                rest = [(token, i, k) for i, token in enumerate(continuation[:-1], start=len(context))]
+                predicting += [n * S + i for i in (len(context) - 1, *range(len(row), len(row) + len(rest)))]
+                row += rest
                 targets += continuation
                 sizes.append(len(continuation))
-                begin = rest.stop
+            rows.append(row + [(0, 0, -1)] * (S - len(row)))
+        ids, positions, segments = torch.tensor(rows).unbind(2)
         seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
         mask = (seen & torch.ones(S, S, dtype=torch.bool).tril())[:, None]  # (N, 1, S, S)
         m, ids, positions, mask = self.model, *(t.to(self.device) for t in (ids, positions, mask))
@@ -170,7 +167,7 @@ class Scorer:
         half = len(batch) // 2
         return self.score_in_memory(batch[:half]) + self.score_in_memory(batch[half:])
 
-    def __call__(self, requests, done=None):
+    def __call__(self, requests, done=lambda k, result: None):
         """[(context ids, continuation ids)] -> [(log P, greedy?)]; done(k, result) as soon as each is known."""
         if self.world_size > 1 and self.rank == 0:
             dist.broadcast_object_list([requests])
@@ -178,44 +175,29 @@ class Scorer:
         bar = tqdm(total=len(requests), desc='scoring', disable=self.rank > 0, **BAR)
         for first in range(0, len(batches), self.world_size):
             share = batches[first : first + self.world_size]
-            mine = self.score_in_memory(share[self.rank]) if self.rank < len(share) else None
-            everyone = [mine]
-            if self.world_size > 1:
-                everyone = [None] * self.world_size
-                dist.all_gather_object(everyone, mine)
+            everyone = [None] * self.world_size
             # fewer batches than ranks are left at the end
+            if self.rank < len(share):
+                everyone[self.rank] = self.score_in_memory(share[self.rank])
+            if self.world_size > 1:
+                dist.all_gather_object(everyone, everyone[self.rank])
             for batch, scores in zip(share, everyone, strict=False):
                 requests_of_each = [ks for _, continuations in batch for ks in continuations.values()]
                 for ks, result in zip(requests_of_each, scores, strict=True):
                     for k in ks:
                         results[k] = result
-                        if done:
-                            done(k, result)
+                        done(k, result)
                     bar.update(len(ks))
         bar.close()
         return results
 
     def serve(self):
         """On other ranks than 0: takes part in its calls, until it sends None."""
-        while True:
-            requests = [None]
-            dist.broadcast_object_list(requests)
-            if requests[0] is None:
-                return
+        requests = [None]
+        dist.broadcast_object_list(requests)
+        while requests[0] is not None:
             self(requests[0])
-
-
-def tokens_that_fit(model):
-    """Tokens of a batch: what half of the free memory holds, at most what makes it faster: on a CPU, padding costs."""
-    c, where = model.config, model.embed.weight.device
-    free, useful = 8e9, 2048
-    if where.type == 'cuda':
-        free, useful = torch.cuda.mem_get_info(where)[0], 65536
-    elif hasattr(os, 'sysconf') and 'SC_AVPHYS_PAGES' in os.sysconf_names:
-        free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    # float32 numbers of a token within a block, and its row of the mask
-    numbers = 4 * c.hidden_size + 4 * c.intermediate_size + 4 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    return min(useful, int(free / 2 / (4 * numbers + 5 * c.block_size)))
+            dist.broadcast_object_list(requests)
 
 
 # -----------------------------------------------------------------------------
@@ -238,27 +220,27 @@ def harness(scorer, tok):
             return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            results = []
-            for request in requests:
-                nats, _, _ = sliding(scorer, tok.bos, self.tok_encode(request.args[0]))
-                results.append(-nats.sum().item())
-                self.cache_hook.add_partial('loglikelihood_rolling', request.args, results[-1])
-            return results
+            return self.one_by_one('loglikelihood_rolling', requests, self.log_likelihood)
 
         def generate_until(self, requests, disable_tqdm=False):
+            return self.one_by_one('generate_until', requests, self.greedy)
+
+        def one_by_one(self, kind, requests, answer):
             results = []
-            for request in tqdm(requests, desc='generating', disable=disable_tqdm, leave=False):
-                prompt, options = request.args
-                if options.get('do_sample') or options.get('temperature'):
-                    raise InputError('generation by sampling is not supported, only greedy')
-                until = options.get('until', [])
-                until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-                results.append(self.greedy(prompt, until, options.get('max_gen_toks', 256)))
-                self.cache_hook.add_partial('generate_until', request.args, results[-1])
+            for request in tqdm(requests, desc=kind, **BAR):
+                results.append(answer(*request.args))
+                self.cache_hook.add_partial(kind, request.args, results[-1])
             return results
 
-        def greedy(self, prompt, until, room):
-            """The greedy text after the prompt, at most `room` tokens, up to the first of `until` in it."""
+        def log_likelihood(self, text):
+            return -sliding(scorer, tok.bos, self.tok_encode(text))[0].sum().item()
+
+        def greedy(self, prompt, options):
+            """The greedy text after the prompt, up to the first of options['until'] in it."""
+            if options.get('do_sample') or options.get('temperature'):
+                raise InputError('generation by sampling is not supported, only greedy')
+            until, room = options.get('until', []), options.get('max_gen_toks', 256)
+            until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
             ids = self.tok_encode(prompt) if scorer.bos is None else [tok.bos, *self.tok_encode(prompt)]
             ids = torch.tensor([ids[-max(1, self.max_length - room) :]], device=scorer.device)
             made, said = [], ''
@@ -278,11 +260,10 @@ def local_files(folder, prefix):
     """{split: file} of folder/<prefix>_<split>*.jsonl, packed or not."""
     found = {}
     for split in ('train', 'validation', 'test'):
-        files = sorted(p for p in Path(folder).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes)
-        if len(files) > 1:
-            raise InputError(f'{folder} has several files for {prefix}, {split}: {", ".join(p.name for p in files)}')
-        if files:
-            found[split] = str(files[0].resolve())
+        for file in sorted(p for p in Path(folder).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes):
+            if split in found:
+                raise InputError(f'{folder} has several files for {prefix}, {split}: {found[split]}, {file.name}')
+            found[split] = str(file.resolve())
     return found
 
 
@@ -321,10 +302,11 @@ def task_manager():
 
 def run_tasks(names, lm, cache=None, data_dir='', limit=0, seed=1234):
     """
-    lm: an lm-eval model -> lm-eval's results, and {task: note on its local data}. cache is where results are kept, the
-    beginning of a file's name; data_dir, limit and seed as in the settings. Raises InputError.
+    lm: an lm-eval model -> lm-eval's results, and {task: note on its local data}. The results are kept in a file whose
+    name begins with `cache`; data_dir, limit and seed as in the settings. Raises InputError.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
     from jinja2 import TemplateError
     from lm_eval import simple_evaluate
 
@@ -333,12 +315,10 @@ def run_tasks(names, lm, cache=None, data_dir='', limit=0, seed=1234):
         logging.getLogger(library).setLevel(logging.ERROR)
     if data_dir:
         datasets.disable_progress_bars()
-    manager = task_manager()
-    for name in names:
+    manager, configs, notes = task_manager(), list(names), {}
+    for k, name in enumerate(names):
         if name not in manager.all_tasks:
             raise InputError(f"unknown task '{name}'{did_you_mean(name, [*OURS, *manager.all_tasks])}")
-    configs, notes = list(names), {}
-    for k, name in enumerate(names):
         if name in manager.all_subtasks:
             configs[k], notes[name] = task_config(name, manager.task_index[name].yaml_path, data_dir)
         elif data_dir:
@@ -348,11 +328,10 @@ def run_tasks(names, lm, cache=None, data_dir='', limit=0, seed=1234):
     resumed = file.exists()
     common = dict(task_manager=manager, limit=limit or None, use_cache=cache, log_samples=True, bootstrap_iters=1000)
     seeds = {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
-    # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
-    unreadable = (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError)
     try:
         return simple_evaluate(lm, tasks=configs, **common, **seeds), notes
-    except (*unreadable, datasets.exceptions.DatasetsError) as e:
+    # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
+    except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError) as e:
         if not resumed:
             file.unlink(missing_ok=True)
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300] or "nothing in it"}'
@@ -451,16 +430,14 @@ def card660(scorer, tok, folder):
         gold = [float(score) for _, _, score in pairs]
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {e}; --data_dir must be the folder of Card-660's dataset.tsv") from None
-    words = sorted({w for a, b, _ in pairs for w in (a, b)})
-    m, last, second_to_last = scorer.model, {}, {}
-    for word, ids in zip(words, tok.encode([w.replace('_', ' ') for w in words]), strict=True):
-        states = []
+    m, results, vectors = scorer.model, dict(pairs=len(pairs)), dict(last={}, second_to_last={})
+    for word in sorted({w for a, b, _ in pairs for w in (a, b)}):
+        states, ids = [], torch.tensor([[tok.bos, *tok.encode([word.replace('_', ' ')])[0]]], device=scorer.device)
         with scorer.autocast():
-            h = m.hidden_states(m.sign(torch.tensor([[tok.bos, *ids]], device=scorer.device)), states=states)
-        last[word], second_to_last[word] = h[0, -1].float().cpu(), states[-1][0, -1].float().cpu()
-    results = dict(pairs=len(pairs))
-    for layer, vectors in (('last', last), ('second_to_last', second_to_last)):
-        cosine = [F.cosine_similarity(vectors[a], vectors[b], dim=0).item() for a, b, _ in pairs]
+            h = m.hidden_states(m.sign(ids), states=states)
+        vectors['last'][word], vectors['second_to_last'][word] = h[0, -1].float(), states[-1][0, -1].float()
+    for layer, of_word in vectors.items():
+        cosine = [F.cosine_similarity(of_word[a], of_word[b], dim=0).item() for a, b, _ in pairs]
         results[f'{layer}_pearson'] = float(pearsonr(cosine, gold)[0])
         results[f'{layer}_spearman'] = float(spearmanr(cosine, gold)[0])
     return results
@@ -532,16 +509,14 @@ def draw(results, target):
         print(path)
 
 
-def measure(opened, names, texts, target, first_new, device, dtype):
+def measure(opened, names, target, first_new, device, dtype):
     """
-    All that is wanted of one model, opened by checkpoint.open_model, as in results.json. `texts` are those of
-    bits_per_byte; ids from first_new on are new tokens. None on ranks that only help.
+    All that is wanted of one model (checkpoint.Opened), as in results.json; ids from first_new on are new tokens. None
+    on ranks that only help.
     """
-    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     model, tok = opened.model.to(device).eval(), opened.tok
-    autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16, dtype == 'bfloat16')
-    scorer = Scorer(model, tok.bos if bos else None, batch_size, tokens_that_fit(model), autocast, rank, world_size)
-    if rank > 0:
+    scorer = Scorer(model, tok.bos if bos else None, batch_size, dtype=dtype)
+    if scorer.rank > 0:
         return scorer.serve()
     published = nearest_published(model.config, model.num_params()[1])
     results = dict(model=opened.name, published=dict(model=published, **PUBLISHED[published]))
@@ -553,18 +528,17 @@ def measure(opened, names, texts, target, first_new, device, dtype):
             raw, notes = run_tasks(lm_tasks, harness(scorer, tok), cache, data_dir, limit, seed)
             results['tasks'], results['task_hashes'] = task_scores(raw, notes), raw.get('task_hashes', {})
         if 'bits_per_byte' in names:
-            results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, first_new) for path in texts}
+            results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, first_new) for path in text.split(',')}
         if 'card660' in names:
             results['card660'] = card660(scorer, tok, data_dir)
     finally:
-        if world_size > 1:
+        if scorer.world_size > 1:
             dist.broadcast_object_list([None])
     return results
 
 
 def main():
     names = [t.strip() for t in tasks.split(',') if t.strip()]
-    texts = text.split(',') if text else []
     if not names:
         raise InputError("tasks is empty; leave it out for the paper's tasks")
     if limit < 0 or batch_size < 1:
@@ -573,9 +547,9 @@ def main():
         raise InputError(f'data_dir={data_dir}: no such folder')
     if 'card660' in names and not data_dir:
         raise InputError('card660 needs --data_dir, the folder of its dataset.tsv')
-    if 'bits_per_byte' in names and not texts:
+    if 'bits_per_byte' in names and not text:
         raise InputError('bits_per_byte needs --text, a text file')
-    for path in texts:
+    for path in filter(None, text.split(',')):
         if not Path(path).exists():
             raise InputError(f'--text={path}: no such file or folder')
 
@@ -586,16 +560,12 @@ def main():
     target = Path(save) if save else opened[-1].folder / 'results.json'
     if not os.access(target.parent, os.W_OK):
         raise InputError(f'{target} cannot be written: no such folder, or not yours; name another file with --save')
-    distributed = int(os.environ.get('WORLD_SIZE', 1)) > 1
-    if distributed:
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         dist.init_process_group('nccl' if torch.device(on_device).type == 'cuda' else 'gloo')
-    try:
-        # of the model before the expansion; no token is new to a model alone
-        first_new = len(opened[0].tok.tokens)
-        measured = [measure(o, names, texts, target, first_new, on_device, in_dtype) for o in opened]
-    finally:
-        if distributed:
-            dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
+    # of the model before the expansion; no token is new to a model alone
+    first_new = len(opened[0].tok.tokens)
+    measured = [measure(o, names, target, first_new, on_device, in_dtype) for o in opened]
     if measured[-1] is None:
         return
     versions = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
