@@ -62,14 +62,14 @@ def meta_files(folder):
     n, paths = max((int(name[1]) for name in names if name), default=0), []
     for i in range(n):
         paths.append(folder / f'meta_{i}of{n}.json')
-        if not paths[i].exists():
+        if not os.path.exists(paths[i]):
             raise InputError(f'{folder} lacks part {i}/{n}; prepare it with --part={i}/{n}')
     return paths or [folder / 'meta.json']
 
 
 def parsed_meta(path):
     """The contents of one meta.json. Raises FileNotFoundError, and InputError where it is damaged or too old."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise FileNotFoundError(path)
     again = 'delete the folder and prepare it again'
     try:

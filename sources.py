@@ -18,7 +18,6 @@ import json
 import logging
 import lzma
 import os
-import platform
 import re
 import sysconfig
 import time
@@ -32,14 +31,12 @@ import zstandard
 from bins import read_ahead
 from configurator import InputError, did_you_mean
 
-# name: (repository, its subsets where they are few, the subset that is meant when none is named)
+# name: (repository, its subsets where they are few; without a name, the first is meant)
 HUB = {
-    'fineweb-edu': (
-        'HuggingFaceFW/fineweb-edu', ('sample-10BT', 'sample-100BT', 'sample-350BT', 'default'), 'sample-10BT',
-    ),
-    'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ('fineweb-edu-dedup',), 'fineweb-edu-dedup'),
-    'fineweb-2': ('HuggingFaceFW/fineweb-2', (), ''),
-}  # fmt: skip
+    'fineweb-edu': ('HuggingFaceFW/fineweb-edu', ['sample-10BT', 'sample-100BT', 'sample-350BT', 'default']),
+    'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ['fineweb-edu-dedup']),
+    'fineweb-2': ('HuggingFaceFW/fineweb-2', []),
+}
 PIECE_CHARS = 1 << 20  # a longer document is cut at line ends
 BATCH_CHARS = 1 << 20  # what a worker is given at once
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds before the network is tried again
@@ -63,49 +60,35 @@ def mixture(dataset):
     for item in dataset.split(','):
         name, _, tokens = item.rpartition('@')
         try:
-            sources.append((name, int(float(tokens))))
-        except (ValueError, OverflowError):
-            name = ''
-        if not name or not 1 <= sources[-1][1] < 1e15:
+            number = float(tokens)
+        except ValueError:
+            number = 0
+        if not name or not 1 <= number < 1e15:
             raise InputError(f"dataset '{item}': each of a mixture ends with @ and its number of tokens, like @2e9")
+        sources.append((name, int(number)))
     return sources
 
 
-# -----------------------------------------------------------------------------
-# files -> rows
-
-
 class Source:
-    """
-    The rows of one data set, file by file in a fixed order; part=(i, n) has every n-th file from the i-th on. `size` is
-    its files' bytes, None on the hub; moved(bytes) is called as they are read. Raises InputError.
-    """
+    """The rows of one data set, file by file in a fixed order; part=(i, n) has every n-th file. Raises InputError."""
 
     def __init__(self, dataset, part=(0, 1), skip_errors=False):
-        self.skip_errors, self.moved, self.invalid_bytes = skip_errors, lambda size: None, 0
+        self.skip_errors, self.invalid_bytes = skip_errors, 0
+        # called with the bytes that were read
+        self.moved = lambda size: None
         name, _, subset = dataset.partition(':')
         self.on_hub = name in HUB
         if self.on_hub:
-            repository, subsets, default = HUB[name]
-            subset = subset or default
-            if subsets and subset not in subsets:
-                hint = did_you_mean(subset, subsets)
-                raise InputError(f"unknown subset '{subset}' of {name}{hint} (known: {', '.join(subsets)})")
-            if not subset:
-                raise InputError(f"dataset '{dataset}': which language? For example {name}:arb_Arab")
-            files = described = hub_files(repository, subset)
-            self.made_from = dict(hub=repository, name=subset)
+            files = described = hub_files(name, subset)
         elif dataset == 'stdlib':
             root = Path(sysconfig.get_paths()['stdlib'])
             files = sorted(p for p in root.rglob('*.py') if not NOT_STDLIB & set(p.relative_to(root).parts))
             described = [[str(p.relative_to(root)), p.stat().st_size] for p in files]
-            self.made_from = dict(python=platform.python_version())
         else:
             files = local_files(dataset)
             described = [[str(p), p.stat().st_size] for p in files]
-            self.made_from = {}
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-        self.made_from |= dict(dataset=dataset, number_of_files=len(files), files_sha256=digest)
+        self.made_from = dict(dataset=dataset, number_of_files=len(files), files_sha256=digest)
         i, n = part
         if len(files) < n:
             raise InputError(f"part={i}/{n}: '{dataset}' has {len(files)} file(s), of which every part reads its own")
@@ -116,7 +99,7 @@ class Source:
         """(text, {what was wrong: how often}) of the rows of a file from number `skip` on. Raises one of UNREADABLE."""
         path = self.files[file]
         if self.on_hub:
-            yield from retried(lambda begin: parquet_rows(path, begin), skip)
+            yield from retried(path, skip)
         elif path.suffix == '.parquet':
             yield from parquet_rows(path, skip)
             self.moved(path.stat().st_size)
@@ -133,12 +116,12 @@ class Source:
                     raise UnicodeError(f'it seems to be {encoding}, by its byte order mark; convert it to UTF-8')
             codecs.register_error('count_and_replace', self._count_and_replace)
             lines = io.TextIOWrapper(file, encoding='utf-8-sig', errors='count_and_replace', newline='\n')
-            is_json = '.jsonl' in (path.suffix, Path(path.stem).suffix)
+            is_json = '.jsonl' in path.suffixes[-2:]
             for text, wrong in self._json_rows(path, lines) if is_json else ((text, {}) for text in pieces(lines)):
                 if self.invalid_bytes > counted:
                     wrong = wrong | dict(invalid_utf8_bytes=self.invalid_bytes - counted)
                     counted = self.invalid_bytes
-                    # of what is packed, the bytes so far
+                    # of packed text, what was read so far
                     size = max(path.stat().st_size, file.tell())
                     if counted > size / 10 and not self.skip_errors:
                         raise UnicodeError(f'{counted:,} or more of its {size:,} bytes are not UTF-8; convert it')
@@ -160,7 +143,7 @@ class Source:
                 yield '', dict(unreadable=1)
                 continue
             fields = row if isinstance(row, dict) else [type(row).__name__]
-            if not isinstance(row, dict) or 'text' not in row:
+            if 'text' not in fields:
                 raise InputError(f"{path}, line {n}: no field 'text'; there are: {', '.join(fields)}")
             yield row['text'], {}
 
@@ -202,7 +185,7 @@ def local_files(dataset):
         found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         found = sorted(map(Path, filter(os.path.isfile, found)))
         if not found:
-            names = ['stdlib', *(f'{name}:{subset}' for name, (_, subsets, _) in HUB.items() for subset in subsets)]
+            names = ['stdlib', *(f'{name}:{subset}' for name, (_, subsets) in HUB.items() for subset in subsets)]
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{did_you_mean(dataset, names)}")
         files += found
     for path in files:
@@ -211,43 +194,43 @@ def local_files(dataset):
     return files
 
 
-def hub_files(repository, subset):
-    """URLs of the parquet files of a subset of a data set on the hub, in its order, at one commit."""
+def hub_files(name, subset):
+    """URLs of the parquet files of a subset of one of HUB, in its order, at one commit."""
     import datasets
-    import huggingface_hub
 
+    repository, subsets = HUB[name]
+    if not subset and not subsets:
+        raise InputError(f"dataset '{name}': which language? For example {name}:arb_Arab")
+    subset = subset or subsets[0]
+    if subsets and subset not in subsets:
+        hint = did_you_mean(subset, subsets)
+        raise InputError(f"unknown subset '{subset}' of {name}{hint} (known: {', '.join(subsets)})")
     # our one line says it all
-    huggingface_hub.logging.set_verbosity(logging.CRITICAL)
-    datasets.logging.set_verbosity(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     try:
         return [str(f) for f in datasets.load_dataset_builder(repository, subset).config.data_files['train']]
-    except Exception as e:  # no network, no such subset: their own words say which
-        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
-        raise InputError(f"dataset '{repository}', {subset}, cannot be read ({reason})") from None
+    # no network, no such subset: their own words say which
+    except Exception as e:
+        raise InputError(f'{repository}, {subset}, cannot be read ({type(e).__name__}: {e!s:.200})') from None
 
 
-def retried(read, skip):
-    """The rows of read(skip); where the network fails, begins again after the last one, after growing pauses."""
-    from huggingface_hub.errors import HfHubHTTPError
+def retried(path, skip):
+    """parquet_rows of what is on the hub; where the network fails, goes on after the last row, after growing pauses."""
+    from huggingface_hub.errors import HTTPError
 
-    http_error = HfHubHTTPError.__bases__[0]  # of the client that this version of the hub uses
     failures = 0
     while True:
         try:
-            for row in read(skip):
+            for row in parquet_rows(path, skip):
                 yield row
                 skip += 1
                 failures = 0
             return
-        except (OSError, http_error) as e:
+        except (OSError, HTTPError) as e:
             if failures == len(PAUSES):
                 raise OSError(f'{type(e).__name__}: {e}; tried {failures + 1} times') from None
             time.sleep(PAUSES[failures])
             failures += 1
-
-
-# -----------------------------------------------------------------------------
-# rows -> documents -> batches
 
 
 @dataclass(frozen=True)
@@ -257,17 +240,16 @@ class ReadState:
     source: int = 0  # of a mixture; the rest is of this source
     file: int = 0
     row: int = 0
-    piece: int = 0  # of the row's document
     documents: int = 0  # that were read; the pieces of a long one count each
     held_out: int = 0  # bytes of them
     tails: bool | None = None  # are the documents few, and the tail of each is held out? None: not known yet
     wrong: dict = field(default_factory=dict)  # what was wrong: how often
 
 
-def documents(source, file=0, row=0, piece=0):
+def documents(source, file=0, row=0):
     """
-    (text, {what was wrong: how often}, (file, row, piece) after it) from a piece of a row of a file on. A text is
-    stripped, can be encoded as UTF-8, and '' where it is dropped; a longer one than PIECE_CHARS comes in pieces.
+    (texts, {what was wrong: how often}, (file, row) after it) of each row from one of a file on. A text is stripped and
+    can be encoded as UTF-8; one that is longer than PIECE_CHARS comes in pieces, one that is dropped in none.
     """
     for f in range(file, len(source.files)):
         path, n = source.files[f], row
@@ -276,70 +258,58 @@ def documents(source, file=0, row=0, piece=0):
                 n += 1
                 if not isinstance(text, (str, type(None))):
                     raise InputError(f"{path}, row {n}: field 'text' is {type(text).__name__}, expected a string")
-                text, wrong = stripped(text or '', wrong)
-                texts = [text]
-                if len(text) > PIECE_CHARS:
-                    texts = list(filter(None, map(str.strip, pieces(io.StringIO(text)))))
-                for k in range(piece, len(texts)):
-                    after = (f, n - 1, k + 1) if k + 1 < len(texts) else (f, n, 0)
-                    yield texts[k], wrong if k == 0 else {}, after
-                piece = 0
+                stripped = (text or '').strip()
+                # without halves of surrogate pairs, from JSON escapes
+                text = stripped.encode('utf-8', 'replace').decode()
+                if text != stripped:
+                    wrong = wrong | dict(lone_surrogates=1)
+                elif not text and not wrong:
+                    wrong = dict(empty=1)
+                texts = [text] if len(text) <= PIECE_CHARS else map(str.strip, pieces(io.StringIO(text)))
+                yield list(filter(None, texts)), wrong, (f, n)
         except InputError:
             raise
         except UNREADABLE as e:
-            reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+            reason = f'({type(e).__name__}: {e!s:.200})'
             if source.on_hub and not isinstance(e, ValueError):
                 raise InputError(f'{path}, row {n + 1}: the network does not give it {reason}') from None
             if not source.skip_errors:
                 raise InputError(f'{path}, row {n + 1} cannot be read {reason}; --on_error=skip goes on') from None
-            yield '', dict(unreadable=1), (f + 1, 0, 0)
+            yield [], dict(unreadable=1), (f + 1, 0)
         row = 0
-
-
-def stripped(text, wrong):
-    """The text of a document, which can be encoded as UTF-8, and what was wrong with it."""
-    text = text.strip()
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, from a JSON escape
-        return text.encode('utf-8', 'replace').decode(), wrong | dict(lone_surrogates=1)
-    return text, wrong if text or wrong else dict(empty=1)
 
 
 def batches(source, state, val_fraction, val_bytes):
     """
-    Batches of (text, is it held out?), each with the ReadState after it, from which this goes on with the next one.
-
-    Every k-th document is held out, k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the
-    tail of each.
+    Batches of (text, is it held out?), each with the ReadState after it. Every k-th document is held out,
+    k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the tail of each.
     """
     k = round(1 / val_fraction)
-    rows, first = documents(source, state.file, state.row, state.piece), []
+    rows, first = documents(source, state.file, state.row), []
     if state.tails is None:
         number = size = 0
-        while number < k and size <= 1 << 26 and (item := next(rows, None)):
-            first.append(item)
-            number, size = number + bool(item[0]), size + len(item[0])
+        while number < k and size <= 1 << 26 and (row := next(rows, None)):
+            first.append(row)
+            number, size = number + len(row[0]), size + sum(map(len, row[0]))
         state = replace(state, tails=number < k and size <= 1 << 26)
     batch, size, documents_read, held_out = [], 0, state.documents, state.held_out
-    for text, wrong, after in itertools.chain(first, rows):
+    for texts, wrong, (file, row) in itertools.chain(first, rows):
         if wrong:
             state = replace(state, wrong=dict(Counter(state.wrong) + Counter(wrong)))
-        if text and state.tails:
-            cut = int(len(text) * (1 - val_fraction))
-            # at a line end where there is one
-            cut = text.find('\n', cut) + 1 or cut
-            batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
-        elif text:
-            documents_read += 1
-            is_held_out = documents_read % k == 0 and held_out < val_bytes
-            held_out += len(text.encode()) if is_held_out else 0
-            batch.append((text, is_held_out))
-        size += len(text)
+        for text in texts:
+            size += len(text)
+            if state.tails:
+                cut = int(len(text) * (1 - val_fraction))
+                # at a line end where there is one
+                cut = text.find('\n', cut) + 1 or cut
+                batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
+            else:
+                documents_read += 1
+                is_held_out = documents_read % k == 0 and held_out < val_bytes
+                held_out += len(text.encode()) if is_held_out else 0
+                batch.append((text, is_held_out))
         if size >= BATCH_CHARS:
-            file, row, piece = after
-            state = replace(state, file=file, row=row, piece=piece, documents=documents_read, held_out=held_out)
+            state = replace(state, file=file, row=row, documents=documents_read, held_out=held_out)
             yield batch, state
             batch, size = [], 0
-    state = replace(state, file=len(source.files), row=0, piece=0)
-    yield batch, state
+    yield batch, replace(state, file=len(source.files), row=0)

@@ -296,7 +296,7 @@ def test_hub_parquet_and_its_failures(inline, tmp_path, mistral, monkeypatch):
     """Rows are lost or read twice where the network fails; or a failure that lasts loses what was read."""
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
     fineweb_folder(tmp_path / 'hub', texts)
-    monkeypatch.setitem(sources.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ('sample-10BT',), 'sample-10BT'))
+    monkeypatch.setitem(sources.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ['sample-10BT']))
     monkeypatch.setattr(sources, 'PAUSES', (0, 0))
     monkeypatch.setattr(sources, 'BATCH_CHARS', 2000)
     monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
