@@ -14,6 +14,7 @@ from checkpoint import from_pretrained, load_checkpoint, save_pretrained
 from configurator import read_config
 from hashing import extend_table, get_tokenizer, signature_table
 from model import MHF, MHFConfig
+from test_mhf import SAYINGS
 
 pytestmark = pytest.mark.xdist_group('expand')
 
@@ -27,7 +28,6 @@ def invented_language(first, letters, spaces, seed):
 
 
 LANGUAGES = dict(ar=(0x621, 26, True, 1), zh=(0x6E00, 400, False, 2), hi=(0x905, 50, True, 3))
-SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', '🙂 e\u0301 \x00 <s>[INST]', ' leading']
 TEXTS = '--texts=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
 
 
@@ -95,14 +95,8 @@ def test_expand_again_and_on_real_text(expansion, tmp_path):
     assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
     assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
     files = ','.join(str(shared(f'data/text/{n}.jsonl.xz')) for n in LANGUAGES)
-    done = ok(
-        'expand.py',
-        f'--texts={files}',
-        '--val_fraction=0.05',
-        '--text_bytes=1000000',
-        '--tokenizer=real.model',
-        cwd=tmp_path,
-    )
+    args = (f'--texts={files}', '--val_fraction=0.05', '--text_bytes=1000000', '--tokenizer=real.model')
+    done = ok('expand.py', *args, cwd=tmp_path)
     assert '32,768 -> 48,122 tokens' in done.stdout
     assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
 
@@ -123,24 +117,16 @@ def test_expand_a_model(expansion, mistral):
     assert 'are frozen' in ok('train.py', *args, '--max_steps=3', cwd=expansion).stdout
     trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt', whole=True)
     assert trained_on.num_params() == base.num_params()
-    frozen = [
-        n for (n, a), b in zip(base.named_parameters(), trained_on.parameters(), strict=True) if torch.equal(a, b)
-    ]
+    pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
+    frozen = [name for (name, a), b in pairs if torch.equal(a, b)]
     assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
     assert len(ckpt['optimizer']['state']) == len(list(base.parameters())) - len(frozen)
     assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
     refused = run('train.py', *args, '--train_layers=0', '--max_steps=9', cwd=expansion)
     assert refused.returncode == 1 and 'train_layers=1 (now 0)' in refused.stderr
 
-    args = (
-        '--out_dir=expanded',
-        '--before=base',
-        '--tasks=bits_per_byte',
-        '--text=three_hi.txt,three_docs.txt',
-        '--plot',
-        '--device=cpu',
-    )
-    done = ok('eval.py', *args, cwd=expansion)
+    done = ok('eval.py', '--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', '--plot', '--device=cpu',
+              '--text=three_hi.txt,three_docs.txt', cwd=expansion)  # fmt: skip
     results = json.loads((expansion / 'expanded/results.json').read_text())
     for name, now in results['bits_per_byte'].items():
         then = results['before']['bits_per_byte'][name]
@@ -195,40 +181,33 @@ def test_tables_of_ablations_grow(H, num_lsh, unique):
     old, new = [f'w{k}' for k in range(200)], [f'new{k}' for k in range(50)]
     how = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=unique)
     table = signature_table(old, H, **how)
-    config = MHFConfig(vocab_size=200, num_hashes=H, num_buckets=300, num_lsh=num_lsh, num_layers=1, hidden_size=16,
-                       num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16, pad_id=2)  # fmt: skip
-    assert (expand.table_like(MHF(config, table), old + new, 2) == extend_table(table, new, **how)).all()
+    model = random_model(vocab_size=200, num_hashes=H, num_buckets=300, num_lsh=num_lsh)
+    model.replace_vocabulary(table, pad_id=2)
+    assert (expand.table_like(model, old + new, 2) == extend_table(table, new, **how)).all()
 
 
 NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--val_fraction=0.1', '--init_from=new')
-REFUSED = {
-    'nothing to learn from': (['--tokenizer=new.model', '--before=base', '--init_from=new'], 'texts is empty'),
-    'the base of another model': ([*NEW, '--before=grown'], 'whose tokens are not those of base='),
-    'the base of another run': ([*NEW, '--before=out', '--base=three.model'], 'whose tokens are not those of base='),
-    'a table of another base': ([*NEW, '--before=bare'], 'whose tokens are not those of base='),
-    'another size': ([*NEW, '--before=small'], 'whose tokens are not those of base='),
-}
 
 
-@pytest.mark.parametrize('name', REFUSED)
-def test_expand_refuses(expansion, name):
+@pytest.mark.parametrize('before', ['grown', 'out --base=three.model', 'bare', 'small'])
+def test_expand_refuses(expansion, before):
     """A model is grown from a tokenizer that is not its own; see test_bad_input.py for what else is refused."""
-    args, says = REFUSED[name]
     # released models of which only the weights say what their tokenizers were
-    if name == 'a table of another base':
+    if before == 'bare':
         shutil.copytree(expansion / 'grown', expansion / 'bare')
         (expansion / 'bare/tokenizer.model').unlink()
-    if name == 'another size':
+    if before == 'small':
         save_pretrained(random_model(num_hashes=0, dtype=torch.float32), expansion / 'small', 'mistral')
-    before = snapshot(expansion)
-    done = run('expand.py', *args, cwd=expansion)
-    assert done.returncode == 1 and says in done.stderr and snapshot(expansion) == before
-    assert re.fullmatch(r'error: .*\n', done.stderr), done.stderr
+    files = snapshot(expansion)
+    done = run('expand.py', *NEW, *f'--before={before}'.split(), cwd=expansion)
+    assert done.returncode == 1 and snapshot(expansion) == files
+    assert re.fullmatch(r'error: .*whose tokens are not those of base=.*\n', done.stderr), done.stderr
 
 
-@pytest.mark.parametrize(
-    'error, code, says', [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error')]
-)
+ENDS = [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error')]
+
+
+@pytest.mark.parametrize('error, code, says', ENDS)
 def test_expand_interrupted_while_it_writes(expansion, error, code, says):
     """What was written before Ctrl-C or a full disk stays, and looks whole."""
     patch = f"""
