@@ -1,13 +1,12 @@
 """
 What the tests of the scripts share. Above all run(): a script as a user runs it, in a child forked from a process that
 has torch and its like imported already; 3 seconds of importing each would be most of the time of the tests.
-
-Tests that need the project's shared/ folder beside the clone skip without it; with MHF_STRICT=1 a skip is a failure.
 """
 
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -26,7 +25,6 @@ import pytest
 from hypothesis import strategies as st
 
 REPO = Path(__file__).resolve().parent.parent
-SHARED = REPO.parent / 'shared'
 # examples of damage
 FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 if str(REPO) not in sys.path:
@@ -34,17 +32,10 @@ if str(REPO) not in sys.path:
 
 
 def __getattr__(name):
-    """The models of test_mhf.py, which imports torch and our modules: only when a test asks for them."""
-    if name in ('TINY', 'random_model', 'relative', 'write_released'):
+    """What test_mhf.py has for all tests; it imports torch and our modules, so only when a test asks for it."""
+    if name in ('SHARED', 'TINY', 'random_model', 'relative', 'shared', 'write_released'):
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
-
-
-def shared(path):
-    if not (SHARED / path).exists():
-        reason = f'needs ../shared/{path}'
-        pytest.fail(reason) if os.environ.get('MHF_STRICT') == '1' else pytest.skip(reason)
-    return SHARED / path
 
 
 # -----------------------------------------------------------------------------
@@ -61,24 +52,17 @@ PRELOADED = """
 """.split()
 
 
-def environment_of_scripts():
-    """This process's environment, without what torchrun sets, as a script gets it."""
-    kept = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')}
-    return kept | ENVIRONMENT
-
-
 def fork_server():
     """The context whose processes are forked from one that has imported PRELOADED; the first call starts that one."""
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
-    ours, theirs = dict(os.environ), environment_of_scripts()
-    os.environ.clear()
-    try:
-        os.environ.update(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        # what torchrun sets is not for the scripts
+        for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
+            patch.delenv(name, raising=False)
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
         multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(ours)
     return context
 
 
@@ -89,9 +73,8 @@ def child(script, args, cwd, environment, patch, output):
     # may have processes of its own
     multiprocessing.current_process().daemon = False
     for number, name in ((1, 'stdout'), (2, 'stderr')):
-        fd = os.open(f'{output}/{name}', os.O_WRONLY)
-        os.dup2(fd, number)
-        os.close(fd)
+        with open(f'{output}/{name}', 'wb') as file:
+            os.dup2(file.fileno(), number)
     sys.stdout = sys.__stdout__ = open(1, 'w', encoding='utf-8', closefd=False)
     sys.stderr = sys.__stderr__ = open(2, 'w', encoding='utf-8', errors='backslashreplace', buffering=1, closefd=False)
     os.chdir(cwd)
@@ -247,26 +230,20 @@ num_samples = 2
 """
 
 
-def library():
-    """The modules of the standard library: real text that every machine has."""
-    paths = sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py'))
-    return (p.read_text(encoding='utf-8', errors='replace') for p in paths)
-
-
-def library_texts(size):
-    """About `size` characters of the standard library, as a list of texts."""
-    texts, got = [], 0
-    for text in library():
-        texts.append(text)
-        got += len(text)
-        if got > size:
+def library_texts(size=math.inf):
+    """About `size` characters of the standard library, real text that every machine has: a text for each module."""
+    texts = []
+    for path in sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py')):
+        if size < 0:
             break
+        texts.append(path.read_text(encoding='utf-8', errors='replace'))
+        size -= len(texts[-1])
     return texts
 
 
 def real_documents():
     """30 modules of the standard library."""
-    return [t for t in map(str.strip, library()) if 1000 < len(t) < 12000][:30]
+    return [t for t in map(str.strip, library_texts()) if 1000 < len(t) < 12000][:30]
 
 
 def write_jsonl(path, texts):
@@ -280,40 +257,35 @@ def mistral():
     return get_tokenizer('mistral')
 
 
-@pytest.fixture(scope='session')
-def trained(tmp_path_factory):
-    """A folder with documents, a config, bins and a trained checkpoint."""
-    folder = tmp_path_factory.mktemp('trained')
-    write_jsonl(folder / 'docs.jsonl', real_documents())
-    (folder / 'cfg.py').write_text(CONFIG)
+def small_run(folder, texts, more=''):
+    """Documents, a config, bins and a trained checkpoint, in a folder."""
+    write_jsonl(folder / 'docs.jsonl', texts)
+    (folder / 'cfg.py').write_text(CONFIG + more)
     ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
     ok('train.py', 'cfg.py', cwd=folder)
     return folder
 
 
-@pytest.fixture
-def copy(trained, tmp_path):
-    """A copy of the small run."""
-    shutil.copytree(trained, tmp_path / 'copy')
-    return tmp_path / 'copy'
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    return small_run(tmp_path_factory.mktemp('trained'), real_documents())
 
 
 @pytest.fixture(scope='session')
 def few(tmp_path_factory):
     """Like `trained`, with steps that take a fifth of the time: 24 of them are three epochs of a little text."""
-    folder = tmp_path_factory.mktemp('few')
-    write_jsonl(folder / 'docs.jsonl', [t[:1200] for t in real_documents()[:3]])
-    (folder / 'cfg.py').write_text(f'{CONFIG}\nblock_size = 16\neval_interval = 8\nval_fraction = 0.25\n')
-    ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
-    ok('train.py', 'cfg.py', cwd=folder)
-    return folder
+    texts, more = [t[:1200] for t in real_documents()[:3]], 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
+    return small_run(tmp_path_factory.mktemp('few'), texts, more)
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / 'copy')
 
 
 @pytest.fixture
 def quick(few, tmp_path):
-    """A copy of the even smaller run."""
-    shutil.copytree(few, tmp_path / 'quick')
-    return tmp_path / 'quick'
+    return shutil.copytree(few, tmp_path / 'quick')
 
 
 def events(folder, out='out'):
