@@ -93,7 +93,7 @@ def variants_of(tok):
     sizes |= dict(vocab_size=len(tok.tokens), pad_id=tok.pad)
     if not num_hashes:
         sizes |= dict(num_hashes=4, num_buckets=16384)
-    exact = MHFConfig(**sizes | dict(loss='exact'))
+    exact = replace(MHFConfig(**sizes), loss='exact')
     return dict(exact=exact, product=replace(exact, loss='product'), Standard=replace(exact, num_hashes=0))
 
 
@@ -117,22 +117,22 @@ def flops_per_token(c, context):
 
 
 @functools.cache
-def saved_by_forward(fields, n):
-    """Bytes that a sequence of n tokens keeps for backward in MHFConfig(*fields), with autocast's copies of weights."""
-    storages = {}
+def saved_by_forward(fields):
+    """What all but the head of MHFConfig(*fields) keeps for backward: bytes a token, and of autocast's weights."""
+    c, storages = MHFConfig(*fields), {}
 
     def note(t):
         storages[t.untyped_storage()._cdata] = t.untyped_storage()
         return t
 
-    c = MHFConfig(*fields)
     with FakeTensorMode():
         model = MHF(c)
-        x = torch.zeros(1, n, c.coordinates, dtype=torch.int64)
+        x = torch.zeros(1, c.block_size, c.coordinates, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
             model.hidden_states(x)
     of_the_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    return sum(s.nbytes() for k, s in storages.items() if k not in of_the_model)
+    copies = 2 * sum(p.numel() for m in (model.encoder, model.layers) if m for p in m.parameters())
+    return (sum(s.nbytes() for k, s in storages.items() if k not in of_the_model) - copies) / c.block_size, copies
 
 
 def memory_plan(c, sequences, device_type='cuda'):
@@ -140,24 +140,16 @@ def memory_plan(c, sequences, device_type='cuda'):
     with torch.device('meta'):
         model = MHF(c)
     P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
-    # linear in layers and tokens: four small models give the slopes
-    short = c.block_size // 2
-    kept = {(L, t): saved_by_forward(astuple(replace(c, num_layers=L)), t) for L in (1, 2) for t in (short, 2 * short)}
-    per_token = {L: (kept[L, 2 * short] - kept[L, short]) / short for L in (1, 2)}
-    # what does not grow with the tokens: copies of weights
-    fixed = {L: 2 * kept[L, short] - kept[L, 2 * short] for L in (1, 2)}
-    copies = fixed[1] + (fixed[2] - fixed[1]) * (c.num_layers - 1)
-    layer = per_token[2] - per_token[1]
-    outside = per_token[1] - layer
-    activations = n * (outside + c.num_layers * layer)
-    if activation_checkpointing:
-        activations = n * (outside + c.num_layers * 4 * d + layer)
-    rows = c.coordinates * c.buckets
+    (one, copies), (two, more) = (saved_by_forward(astuple(replace(c, num_layers=L))) for L in (1, 2))
+    layer, copies = two - one, copies + (c.num_layers - 1) * (more - copies)
+    # at the peak of activation checkpointing: the inputs of all layers, and what one of them keeps
+    of_layers = c.num_layers * 4 * d + layer if activation_checkpointing else c.num_layers * layer
+    activations = int(n * (one - layer + of_layers))
     # of a chunk of tokens: o_i and p_i in bfloat16, and one at work
     chunk, block = min(n, head_chunk(c.coordinates, c.buckets)), min(n, vocabulary_chunk(device_type))
     logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))
     # E in bfloat16, dE, h and dh, a part of dE in bfloat16, and a block's logits and probabilities
-    head = 2 * E + 4 * E + 8 * n * d + logits + 2 * E // c.coordinates + 4 * block * (c.vocab_size + 2 * rows)
+    head = 2 * E + 4 * E + 8 * n * d + logits + 2 * E // c.coordinates + 4 * block * (c.vocab_size + 2 * E // d)
     need = dict(parameters=4 * P, gradients=4 * P, optimizer=8 * P)
     return need | {'bfloat16 copies of weights': copies, 'activations': activations, 'head': head}
 
@@ -183,15 +175,13 @@ def print_plan(variants):
     say(f'\nmemory per GPU, {micro_batch}, bfloat16 autocast, DDP, not compiled')
     for name, size in need.items():
         say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    verdict = 'fits' if total <= room else 'DOES NOT FIT'
-    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {verdict}')
+    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"fits" if total <= room else "DOES NOT FIT"}')
     hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
     say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
     say(f'\n{flops * step:.3g} FLOPs a step of {step:,} tokens, {flops / 1e9:.2f} G a token')
     say(f'{days:.1f} days for {tokens / 1e9:.1f} B tokens at {mfu:.0%} of {peak} TFLOP/s each')
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
-    need = {name: int(size) for name, size in need.items()}
-    results = dict(parameters=P, memory=need, total=int(total), fits=total <= room, largest_micro_batch_size=fits)
+    results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
     return results | dict(flops_per_token=flops, days=days, disk_bytes=disk)
 
 
@@ -214,7 +204,8 @@ class Machine:
             torch.set_float32_matmul_precision('high')
             name = torch.cuda.get_device_name()
         say(f'{self.device} ({name}), {self.dtype_name}, torch {torch.__version__}')
-        rate = self.gemm_rate()
+        x = torch.randn(2048, 2048, device=self.device, dtype=self.dtype)
+        rate = 2 * 2048**3 / self.best_of(lambda: x @ x)
         say(f'GEMM 2048^3: {rate / 1e9:,.0f} GFLOP/s')
         return dict(device=self.device, dtype=self.dtype_name, torch=torch.__version__, gemm_flops=rate)
 
@@ -263,16 +254,6 @@ class Machine:
     def best_of(self, f, n=8):
         f()
         return min(self.timed(f) for _ in range(n))
-
-    def gemm_rate(self):
-        """FLOP/s of a 2048^3 product, the best of a few."""
-        x = torch.randn(2048, 2048, device=self.device, dtype=self.dtype)
-        return 2 * 2048**3 / self.best_of(lambda: x @ x)
-
-    def bandwidth(self):
-        """Bytes/s of reading 256 MiB, the best of a few."""
-        x = torch.ones(2**25, dtype=torch.int64, device=self.device)
-        return x.nbytes / self.best_of(x.sum)
 
     def in_turn(self, run, items):
         """
@@ -337,8 +318,7 @@ def bench_train(machine, variants, tok, results):
 
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
-    heads = f'{"":<12}{"parameters":>14}{"tokens/s":>10}{"GFLOP/token":>13}{"of GEMM rate":>14}{"peak memory":>13}'
-    say(f'{heads}{"planned":>10}')
+    say('                parameters  tokens/s  GFLOP/token  of GEMM rate  peak memory   planned')
     rows = {}
     for name, model in models.items():
         seconds, memory = got[name]
@@ -384,7 +364,7 @@ def bench_head(machine, variants, tok, results):
 
 def bench_one_head(machine, model, n):
     """{'lean': {seconds, memory}, 'plain': the same} of n tokens; without plain, where its logits find no room."""
-    c, heads = model.config, dict(lean=False, plain=True)
+    c, heads = model.config, dict(lean=False)
     h = torch.randn(n, c.hidden_size, device=machine.device, requires_grad=True)
     y = random_tokens(model, n)
 
@@ -403,8 +383,8 @@ def bench_one_head(machine, model, n):
 
     # the exact loss also has a logit of each token of the vocabulary
     logits = n * (c.coordinates * c.buckets + (c.vocab_size if c.num_hashes and c.loss == 'exact' else 0))
-    if 24 * logits > machine.free_memory():
-        del heads['plain']
+    if 24 * logits <= machine.free_memory():
+        heads['plain'] = True
     found, gradients = {}, 4 * sum(t.numel() for t in (h, model.embed.weight, *model.mixers.parameters()))
     for name, (seconds, memory) in machine.in_turn(run, heads).items():
         found[name] = dict(seconds=seconds, memory=None if memory is None else max(0, memory - gradients))
@@ -418,7 +398,9 @@ def models_to_infer(machine, variants, tok):
 
 def bench_generate(machine, variants, tok, results):
     """Tokens one by one at batch 1, weights in the machine's precision."""
-    speed, models = machine.bandwidth(), models_to_infer(machine, variants, tok)
+    models, x = models_to_infer(machine, variants, tok), torch.ones(2**25, dtype=torch.int64, device=machine.device)
+    # bytes a second of reading 256 MiB
+    speed = x.nbytes / machine.best_of(x.sum)
 
     def run(measure, model):
         ids = torch.full((1, 16), len(tok.tokens) // 2, device=machine.device)
@@ -464,7 +446,6 @@ def bench_prepare(machine, variants, tok, results):
     source, cores = 'stdlib' if dataset.partition(':')[0] in HUB else dataset, os.cpu_count()
     made = [batch for batch, _ in batches(Source(source), ReadState(), 0.01, 4e6)]
     size = sum(len(text.encode()) for batch in made for text, _ in batch)
-    tokenise_batch = functools.partial(tokenise, tokenizer)
     with tempfile.TemporaryDirectory() as folder, workers(cores, tokenizer) as pool:
         bins = Path(folder) / 'bins'
         command = [sys.executable, Path(__file__).with_name('prepare.py'), f'--dataset={source}', f'--data_dir={bins}']
@@ -476,18 +457,17 @@ def bench_prepare(machine, variants, tok, results):
             if done.returncode:
                 raise InputError(f'prepare.py: {done.stderr[-300:]}')
 
-        works = {'the tokenizer alone': lambda: list(pool.map(tokenise_batch, made)), 'prepare.py': prepare}
-        # every worker has its tokenizer
-        list(pool.map(tokenise_batch, made[: 2 * cores]))
-        seconds = {name: [] for name in works}
-        for name in list(works) * repeats:
-            seconds[name].append(machine.timed(works[name]))
+        def tokenise_all():
+            list(pool.map(functools.partial(tokenise, tokenizer), made))
+
+        works = {'the tokenizer alone': tokenise_all, 'prepare.py': prepare}
+        got = machine.in_turn(lambda measure, work: measure(work), works)
         ids = Bins(bins, read_meta(bins)['splits']['train'])
         length = min(block_size + 1, len(ids))
         starts = np.random.default_rng(0).integers(0, len(ids) - length + 1, 64)
         read = (np.stack([ids[b : b + length] for b in starts]).astype(np.int64) for _ in range(50))
         reading = 50 * len(starts) * (length - 1) / machine.timed(lambda: list(read_ahead(read)))
-    rates = {name: size / statistics.median(times) for name, times in seconds.items()}
+    rates = {name: size / seconds for name, (seconds, _) in got.items()}
     say(f'\nprepare: {size / 1e6:.1f} MB of text ({source}), {tokenizer}, {cores} cores')
     for name, rate in rates.items():
         say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
