@@ -31,8 +31,6 @@ device = None  # cuda | cpu | mps; None takes cuda where it is there
 dtype = None  # bfloat16 | float32; None is bfloat16 where the hardware has it
 config = configure(globals())
 
-# -----------------------------------------------------------------------------
-
 if top_k is not None and type(top_k) is not int or top_p is not None and type(top_p) not in (int, float):
     raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
 if min(num_samples, max_new_tokens) < 1:
@@ -46,13 +44,12 @@ if start.startswith('FILE:'):
     except OSError as e:
         raise InputError(f'--start={start}: {e.strerror}') from None
 model, tok, name, _ = open_model(out_dir, released, revision, tokenizer)
-context = model.config.block_size
 # refuses what means nothing for this vocabulary, before anything is printed
 sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
 print(name, file=sys.stderr)
 
 model.to(device, getattr(torch, dtype)).eval()
-prompt = [tok.bos, *tok.encode([start])[0]]
+context, prompt = model.config.block_size, [tok.bos, *tok.encode([start])[0]]
 if len(prompt) > context:
     print(f'the prompt has {len(prompt)} tokens, the context {context}: its end is used', file=sys.stderr)
     prompt = prompt[-context:]
