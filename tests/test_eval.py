@@ -14,14 +14,11 @@ import eval as evaluation
 from bins import read_meta
 from checkpoint import from_pretrained
 from configurator import InputError
+from eval import Scorer
 from hashing import tokenizer_fingerprint
 
 # one process builds lm-eval's index of its tasks, which takes it 6 seconds
 pytestmark = pytest.mark.xdist_group('eval')
-
-
-def scorer_of(m, bos=1, batch_size=256, tokens=200):
-    return evaluation.Scorer(m, bos, batch_size, tokens)
 
 
 # -----------------------------------------------------------------------------
@@ -45,13 +42,13 @@ def test_scorer_equals_log_probs(num_hashes):
             expected.append(logp.gather(1, targets[:, None]).sum().item())
             greedy.append(bool((logp.argmax(1) == targets).all()))
         for batch_size, tokens in ((256, 10**6), (1, 10**6), (16, 10**6), (256, 100), (256, 1)):
-            done, scorer = {}, scorer_of(m, bos, batch_size, tokens)
+            done, scorer = {}, Scorer(m, bos, batch_size, tokens)
             got = scorer(requests, done.__setitem__)
             assert done == dict(enumerate(got))
             assert [g for _, g in got] == greedy
             assert np.allclose([logp for logp, _ in got], expected, atol=1e-9)
         assert len(scorer.rows(requests)) < len(requests)
-    scorer, sizes = scorer_of(m, None, 256, 10**6), []
+    scorer, sizes = Scorer(m, None, 256, 10**6), []
     score = scorer.score
 
     def in_small_memory(batch):
@@ -63,10 +60,10 @@ def test_scorer_equals_log_probs(num_hashes):
     scorer.score = in_small_memory
     assert np.allclose([logp for logp, _ in scorer(requests)], expected, atol=1e-9) and sizes[0] > 2
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
-    assert scorer_of(m)([(contexts[1], [likeliest])])[0][1] is True
-    for context, continuation, message in (([5], [], 'empty continuation'), ([5], [7] * 25, '25 tokens')):
+    assert Scorer(m, 1, 256)([(contexts[1], [likeliest])])[0][1] is True
+    for continuation, message in (([], 'empty continuation'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=message):
-            scorer_of(m)([(context, continuation)])
+            Scorer(m, 1, 256)([([5], continuation)])
 
 
 def test_sliding_windows():
@@ -74,7 +71,7 @@ def test_sliding_windows():
     m = random_model()  # a context of 24
     for n in (1, 23, 24, 25, 36, 37, 100):
         ids = np.random.default_rng(n).integers(3, 300, n).tolist()
-        nats, right, confidence = evaluation.sliding(scorer_of(m), 1, ids)
+        nats, right, confidence = evaluation.sliding(Scorer(m, 1, 256), 1, ids)
         assert len(nats) == n
         whole = [1, *ids]
         for i in range(n):
@@ -95,8 +92,8 @@ def test_calibration_error():
 def test_prepared_split(trained, mistral, tmp_path):
     """A bin's ids are read back as others than those of its text, or a bin of another tokenizer is accepted."""
     ids, size = evaluation.prepared_split(trained / 'bins', mistral)
-    held_out = [t for t in tokens_between(ids, mistral.bos)]
-    texts = [mistral.decode(t) for t in held_out]
+    documents = np.split(ids, np.flatnonzero(np.array(ids) == mistral.bos))[1:]
+    texts = [mistral.decode(document[1:].tolist()) for document in documents]
     assert texts and set(texts) <= set(real_documents()) and size == sum(len(t.encode()) for t in texts)
     other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(mistral)
@@ -106,12 +103,6 @@ def test_prepared_split(trained, mistral, tmp_path):
         evaluation.prepared_split(tmp_path, mistral)
 
 
-def tokens_between(ids, bos):
-    """Ids of documents back to back, each of which begins with bos -> a list of each one's ids, without bos."""
-    begins = [k for k, i in enumerate(ids) if i == bos]
-    return [ids[a + 1 : b] for a, b in zip(begins, [*begins[1:], len(ids)], strict=True)]
-
-
 # -----------------------------------------------------------------------------
 # lm-eval
 
@@ -119,7 +110,7 @@ def tokens_between(ids, bos):
 def test_harness_text_and_generation(mistral):
     """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
     m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
-    scorer = scorer_of(m)
+    scorer = Scorer(m, 1, 256)
     lm = evaluation.harness(scorer, mistral)
 
     def request(*args):
@@ -150,12 +141,7 @@ def write_rows(path, rows):
 
 
 # three choices and the right one, which is the longest; right[i] is first in two of four
-QUESTIONS = [
-    ('alpha one', 'b', 'cc', 0),
-    ('a', 'beta two', 'c', 1),
-    ('aa', 'b', 'gamma three', 2),
-    ('delta', 'bb', 'cc', 0),
-]
+QUESTIONS = [('alpha 1', 'b', 'cc', 0), ('a', 'beta 2', 'c', 1), ('aa', 'b', 'gamma 3', 2), ('delta', 'bb', 'cc', 0)]
 TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
 LAMBADA = [dict(text=f'he went to the old {w}') for w in ('house', 'river', 'garden', 'school')]
 SCIQ = ('long right', 'd', 'other right', 'e')
@@ -185,11 +171,8 @@ def small_tasks(folder):
     hella = dict(ind=0, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', split='', split_type='')
     hella |= dict(source_id='')
     write('hellaswag', each(lambda q: dict(hella, endings=[*q[:3], 'z'], label=str(q[3]))), 'validation')
-
-    def problem(q):
-        return str([dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])])
-
-    write('race_high', each(lambda q: dict(article='Text.', problems=problem(q))), 'test')
+    race = [[dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])] for q in QUESTIONS]
+    write('race_high', [dict(article='Text.', problems=str(problems)) for problems in race], 'test')
     sciq = dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', support='S.')
     write('sciq', [dict(sciq, correct_answer=w) for w in SCIQ], 'validation')
     siqa = dict(context='C.', question='Q?')
@@ -207,31 +190,26 @@ def test_known_answers(tmp_path, mistral):
     right = small_tasks(tmp_path)
 
     class Known:
-        """Scores continuations by what `judge` says of their text."""
+        """Scores continuations by their text."""
 
-        model, device = random_model(), 'cpu'
-
-        def __init__(self, judge):
-            self.judge = judge
+        model = random_model()
 
         def __call__(self, requests, done):
             scores = [self.judge(mistral.decode(continuation)) for _, continuation in requests]
             return [(s, s == 0) for s in scores]
 
-    scores = {}
+    scores, known = {}, Known()
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
-        lm = evaluation.harness(Known(judge), mistral)
+        known.judge, lm = judge, evaluation.harness(known, mistral)
         got = evaluation.task_scores(*evaluation.run_tasks(list(evaluation.PAPER), lm, data_dir=tmp_path))
         scores[name] = [got[task]['score'] for task in evaluation.PAPER]
     assert scores['oracle'] == [1.0] * 11
     # the constant model takes the first choice, or where scores are divided by length, the longest
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
-    assert {t: (r['shots'], r['metric']) for t, r in got.items()} == {
-        t: (p['shots'], p['metric']) for t, p in evaluation.PAPER.items()
-    }
-    assert {t for t, r in got.items() if r['note']} == {'sciq', 'social_iqa'}
-    assert got['sciq']['note'] == 'local: validation split for test'
-    assert got['social_iqa']['note'] == 'local: shots from validation, not train'
+    for task, paper in evaluation.PAPER.items():
+        assert (got[task]['shots'], got[task]['metric']) == (paper['shots'], paper['metric'])
+    notes = dict(sciq='local: validation split for test', social_iqa='local: shots from validation, not train')
+    assert {t: r['note'] for t, r in got.items() if r['note']} == notes
 
 
 def test_mubench_files(tmp_path, mistral):
@@ -240,7 +218,7 @@ def test_mubench_files(tmp_path, mistral):
     tasks = ['mubench_hellaswag_ar', 'mubench_mmlu_hi']
     for task in tasks:
         write_rows(tmp_path / f'{task}_test.jsonl', rows)
-    lm = evaluation.harness(scorer_of(random_model(vocab_size=32768, num_buckets=300)), mistral)
+    lm = evaluation.harness(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256), mistral)
     got = evaluation.task_scores(*evaluation.run_tasks(tasks, lm, data_dir=tmp_path))
     assert [(got[t]['documents'], got[t]['metric']) for t in tasks] == [(4, 'acc_norm')] * 2
     files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
@@ -282,7 +260,7 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     data = SHARED / 'data/eval' if (SHARED / 'data/eval').is_dir() else tmp_path
     scores = []
     for lm in (
-        evaluation.harness(scorer_of(ours, mistral.bos), mistral),
+        evaluation.harness(Scorer(ours, mistral.bos, 256), mistral),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
         raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
