@@ -9,8 +9,17 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import free_port, random_model, run, save_edited, snapshot, weights, write_released
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+from bins import HEADER, digest_of, read_meta
+from checkpoint import save_pretrained
+from expand import with_pieces
+from hashing import get_tokenizer, signature_table
 
 
 @dataclass
@@ -19,35 +28,27 @@ class Bad:
     command: str
     # in the one line that is printed
     says: str
-    # what happens before, in the folder where it runs; returns variables of the environment
+    # what happens before, in the folder where it runs; may return variables of the environment
     setup: Callable = lambda folder: None
 
 
 def file(path, data):
     """The file has these bytes."""
-
-    def setup(folder):
-        (folder / path).write_bytes(data)
-
-    return setup
+    return lambda folder: (folder / path).write_bytes(data)
 
 
 def damage(path, edit):
     """The file has what edit makes of its bytes."""
-
-    def setup(folder):
-        (folder / path).write_bytes(edit((folder / path).read_bytes()))
-
-    return setup
+    return lambda folder: (folder / path).write_bytes(edit((folder / path).read_bytes()))
 
 
 def only_checkpoint(edit):
     """The run has one checkpoint, with what edit makes of its bytes."""
 
     def setup(folder):
-        damage('out/ckpt.pt', edit)(folder)
         for path in (folder / 'out').glob('ckpt_0*.pt'):
             path.unlink()
+        damage('out/ckpt.pt', edit)(folder)
 
     return setup
 
@@ -58,11 +59,9 @@ def edit_meta(**changes):
 
 def ids_over_the_vocabulary(folder):
     """With digests that fit, also in the checkpoint."""
-    from bins import HEADER, digest_of, read_meta
-
-    damage('bins/train_000000.bin', lambda raw: raw[:HEADER] + b'\xff' * len(raw[HEADER:]))(folder)
+    damage(TRAIN_BIN, lambda raw: raw[:HEADER] + b'\xff' * len(raw[HEADER:]))(folder)
     splits = json.loads((folder / 'bins/meta.json').read_text())['splits']
-    with open(folder / 'bins/train_000000.bin', 'rb') as f:
+    with open(folder / TRAIN_BIN, 'rb') as f:
         splits['train']['shards'][0]['digest'] = digest_of(f).digest().hex()
     edit_meta(splits=splits)(folder)
     state = weights(folder)
@@ -70,14 +69,7 @@ def ids_over_the_vocabulary(folder):
     save_edited(state, folder / 'out/ckpt.pt')
 
 
-def wrong_bin(folder):
-    shutil.copy(folder / 'bins/train_000000.bin', folder / 'bins/val_000000.bin')
-
-
 def bad_parquet(folder):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table(dict(content=['x'], url=['y'])), folder / 'x.parquet')
 
 
@@ -85,12 +77,7 @@ def tokenizer_with(*pieces, without=0):
     """x.model is mistral with these after its own, whatever they are, or without its last."""
 
     def setup(folder):
-        from sentencepiece import sentencepiece_model_pb2
-
-        from expand import with_pieces
-        from hashing import get_tokenizer
-
-        model = sentencepiece_model_pb2.ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
+        model = ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
         del model.pieces[len(model.pieces) - without :]
         (folder / 'x.model').write_bytes(with_pieces(model, pieces))
 
@@ -99,13 +86,8 @@ def tokenizer_with(*pieces, without=0):
 
 def released(**changes):
     """small/ is a released model with another table than mistral's, or a Standard model."""
-
-    def setup(folder):
-        import torch
-
-        write_released(folder / 'small', random_model(**dict(num_buckets=256, dtype=torch.float32) | changes))
-
-    return setup
+    how = dict(num_buckets=256, dtype=torch.float32) | changes
+    return lambda folder: write_released(folder / 'small', random_model(**how))
 
 
 def damaged_release(folder):
@@ -115,14 +97,9 @@ def damaged_release(folder):
 
 def full_table(folder):
     """full/ is a model whose B has room for no more than mistral's tokens."""
-    from checkpoint import save_pretrained
-    from hashing import get_tokenizer, signature_table
-    from model import MHF, MHFConfig
-
-    tok = get_tokenizer('mistral')
-    tiny = dict(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden_size=8, intermediate_size=8)
-    model = MHF(MHFConfig(**tiny, num_hashes=1, num_buckets=32800), signature_table(tok.tokens, 1, 32800, pad_id=2))
-    save_pretrained(model, folder / 'full', 'mistral')
+    m = random_model(num_hashes=1, num_buckets=32800, num_layers=1, vocab_size=300, dtype=torch.float32)
+    m.replace_vocabulary(signature_table(get_tokenizer('mistral').tokens, 1, 32800, pad_id=2), pad_id=2)
+    save_pretrained(m, folder / 'full', 'mistral')
 
 
 def environment(**variables):
@@ -148,9 +125,9 @@ def log_is_a_folder(folder):
     (folder / 'out/log.jsonl').mkdir()
 
 
+TRAIN_BIN, VAL_BIN = 'bins/train_000000.bin', 'bins/val_000000.bin'
 noise = random.Random(0).randbytes(9999)
-mostly_latin1 = ('Größe, Höhe, Länge, Äußeres\n' * 300).encode('latin-1')
-other_id = damage('bins/train_000000.bin', lambda raw: raw[:5000] + b'\0\0' + raw[5002:])
+other_id = damage(TRAIN_BIN, lambda raw: raw[:5000] + b'\0\0' + raw[5002:])
 cut_off = file('piqa_validation.jsonl.gz', gzip.compress(noise)[:500])
 sciq = file('sciq_test.jsonl', b'{"question": "Q"}')
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
@@ -167,17 +144,15 @@ SHORTER = 'expand.py --before=out --init_from=grown --tokenizer=x.model'
 REPLACE = 'expand.py --whole --before=small --init_from=grown --tokenizer=tekken'
 EVAL = 'eval.py --out_dir=out '
 
-SETTINGS = [
+BAD = [
+    # settings
     Bad('unknown config', PREPARE + 'config/mhf_tini.py', says="did you mean 'config/mhf_tiny.py'"),
     Bad('config with a typo', PREPARE + 'bad.py', "did you mean 'num_buckets'", file('bad.py', b'num_bucket = 9')),
     Bad('config that is not python', PREPARE + 'bad.py', 'SyntaxError', file('bad.py', b'num_buckets = ')),
-    Bad('variant of no config', PREPARE + 'bad.py', 'config.x', file('bad.py', b'from config.x import *')),
     Bad('wrong type', TRAIN + '--num_hashes=four', says="num_hashes='four'"),
     Bad('flag without value', TRAIN + '--learning_rate', says='--learning_rate needs a value'),
     Bad('setting of another script', TRAIN + '--temperature=1', says='sample.py has it'),
-    Bad('buckets of bins, which have none', PREPARE + '--num_buckets=512', says='train.py has it'),
-]
-PREPARATION = [
+    # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('a tokenizer that is not there', PREPARE + '--tokenizer=no.model', says="'no.model' is no readable"),
     Bad('a damaged tokenizer', PREPARE + '--tokenizer=e.model', "'e.model' is no", file('e.model', b'model')),
@@ -186,20 +161,13 @@ PREPARATION = [
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
     Bad('missing file', PREPARE + '--dataset=texts/*.jsonl', says='texts/*.jsonl'),
     Bad('unknown subset', PREPARE + '--dataset=fineweb-edu:sample-11BT', says="did you mean 'sample-10BT'"),
-    Bad('no language', PREPARE + '--dataset=fineweb-2', says='which language? For example fineweb-2:arb_Arab'),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
-    Bad('a mixture without shares', PREPARE + '--dataset=docs.jsonl@1e6,docs.jsonl', says="dataset 'docs.jsonl': each"),
-    Bad('a mixture of no numbers', PREPARE + '--dataset=docs.jsonl@many', says="'docs.jsonl@many'"),
-    Bad('more parts than files', 'prepare.py cfg.py --data_dir=new --part=0/2', says='1 file(s)'),
-    Bad('a part that is none', 'prepare.py cfg.py --data_dir=new --part=2/2', says="part='2/2'"),
     Bad('empty file', PREPARE + '--dataset=e.txt', 'too little text', file('e.txt', b'')),
     Bad('only white space', PREPARE + '--dataset=e.jsonl', 'too little text', file('e.jsonl', b'{"text": "  "}\n\n')),
     Bad('no text', PREPARE + '--dataset=e.jsonl', 'are: body, id', file('e.jsonl', b'{"body": "x", "id": 1}')),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
     Bad('not JSON', PREPARE + '--dataset=e.jsonl', 'line 2: not JSON', file('e.jsonl', b'{"text": "x"}\n{"te')),
     Bad('UTF-16', PREPARE + '--dataset=e.txt', 'UTF-16', file('e.txt', ('word ' * 99).encode('utf-16'))),
-    Bad('UTF-16 packed', PREPARE + '--dataset=e.jsonl.gz', 'UTF-16', file('e.jsonl.gz', gzip.compress(b'\xfe\xff\0{'))),
-    Bad('Latin-1', PREPARE + '--dataset=e.txt', 'not UTF-8', file('e.txt', mostly_latin1)),
     Bad('truncated xz', PREPARE + '--dataset=e.jsonl.xz', 'e.jsonl.xz', file('e.jsonl.xz', lzma.compress(noise)[:-20])),
     Bad('truncated gz', PREPARE + '--dataset=e.txt.gz', 'e.txt.gz', file('e.txt.gz', gzip.compress(noise)[:-20])),
     Bad('not zst', PREPARE + '--dataset=e.txt.zst', 'e.txt.zst', file('e.txt.zst', b'plain text')),
@@ -211,20 +179,19 @@ PREPARATION = [
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     Bad('folder holds other data', 'prepare.py cfg.py --val_fraction=0.2', says='val_fraction=0.1, not 0.2'),
     Bad('an older folder', 'prepare.py cfg.py', 'older prepare.py', edit_meta(num_hashes=3)),
-]
-TRAINING = [
+    # train.py
     Bad('data not prepared', TRAIN + '--data_dir=nothing', says='python prepare.py cfg.py --data_dir=nothing'),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
     Bad('bins of a changed tokenizer', TRAIN, "another 'mistral' tokenizer", edit_meta(tokenizer_sha256='0')),
     Bad('bins of an older prepare.py', TRAIN, 'older prepare.py', edit_meta(num_hashes=3)),
-    Bad('bins that are not complete', TRAIN, 'bins', edit_meta(complete=False)),
-    Bad('truncated bin', TRAIN, 'train_000000.bin is no whole', damage('bins/train_000000.bin', lambda b: b[:-100])),
-    Bad('bin cut in its header', TRAIN, 'train_000000.bin is no', damage('bins/train_000000.bin', lambda b: b[:20])),
-    Bad('foreign bin', TRAIN, 'train_000000.bin is no', file('bins/train_000000.bin', b'nanoGPT was here' * 99)),
-    Bad('bin of other data', TRAIN, 'bins/val_000000.bin holds', wrong_bin),
+    Bad('bins that are not complete', TRAIN, 'is not finished', edit_meta(complete=False)),
+    Bad('truncated bin', TRAIN, 'train_000000.bin is no whole', damage(TRAIN_BIN, lambda b: b[:-100])),
+    Bad('bin cut in its header', TRAIN, 'train_000000.bin is no', damage(TRAIN_BIN, lambda b: b[:20])),
+    Bad('foreign bin', TRAIN, 'train_000000.bin is no', file(TRAIN_BIN, b'nanoGPT was here' * 99)),
+    Bad('bin of other data', TRAIN, f'{VAL_BIN} holds', lambda f: shutil.copy(f / TRAIN_BIN, f / VAL_BIN)),
     Bad('ids over the vocabulary', MORE, 'has token id 65535', ids_over_the_vocabulary),
     Bad('damaged shard', MORE, 'train_000000.bin is damaged: its digest is', other_id),
-    Bad('missing bin', TRAIN, 'train_000000.bin is missing', lambda f: (f / 'bins/train_000000.bin').unlink()),
+    Bad('missing bin', TRAIN, 'train_000000.bin is missing', lambda f: (f / TRAIN_BIN).unlink()),
     Bad('damaged meta.json', TRAIN, 'meta.json is damaged', damage('bins/meta.json', lambda b: b[:50])),
     Bad('vocabulary that does not fit', TRAIN, 'vocab_size=32000', edit_meta(vocab_size=32000)),
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
@@ -241,7 +208,6 @@ TRAINING = [
     Bad('beta1 of 1', TRAIN + '--beta1=1.0', says='beta1=1.0'),
     Bad('beta2 below 0', TRAIN + '--beta2=-0.5', says='beta2=-0.5'),
     Bad('learning rate without end', TRAIN + '--learning_rate=1e999', says='learning_rate=inf'),
-    Bad('seed below 0', TRAIN + '--seed=-1', says='seed=-1'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('negative layers', TRAIN + '--train_layers=-1', says='train_layers=-1'),
     Bad('keep', TRAIN + '--keep=-1', says='keep=-1'),
@@ -264,15 +230,12 @@ TRAINING = [
     Bad('out_dir below a file', 'train.py cfg.py --out_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     Bad('checkpoint is there already', 'train.py cfg.py', says='--init_from=resume'),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
-    Bad('init_from nothing in a folder', TRAIN + '--init_from=out/x', says='no such folder in out'),
     Bad('init_from no model', TRAIN + '--init_from=bins', says='bins: no readable config.json'),
     Bad('init_from as it once was', TRAIN + '--init_from=expand:out', says='expand:out: no such folder'),
-    Bad('init_from the hub, out of reach', TRAIN + '--init_from=nobody/nothing', says="'nobody/nothing' could not be"),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
     Bad('init_from another table', TRAIN + '--init_from=small', 'another signature table', released(vocab_size=32768)),
     Bad('init_from a damaged file', TRAIN + '--init_from=small', 'model.safetensors cannot be read', damaged_release),
-]
-RESUMING = [
+    # resuming
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     Bad('resume from a foreign file', RESUME, 'ckpt.pt is no checkpoint', only_checkpoint(lambda b: b'PK\x03\x04 zip')),
     Bad('resume from half of one', RESUME, 'ckpt.pt is no checkpoint', only_checkpoint(lambda b: b[: len(b) // 2])),
@@ -281,13 +244,11 @@ RESUMING = [
     Bad('resume another H', MORE + '--num_hashes=4', says='num_hashes=3 (now 4)'),
     Bad('resume another B', MORE + '--num_buckets=512', says='num_buckets=256 (now 512)'),
     Bad('resume as Standard', MORE + '--num_hashes=0', says='num_hashes=3 (now 0)'),
-    Bad('resume another context', MORE + '--block_size=32', says='block_size=64 (now 32)'),
     Bad('resume with another loss', MORE + '--loss=product', says='loss=exact (now product)'),
     Bad('resume with another batch', MORE + '--batch_size=4', says='batch_size=8 (now 4)'),
     Bad('resume with another weight decay', MORE + '--weight_decay=0', says='weight_decay=0.1 (now 0.0)'),
     Bad('resume with another beta', MORE + '--beta2=0.9', says='beta2=0.999 (now 0.9)'),
     Bad('resume with another seed', MORE + '--seed=7', says='seed=42 (now 7)'),
-    Bad('resume with fewer layers trained', MORE + '--train_layers=1', says='train_layers=0 (now 1)'),
     Bad('resume on another tokenizer', MORE, 'tokenizer', edit_meta(tokenizer_sha256='0')),
     Bad('resume on another tokenizer by new_data', MORE + '--new_data', 'tokenizer', edit_meta(tokenizer_sha256='0')),
     Bad('a log that is a folder', MORE, 'log.jsonl cannot be written', log_is_a_folder),
@@ -295,8 +256,7 @@ RESUMING = [
     Bad('export of nothing', TRAIN + '--export=x', says='needs --init_from=resume'),
     Bad('export over a folder', RESUME + '--export=bins', says='bins is there already'),
     Bad('export below a file', RESUME + '--export=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
-]
-SAMPLING = [
+    # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
     Bad('foreign checkpoint', 'sample.py cfg.py', 'no checkpoint of train.py', file('out/ckpt.pt', b'hello')),
@@ -305,17 +265,14 @@ SAMPLING = [
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('top_k no number', 'sample.py cfg.py --top_k=many', says="top_k='many'"),
     Bad('top_p of 0', 'sample.py cfg.py --top_p=0', says='top_p=0'),
-    Bad('top_p no number', 'sample.py cfg.py --top_p=True', says='top_p=True'),
     Bad('temperature below 0', 'sample.py cfg.py --temperature=-1', says='temperature=-1'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
-    Bad('samples of no tokens', 'sample.py cfg.py --max_new_tokens=0', says='max_new_tokens=0'),
     Bad('sampling seed over 64 bits', f'sample.py cfg.py --seed={2**64}', says=f'seed={2**64}'),
     Bad('sampling seed below 0', 'sample.py cfg.py --seed=-1', says='seed=-1'),
     Bad('sample on no such device', 'sample.py cfg.py --device=cuda:9', says='cuda:9'),
     Bad('released of another tokenizer', 'sample.py cfg.py --released=small', 'the model 300', released()),
-]
-EXPANSION = [
+    # expand.py
     Bad('expand by nothing', EXPAND, says='texts is empty'),
     Bad('expand by a file that is not there', EXPAND + '--texts=xx.jsonl', says='xx.jsonl'),
     Bad('expand by an empty file', EXPAND + '--texts=e.txt', 'e.txt: no text', file('e.txt', b'')),
@@ -330,7 +287,7 @@ EXPANSION = [
     Bad('expand below a file', 'expand.py --texts=docs.jsonl --tokenizer=docs.jsonl/x.model', says='docs.jsonl/x'),
     Bad('expand what is no SentencePiece', DOCS + '--base=tekken', says="base='tekken'"),
     Bad('expand until a prefix is full', GROW + '--before=full --num_new_tokens=300', 'prefix () is full', full_table),
-    Bad('grow a model of another table', GROW + '--before=small', '--base names its own', released(vocab_size=32768)),
+    Bad('grow a model of another table', GROW + '--before=small', 'those of base=', released(vocab_size=32768)),
     Bad('grow a model that is not there', GROW + '--before=nowhere', says='nowhere: no such folder'),
     Bad('grow nothing in a folder', GROW + '--before=out/x', says='no such folder in out'),
     Bad('grow into a folder that is there', DOCS + '--before=out --init_from=bins', says='bins is there already'),
@@ -339,8 +296,7 @@ EXPANSION = [
     Bad('whole, and texts', GROW + '--before=out --whole', says='and no texts'),
     Bad('whole, of no model', EXPAND + '--whole', says='name both'),
     Bad('whole, of a Standard model', REPLACE, "before='small' is a Standard model", released(num_hashes=0)),
-]
-EVALUATION = [
+    # eval.py and bench.py
     Bad('unknown task', EVAL + '--tasks=arc_esy', says="did you mean 'arc_easy'"),
     Bad('no local file', EVAL + '--tasks=piqa --data_dir=bins', says='no piqa_validation'),
     Bad('no folder of data', EVAL + '--data_dir=nowhere', says='no such folder'),
@@ -350,7 +306,6 @@ EVALUATION = [
     Bad('not card660', EVAL + '--tasks=card660 --data_dir=bins', says='dataset.tsv'),
     Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing/ckpt.pt'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="another vocabulary than the 'mistral'"),
-    Bad('eval on no such device', EVAL + '--device=cuda:9', says='cuda:9'),
     Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='see --data_dir'),
     Bad('a benchmark that is cut off', EVAL + '--tasks=piqa --data_dir=.', 'EOFError', cut_off),
     Bad('a benchmark without its fields', EVAL + '--tasks=sciq --data_dir=.', 'sciq', sciq),
@@ -362,7 +317,6 @@ EVALUATION = [
     Bad('head_tokens that are none', 'bench.py --head_tokens=1k', says='head_tokens=1k'),
     Bad('a batch that GPUs do not share', 'bench.py --plan --gpus=3', says='not a multiple of gpus=3'),
 ]
-BAD = [*SETTINGS, *PREPARATION, *TRAINING, *RESUMING, *SAMPLING, *EXPANSION, *EVALUATION]
 
 
 @pytest.mark.parametrize('bad', BAD, ids=lambda bad: bad.name)
