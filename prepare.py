@@ -18,9 +18,7 @@ loss, function by function:
 """
 
 import contextlib
-import dataclasses
 import functools
-import io
 import json
 import math
 import multiprocessing
@@ -30,8 +28,8 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import mmh3
@@ -53,23 +51,17 @@ on_error = 'stop'  # stop | skip: count what cannot be read, and go on after it
 # held-out text: every round(1/val_fraction)-th document until val_bytes; of fewer documents than that, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
-# how
-shard_tokens = 100000000
+shard_tokens = 100000000  # of a file of bins
 part = ''  # i/n: reads every n-th file from the i-th (from 0); train.py joins the parts
 num_workers = 0  # processes that tokenise; 0 is one per core
 
 config = configure(globals())
 
-# -----------------------------------------------------------------------------
-
 # what decides what the bins hold
 RECIPE = ('dataset', 'tokenizer', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
 COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
 
-# -----------------------------------------------------------------------------
-# worker processes: they never import torch
-
-# each process loads it once
+# each worker process loads it once; they never import torch
 tokenizer_here = functools.cache(get_tokenizer)
 
 
@@ -100,7 +92,7 @@ def workers(number, tokenizer):
     pool = ProcessPoolExecutor(number, context, initializer=start_worker, initargs=(tokenizer,))
     try:
         yield pool
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise InputError('a worker process was killed, perhaps for want of memory; use fewer --num_workers') from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -118,20 +110,13 @@ def tokenised(pool, name, most, batches):
         yield future.result(), state
 
 
-# -----------------------------------------------------------------------------
-# writing
-
-
 class Shards:
-    """
-    Writes the token ids of one split as .npy files of `size` ids, each under another name until it is whole, fsynced
-    and renamed. `state` is its part of meta.json: what was written after that is cut off here.
-    """
+    """Writes the ids of a split as .npy files of `size` ids, each under another name until it is whole and fsynced."""
 
     def __init__(self, folder, name, dtype, size, state):
         self.folder, self.name, self.dtype, self.size, self.state = folder, name, np.dtype(dtype), size, state
         self.file, self.tokens, self.has_finished = None, state['unfinished'], False
-        # what was finished after the last commit is not yet
+        # what was written after `state`, the part of meta.json, is cut off; a shard finished then is not finished yet
         if self.tokens and self._path().exists():
             os.replace(self._path(), self._unfinished())
         committed = {shard['file'] for shard in state['shards']} | ({self._unfinished().name} if self.tokens else set())
@@ -146,10 +131,6 @@ class Shards:
             self.file.truncate(length)
             self.digest = digest_of(self.file)
             self.file.seek(0, os.SEEK_END)
-
-    def close(self):
-        if self.file:
-            self.file.close()
 
     def files(self):
         return list(self.folder.glob(f'{self.name}_[0-9]*.bin*'))
@@ -178,12 +159,10 @@ class Shards:
                 self.finish()
 
     def _write_header(self):
-        header = io.BytesIO()
-        about = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens,))
-        np.lib.format.write_array_header_1_0(header, about)
-        assert header.tell() == HEADER
         self.file.seek(0)
-        self.file.write(header.getvalue())
+        about = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens,))
+        np.lib.format.write_array_header_1_0(self.file, about)
+        assert self.file.tell() == HEADER
 
     def sync(self):
         """What was written so far outlasts a crash; `state` says how much there is of the shard at work."""
@@ -200,7 +179,7 @@ class Shards:
             self.sync()
             self.file.close()
             path = self._path()
-            os.replace(self._unfinished(), path)
+            replace_durably(self._unfinished(), path)
             self.state['shards'].append(dict(file=path.name, tokens=self.tokens, digest=self.digest.digest().hex()))
             self.file, self.has_finished = None, True
 
@@ -210,19 +189,15 @@ def commit(path, meta, shards, state):
     for split in shards.values():
         split.sync() if state else split.finish()
     if state:
-        meta['progress'] = dataclasses.asdict(state)
+        meta['progress'] = asdict(state)
     else:
         del meta['progress']
         for split in SPLITS:
             del meta['splits'][split]['unfinished']
     meta['complete'] = state is None
-    replace_json(path, meta)
-
-
-def replace_json(path, content):
     temporary = path.with_suffix('.tmp')
     with open(temporary, 'w') as f:
-        json.dump(content, f, indent=1)
+        json.dump(meta, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
     replace_durably(temporary, path)
@@ -243,8 +218,7 @@ def locked(folder, name):
     try:
         yield
     except OSError as e:
-        more = 'what was committed is kept: the same command goes on from there'
-        raise InputError(f'{folder} cannot be written ({e}); {more}') from None
+        raise InputError(f'{folder} cannot be written ({e}); the same command goes on from the last commit') from None
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
@@ -252,10 +226,6 @@ def locked(folder, name):
         with contextlib.suppress(OSError):
             for path in made:
                 path.rmdir()
-
-
-# -----------------------------------------------------------------------------
-# the run
 
 
 def previous_meta(path, recipe):
@@ -269,8 +239,7 @@ def previous_meta(path, recipe):
         raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
     for key, value in recipe.items():
         if meta.get(key) != value:
-            more = 'delete it, or choose another --data_dir'
-            raise InputError(f'{path.parent} holds data with {key}={meta.get(key)}, not {value}; {more}')
+            raise InputError(f'{path.parent} has {key}={meta.get(key)}, not {value}; delete it or change --data_dir')
     return meta
 
 
@@ -278,25 +247,19 @@ def new_meta(recipe, facts, mixed):
     """The meta.json of nothing read yet."""
     sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0, wrong={}) for name, tokens in mixed]
     splits = {split: dict(tokens=0, documents=0, bytes=0, shards=[], unfinished=0) for split in SPLITS}
-    progress = dataclasses.asdict(ReadState())
-    return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=progress)
+    return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=asdict(ReadState()))
 
 
 @contextlib.contextmanager
 def progress_bar(source, meta):
     """Of the bytes that are read of one local source, else of tokens; gives a function that is told their number."""
     wanted = [entry['tokens_wanted'] for entry in meta['sources']]
+    by_bytes = source.size and wanted == [None]
+    total, unit = (source.size, 'B') if by_bytes else (sum(filter(None, wanted)) or None, ' tokens')
     often = 0.2 if sys.stderr.isatty() else 20
-    bar = tqdm(
-        total=sum(filter(None, wanted)) or None,
-        unit=' tokens',
-        unit_scale=True,
-        desc='prepare',
-        delay=1,
-        mininterval=often,
-    )
-    if by_bytes := source.size and wanted == [None]:
-        bar.total, bar.unit, source.moved = source.size, 'B', bar.update
+    bar = tqdm(desc='prepare', total=total, unit=unit, unit_scale=True, delay=1, mininterval=often)
+    if by_bytes:
+        source.moved = bar.update
         bar.update(sum(p.stat().st_size for p in source.files[: meta['progress']['file']]))
 
     def show(tokens):
@@ -313,14 +276,12 @@ def progress_bar(source, meta):
 
 
 def read_and_tokenise(sources, meta, config, parts):
-    """
-    (what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order; of a
-    mixture's source, up to the document that reaches its tokens_wanted.
-    """
+    """(what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order."""
     state, number = ReadState(**meta['progress']), config['num_workers'] or os.cpu_count()
     with workers(number, config['tokenizer']) as pool:
         for k in range(state.source, len(sources)):
             entry = meta['sources'][k]
+            # of a mixture's source, up to the document that reaches its tokens_wanted
             limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
             feed = batches(sources[k], state, config['val_fraction'], config['val_bytes'] // (parts * len(sources)))
             results = tokenised(pool, config['tokenizer'], 3 * number, feed)
@@ -333,7 +294,6 @@ def read_and_tokenise(sources, meta, config, parts):
                 entry['tokens'] += len(tokens_of['train'][0])
                 entry['wrong'] = state_after.wrong
                 yield tokens_of, state_after
-            feed.close()
             state = ReadState(source=k + 1)
 
 
@@ -353,12 +313,12 @@ def write_bins(path, meta, results, show):
                 committed = time.monotonic()
         for split, found in meta['splits'].items():
             if found['tokens'] < 2:
-                text = f'{found["tokens"]} {split} tokens from {found["documents"]} documents'
-                raise InputError(f"dataset '{meta['dataset']}' gave {text}: too little text")
+                raise InputError(f"dataset '{meta['dataset']}' gave {found['tokens']} {split} tokens: too little text")
         commit(path, meta, shards, None)
     finally:
-        for split in SPLITS:
-            shards[split].close()
+        for split in shards.values():
+            if split.file:
+                split.file.close()
         # where nothing was ever committed, nothing is left
         if not path.exists():
             for leftover in (*shards['train'].files(), *shards['val'].files(), path.with_suffix('.tmp')):
@@ -374,8 +334,7 @@ def prepare(config):
     path = folder / (f'meta_{i}of{n}.json' if config['part'] else 'meta.json')
     for other in folder.glob('meta*.json'):
         if (other.name == 'meta.json') == bool(config['part']):
-            more = f"which does not go with part='{config['part']}'; choose another --data_dir"
-            raise InputError(f'{folder} holds {other.name}, {more}')
+            raise InputError(f"{folder} holds {other.name}, no place for part='{config['part']}'; change --data_dir")
     with locked(folder, path.stem):
         recipe = {key: config[key] for key in RECIPE}
         meta = previous_meta(path, recipe)
@@ -388,9 +347,7 @@ def prepare(config):
         facts['made_from'] = [source.made_from for source in sources]
         for key, value in facts.items():
             if meta and meta.get(key) != value:
-                raise InputError(
-                    f'{folder} was begun with other text or another tokenizer: its {key} differs; delete it'
-                )
+                raise InputError(f'{folder} was begun with other text or tokenizer: its {key} differs; delete it')
         meta = meta or new_meta(recipe, facts, mixed)
         results = read_and_tokenise(sources, meta, config, parts=n)
         with progress_bar(sources[0], meta) as show, contextlib.closing(results):
@@ -413,11 +370,9 @@ def report(meta, folder):
 
 
 def main(config):
-    for key in ('num_workers', 'val_bytes'):
-        if config[key] < 0:
-            raise InputError(f'{key}={config[key]}: must not be negative')
-    if config['shard_tokens'] < 1:
-        raise InputError(f'shard_tokens={config["shard_tokens"]}: must be 1 or more')
+    for key, least in dict(num_workers=0, val_bytes=0, shard_tokens=1).items():
+        if config[key] < least:
+            raise InputError(f'{key}={config[key]}: must be {least} or more')
     if not 0 < config['val_fraction'] < 1:
         raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     if config['on_error'] not in ('stop', 'skip'):

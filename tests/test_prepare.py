@@ -229,7 +229,7 @@ def test_parts_and_mixtures(inline, tmp_path, mistral):
             prepared(tmp_path / 'd', **both, part=part)
     with pytest.raises(InputError, match='lacks part 0/2'):
         prepared(tmp_path / 'd', **both, part='1/2')
-    with pytest.raises(InputError, match='does not go with'):
+    with pytest.raises(InputError, match='no place for part'):
         prepared(tmp_path / 'd', **both)
     said = [documents_of(ids, mistral) for ids in prepared(tmp_path / 'd', **both, part='0/2')]
     stripped = [t.strip() for t in texts if t.strip()]
