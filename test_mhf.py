@@ -587,9 +587,9 @@ def test_log_probs_are_the_renormalised_product(H):
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
     if H:
-        # the head reads the table backwards; of one that changes in place, it must do so again
+        # the head has read the table backwards; of one that changes in place, it must do so again
         m.log_probs(ids)
-        m.signatures[5:] = m.signatures[5:].flip(0)
+        m.signatures[5:, 0] = m.signatures[5:, 0].flip(0)
     p = torch.stack([o.softmax(-1) for o in m.bucket_logits(ids).unbind(2)], 2)
     product = torch.stack([math.prod(p[..., i, s] for i, s in enumerate(row)) for row in m.signatures.tolist()], -1)
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
