@@ -5,7 +5,7 @@ What text is read: local files, parquet files on the hub, the Python standard li
         for text, held_out in batch: ...
 
 From any state_after on, `batches` gives what it would have given without an interruption. To add a data set on the hub,
-name it in HUB; for another kind of data, list its files in Source.__init__ and read one in Source.read.
+name it in HUB; for another kind of data, list its files in local_files and read one in Source.read.
 """
 
 import codecs
@@ -74,19 +74,11 @@ class Source:
 
     def __init__(self, dataset, part=(0, 1), skip_errors=False):
         self.skip_errors, self.invalid_bytes = skip_errors, 0
-        # called with the bytes that were read
-        self.moved = lambda size: None
+        self.moved = lambda size: None  # is told the bytes that were read
         name, _, subset = dataset.partition(':')
         self.on_hub = name in HUB
-        if self.on_hub:
-            files = described = hub_files(name, subset)
-        elif dataset == 'stdlib':
-            root = Path(sysconfig.get_paths()['stdlib'])
-            files = sorted(p for p in root.rglob('*.py') if not NOT_STDLIB & set(p.relative_to(root).parts))
-            described = [[str(p.relative_to(root)), p.stat().st_size] for p in files]
-        else:
-            files = local_files(dataset)
-            described = [[str(p), p.stat().st_size] for p in files]
+        files = hub_files(name, subset) if self.on_hub else local_files(dataset)
+        described = files if self.on_hub else [[p.name, p.stat().st_size] for p in files]
         digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         self.made_from = dict(dataset=dataset, number_of_files=len(files), files_sha256=digest)
         i, n = part
@@ -179,7 +171,10 @@ def pieces(file):
 
 
 def local_files(dataset):
-    """The paths of files and globs, separated by commas; those of a glob are sorted."""
+    """The paths of files and globs, separated by commas, or of the standard library; those of a glob are sorted."""
+    if dataset == 'stdlib':
+        root = Path(sysconfig.get_paths()['stdlib'])
+        return sorted(p for p in root.rglob('*.py') if not NOT_STDLIB & set(p.relative_to(root).parts))
     files = []
     for pattern in dataset.split(','):
         found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
@@ -203,8 +198,7 @@ def hub_files(name, subset):
         raise InputError(f"dataset '{name}': which language? For example {name}:arb_Arab")
     subset = subset or subsets[0]
     if subsets and subset not in subsets:
-        hint = did_you_mean(subset, subsets)
-        raise InputError(f"unknown subset '{subset}' of {name}{hint} (known: {', '.join(subsets)})")
+        raise InputError(f"unknown subset '{subset}' of {name}{did_you_mean(subset, subsets)} (known: {subsets})")
     # our one line says it all
     logging.disable(logging.CRITICAL)
     try:
