@@ -192,6 +192,7 @@ def local_files(dataset):
 def hub_files(name, subset):
     """URLs of the parquet files of a subset of one of HUB, in its order, at one commit."""
     import datasets
+    import huggingface_hub
 
     repository, subsets = HUB[name]
     if not subset and not subsets:
@@ -200,7 +201,8 @@ def hub_files(name, subset):
     if subsets and subset not in subsets:
         raise InputError(f"unknown subset '{subset}' of {name}{did_you_mean(subset, subsets)} (known: {subsets})")
     # our one line says it all
-    logging.disable(logging.CRITICAL)
+    for library in (datasets, huggingface_hub):
+        library.logging.set_verbosity(logging.CRITICAL)
     try:
         return [str(f) for f in datasets.load_dataset_builder(repository, subset).config.data_files['train']]
     # no network, no such subset: their own words say which
@@ -234,16 +236,17 @@ class ReadState:
     source: int = 0  # of a mixture; the rest is of this source
     file: int = 0
     row: int = 0
+    piece: int = 0  # of the row's document
     documents: int = 0  # that were read; the pieces of a long one count each
     held_out: int = 0  # bytes of them
     tails: bool | None = None  # are the documents few, and the tail of each is held out? None: not known yet
     wrong: dict = field(default_factory=dict)  # what was wrong: how often
 
 
-def documents(source, file=0, row=0):
+def documents(source, file=0, row=0, piece=0):
     """
-    (texts, {what was wrong: how often}, (file, row) after it) of each row from one of a file on. A text is stripped and
-    can be encoded as UTF-8; one that is longer than PIECE_CHARS comes in pieces, one that is dropped in none.
+    (text, {what was wrong: how often}, (file, row, piece) after it) from a piece of a row of a file on. A text is
+    stripped, can be encoded as UTF-8, and '' where it is dropped; a longer one than PIECE_CHARS comes in pieces.
     """
     for f in range(file, len(source.files)):
         path, n = source.files[f], row
@@ -252,15 +255,14 @@ def documents(source, file=0, row=0):
                 n += 1
                 if not isinstance(text, (str, type(None))):
                     raise InputError(f"{path}, row {n}: field 'text' is {type(text).__name__}, expected a string")
-                stripped = (text or '').strip()
-                # without halves of surrogate pairs, from JSON escapes
-                text = stripped.encode('utf-8', 'replace').decode()
-                if text != stripped:
-                    wrong = wrong | dict(lone_surrogates=1)
-                elif not text and not wrong:
-                    wrong = dict(empty=1)
-                texts = [text] if len(text) <= PIECE_CHARS else map(str.strip, pieces(io.StringIO(text)))
-                yield list(filter(None, texts)), wrong, (f, n)
+                text, wrong = stripped(text or '', wrong)
+                texts = [text]
+                if len(text) > PIECE_CHARS:
+                    texts = list(filter(None, map(str.strip, pieces(io.StringIO(text)))))
+                for k in range(piece, len(texts)):
+                    after = (f, n - 1, k + 1) if k + 1 < len(texts) else (f, n, 0)
+                    yield texts[k], wrong if k == 0 else {}, after
+                piece = 0
         except InputError:
             raise
         except UNREADABLE as e:
@@ -269,41 +271,53 @@ def documents(source, file=0, row=0):
                 raise InputError(f'{path}, row {n + 1}: the network does not give it {reason}') from None
             if not source.skip_errors:
                 raise InputError(f'{path}, row {n + 1} cannot be read {reason}; --on_error=skip goes on') from None
-            yield [], dict(unreadable=1), (f + 1, 0)
+            yield '', dict(unreadable=1), (f + 1, 0, 0)
         row = 0
+
+
+def stripped(text, wrong):
+    """The text of a document, which can be encoded as UTF-8, and what was wrong with it."""
+    text = text.strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, from a JSON escape
+        return text.encode('utf-8', 'replace').decode(), wrong | dict(lone_surrogates=1)
+    return text, wrong if text or wrong else dict(empty=1)
 
 
 def batches(source, state, val_fraction, val_bytes):
     """
     Batches of (text, is it held out?), each with the ReadState after it. Every k-th document is held out,
-    k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the tail of each.
+    k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the tail of each. A batch may end
+    within a long document, so that no worker holds one of 50 MB whole.
     """
     k = round(1 / val_fraction)
-    rows, first = documents(source, state.file, state.row), []
+    rows, first = documents(source, state.file, state.row, state.piece), []
     if state.tails is None:
         number = size = 0
-        while number < k and size <= 1 << 26 and (row := next(rows, None)):
-            first.append(row)
-            number, size = number + len(row[0]), size + sum(map(len, row[0]))
+        while number < k and size <= 1 << 26 and (item := next(rows, None)):
+            first.append(item)
+            number, size = number + bool(item[0]), size + len(item[0])
         state = replace(state, tails=number < k and size <= 1 << 26)
     batch, size, documents_read, held_out = [], 0, state.documents, state.held_out
-    for texts, wrong, (file, row) in itertools.chain(first, rows):
+    for text, wrong, after in itertools.chain(first, rows):
         if wrong:
             state = replace(state, wrong=dict(Counter(state.wrong) + Counter(wrong)))
-        for text in texts:
-            size += len(text)
-            if state.tails:
-                cut = int(len(text) * (1 - val_fraction))
-                # at a line end where there is one
-                cut = text.find('\n', cut) + 1 or cut
-                batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
-            else:
-                documents_read += 1
-                is_held_out = documents_read % k == 0 and held_out < val_bytes
-                held_out += len(text.encode()) if is_held_out else 0
-                batch.append((text, is_held_out))
+        if text and state.tails:
+            cut = int(len(text) * (1 - val_fraction))
+            # at a line end where there is one
+            cut = text.find('\n', cut) + 1 or cut
+            batch += [(text[:cut].strip(), False), (text[cut:].strip(), True)]
+        elif text:
+            documents_read += 1
+            is_held_out = documents_read % k == 0 and held_out < val_bytes
+            held_out += len(text.encode()) if is_held_out else 0
+            batch.append((text, is_held_out))
+        size += len(text)
         if size >= BATCH_CHARS:
-            state = replace(state, file=file, row=row, documents=documents_read, held_out=held_out)
+            file, row, piece = after
+            state = replace(state, file=file, row=row, piece=piece, documents=documents_read, held_out=held_out)
             yield batch, state
             batch, size = [], 0
-    yield batch, replace(state, file=len(source.files), row=0)
+    state = replace(state, file=len(source.files), row=0, piece=0)
+    yield batch, state

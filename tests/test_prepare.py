@@ -178,6 +178,8 @@ def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_frac
 
     whole = read(sources.ReadState())
     assert len(whole) > 1 and whole[-1][1].tails == (names == 'c')
+    # no worker is given a document of 50 MB whole
+    assert max(sum(len(text) for text, _ in batch) for batch, _ in whole) < 500 + 2 * 300
     for k, (_, state_after) in enumerate(whole, 1):
         # as meta.json keeps it
         rest = read(sources.ReadState(**json.loads(json.dumps(state_after.__dict__))))
