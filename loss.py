@@ -53,7 +53,7 @@ def softmax(o):
 
 
 def E_for_matmul(E):
-    """E (H, B, d) -> a constant in the precision of autocast, so that chunks need not convert it again."""
+    """E (H*B, d) -> a constant in the precision of autocast, so that chunks need not convert it again."""
     kind = E.device.type
     return E.detach().to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else E.dtype)
 
@@ -155,11 +155,11 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, nll, decoder, table, chunk, h, y, E, *mixers):
         """
         nll: exact_nll or product_nll; decoder: the HashDecoder; table: Table; chunk: tokens; h (n, d), y (n, H), E
-        (H, B, d), mixers: the decoder's parameters -> the sum, a scalar.
+        (H*B, d), mixers: the decoder's parameters -> the sum, a scalar.
         """
-        H, gradients = len(E), [torch.zeros_like(t) for t in (h, E, *mixers)]
+        H, gradients = len(decoder) + 1, [torch.zeros_like(t) for t in (h, E, *mixers)]
         dh, dE, *dmixers = gradients
-        E = E_for_matmul(E)
+        E, dE = (t.unflatten(0, (H, -1)) for t in (E_for_matmul(E), dE))  # (H, B, d)
         loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
         for c, y_, dh_ in zip(*(t.split(chunk) for t in (h.detach(), y, dh)), strict=True):
             o, p, mixed = [], [], []

@@ -179,9 +179,9 @@ class HashDecoder(nn.ModuleList):
     def mix(self, i, c, e):  # (n, d), (n, d) -> (n, d)
         return c + self[i](torch.cat([c, e], dim=-1))
 
-    def forward(self, h, E):  # (n, d), (H, B, d) -> list of H bucket logits (B, n), a column a token
+    def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (B, n), a column a token
         c, o = h, []
-        for i, E_i in enumerate(E):
+        for i, E_i in enumerate(E.chunk(len(self) + 1)):  # (B, d)
             o.append(E_i @ c.T.to(E.dtype))
             if i < len(self):
                 e = softmax(o[i]).T @ E_i  # (n, d)
@@ -262,8 +262,8 @@ class MHF(nn.Module):
 
     @property
     def head_weight(self):
-        """E as the Hash Decoder reads it, (H, B, d): tied to the embedding; untied it is a parameter."""
-        return self.embed.weight.unflatten(0, (self.config.coordinates, -1))
+        """E as the Hash Decoder reads it, (H*B, d): tied to the embedding; untied it is a parameter of its own."""
+        return self.embed.weight
 
     def num_params(self):
         """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
