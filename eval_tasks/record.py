@@ -1,4 +1,4 @@
-"""Functions of record.yaml: the passage, its highlights as a list, the query with each entity in place as a last item."""
+"""Functions of record.yaml: the passage, its highlights as a list, the query with each entity in its place."""
 
 import re
 import string
