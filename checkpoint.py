@@ -137,8 +137,7 @@ def load_checkpoint(path, whole=False):
 class Checkpoints:
     """
     out_dir's checkpoints: ckpt.pt is the newest, ckpt_best.pt the one of the lowest validation loss, ckpt_000123.pt
-    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest that is known
-    to be whole.
+    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest.
     """
 
     def __init__(self, out_dir, keep):
@@ -146,7 +145,7 @@ class Checkpoints:
         self.newest, self.temporary = self.folder / 'ckpt.pt', self.folder / 'ckpt.pt.tmp'
         self.last_path = self.last_step = self.pending = None
         self.thread = ThreadPoolExecutor(1)
-        torch.serialization.set_crc32_options(False)  # SHA-256 is there; this one would keep training waiting
+        torch.serialization.set_crc32_options(False)  # SHA-256 is there; a CRC-32 would keep training waiting
 
     @staticmethod
     def step_of(path):
@@ -222,7 +221,7 @@ class Checkpoints:
                 self._same_as_newest(self.folder / 'ckpt_best.pt')
             if self.keep:
                 self._same_as_newest(self.folder / f'ckpt_{state["step"]:06}.pt')
-            # later steps than this one: damaged, or of a future that will be another
+            # later steps than this one are damaged, or of a run that began again before them
             later = [p for p in self.milestones() if self.step_of(p) > state['step']]
             for path in later + self.milestones()[len(later) + self.keep :]:
                 path.unlink()
@@ -235,7 +234,7 @@ class Checkpoints:
         )
 
     def _same_as_newest(self, path):
-        """One more name for ckpt.pt's file."""
+        """ckpt.pt's file under one more name, or a copy of it."""
         self.temporary.unlink(missing_ok=True)
         try:
             os.link(self.newest, self.temporary)
@@ -245,7 +244,7 @@ class Checkpoints:
 
     def kept(self):
         """A sentence for people on what a stopped run leaves."""
-        with contextlib.suppress(InputError):  # then the one before is what is kept
+        with contextlib.suppress(InputError):  # then the one before stays
             self.wait()
         if self.last_step is None:
             return 'no checkpoint was written yet'
@@ -255,7 +254,7 @@ class Checkpoints:
 # -----------------------------------------------------------------------------
 # the released format: config.json and safetensors
 
-# config.json's fields -> MHFConfig's; of the first six none may be missing
+# config.json's fields -> MHFConfig's; the first six are required
 RELEASED_FIELDS = dict(
     vocab_size='vocab_size', hidden_size='hidden_size', intermediate_size='intermediate_size',
     num_hidden_layers='num_layers', num_attention_heads='num_heads', num_key_value_heads='num_kv_heads',
@@ -287,6 +286,8 @@ def save_pretrained(model, folder, tokenizer):
     c, folder, weights = model.config, Path(folder), {}
     for name, tensor in model.state_dict().items():
         prefix = next((p for p, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
+        if prefix is None and name != 'is_token':
+            raise InputError(f'{name} has no name in the released format; see RELEASED_NAMES')
         if prefix and (name != 'signatures' or c.num_hashes):
             weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
     fields = dict(

@@ -21,12 +21,12 @@ from torch import Tensor
 
 
 def head_chunk(H, B):
-    """Tokens whose H*B logits exist at a time; a chunk adds H*B*d numbers to dE: not too few. H4B16K: 512, 0.28 GiB."""
+    """Tokens whose H*B logits exist at a time; each chunk adds to all of dE, so not too few. H4B16K: 512, 0.28 GiB."""
     return max(64, min(1024, 2**25 // (H * B)))
 
 
 def vocabulary_chunk(device_type):
-    """Tokens whose V logits exist at a time. A CPU's cache holds 4 MB: 32 take 42 us each, 16: 154, 256: 131."""
+    """Tokens whose V logits exist at a time. On a CPU, us a token by this number: 16: 154, 32: 42, 256: 131."""
     return 32 if device_type == 'cpu' else 512
 
 
@@ -82,7 +82,7 @@ def read_table(signatures, is_token, B, identity):
 
 
 def token_scores(oT, table):
-    """Bucket logits oT (H*B, n) -> a new tensor of token logits sum_i o_i[s_i(w)], (V, n), -inf where is no token."""
+    """Bucket logits oT (H*B, n) -> a new tensor of token logits sum_i o_i[s_i(w)], (V, n), -inf if it is none."""
     scores = oT.clone() if table.identity else F.embedding_bag(table.rows, oT, mode='sum')
     return scores.index_fill_(0, table.gaps, -torch.inf) if len(table.gaps) else scores
 
@@ -103,7 +103,7 @@ def exact_nll(o, y, table, gradient=False):
         scores, target = token_scores(oT, table), y[block].T  # (V, m), (H, m)
         top = scores.amax(0)
         P = scores.sub_(top).exp_()
-        # P(w) = P / total: this is where training normalises over the vocabulary
+        # P(w) = P / total: here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
         total = P.sum(0)
         nll.append(total.log() + top - oT.gather(0, target).sum(0))
         if gradient:
@@ -115,7 +115,10 @@ def exact_nll(o, y, table, gradient=False):
 
 
 def product_nll(o, y, table, gradient=False):
-    """As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i."""
+    """
+    As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i: never normalised over
+    the vocabulary, unless its one coordinate is the vocabulary, as the Standard model's, without gaps.
+    """
     nll, m = [], softmax_chunk(y.device.type, len(y))
     for k in range(0, len(y), m):
         block, total = slice(k, k + m), 0

@@ -56,7 +56,7 @@ class MHFConfig:
             raise InputError(f'head_dim={self.head_dim}: rotary embeddings need an even number')
 
     @property
-    def coordinates(self):  # ids per token in the bins: H, or 1 for the Standard model
+    def coordinates(self):  # ids of a signature: H, or 1 for the Standard model
         return self.num_hashes or 1
 
     @property
@@ -165,7 +165,7 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    The cascade of H - 1 mixers, tied to E, plain; its fast twin, with the derivative by hand, is loss.LeanHead.
+    The plain head: a cascade of H - 1 mixers over E. Its fast twin, with the derivative by hand, is loss.LeanHead.
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + Wup_i SiLU(Wdn_i [c_i ; e_i] + bdn_i) + bup_i
@@ -196,7 +196,7 @@ class HashDecoder(nn.ModuleList):
 def token_logits(o, table):
     """
     Bucket logits o, list of H (B, n), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
-    -inf where is no token. Their softmax is P(w): the coordinates' normalisers are the same for every w and cancel.
+    -inf where there is no token. Their softmax is P(w): the coordinates' normalisers cancel, the same for every w.
     """
     scores = sum(at_least_float32(o_i)[s] for o_i, s in zip(o, table.signatures.T, strict=True))
     return scores.T.masked_fill(~table.is_token, -torch.inf)
@@ -208,7 +208,7 @@ def product_loss(o, y, table=None):
 
 
 def exact_loss(o, y, table):
-    """The distribution that is sampled from: -log P(y), normalised over the vocabulary by the logsumexp."""
+    """-log P(y) of the distribution that is sampled from, normalised over the vocabulary by the logsumexp."""
     o = [at_least_float32(o_i) for o_i in o]
     target = sum(o_i.gather(0, y_i[None])[0] for o_i, y_i in zip(o, y.T, strict=True))
     return token_logits(o, table).logsumexp(dim=1) - target
@@ -262,7 +262,10 @@ class MHF(nn.Module):
 
     @property
     def head_weight(self):
-        """E as the Hash Decoder reads it, (H*B, d): tied to the embedding; untied it is a parameter of its own."""
+        """
+        E as the Hash Decoder reads it, (H*B, d): the embedding's, so the head is tied. To untie it, return a parameter
+        of this shape, made in __init__; the released format (checkpoint.RELEASED_NAMES) has no name for it.
+        """
         return self.embed.weight
 
     def num_params(self):
@@ -291,8 +294,9 @@ class MHF(nn.Module):
 
     def replace_vocabulary(self, table, pad_id, gaps=()):
         """
-        Takes the table (V', H) of a larger, or of any other vocabulary: not a parameter is added or changed, and an
-        optimizer made before stays good. Old tokens keep their signatures if their rows are the same.
+        Takes the table (V', H) of a larger, or of any other vocabulary: a MultiHashFormer gets no new parameter, its
+        optimizer stays good, and a token whose row is the same keeps its signature. A Standard model must have been
+        given its new rows of E before (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
         checked = check_table(self.config, table, gaps)
@@ -303,8 +307,8 @@ class MHF(nn.Module):
     def hidden_states(self, x, cache=None, start=0, states=None, positions=None, mask=None):
         """
         x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: of new_cache, with the positions before
-        start. states: a list that receives each block's input (N, T, d). positions (N, T), and mask (N, 1, T, T) bool
-        of what each token attends to: instead of start, start+1, ... and the causal triangle.
+        start. states: a list that receives each block's input (N, T, d). positions (N, T) and mask (N, 1, T, T), bool,
+        what each token attends to: both are given in place of start, start+1, ... and the causal triangle.
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
@@ -338,7 +342,7 @@ class MHF(nn.Module):
 
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
-        # of the Standard model's one coordinate both are the same, but the exact one leaves out gaps
+        # the Standard model's one coordinate is its vocabulary: both are the same, but the exact one leaves out gaps
         exact, table = self.config.loss == 'exact' or not self.config.num_hashes, self.table()
         if self.plain_head:
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()

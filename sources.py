@@ -31,7 +31,7 @@ import zstandard
 from bins import read_ahead
 from configurator import InputError, did_you_mean
 
-# name: (repository, its subsets where they are few; without a name, the first is meant)
+# name: (repository of parquet files with a field `text`, its subsets where they are few; the first is the default)
 HUB = {
     'fineweb-edu': ('HuggingFaceFW/fineweb-edu', ['sample-10BT', 'sample-100BT', 'sample-350BT', 'default']),
     'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ['fineweb-edu-dedup']),

@@ -8,8 +8,10 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-Needs the bins of prepare.py with the same config. From there to the loss: Bins -> read_batch (token ids) -> MHF.sign
-(signatures) -> MHF.forward: hidden_states, then head_loss (loss.LeanHead; with --plain_head HashDecoder, exact_loss).
+Needs the bins of prepare.py with the same config. From a document to the loss: sources.Source.read, documents,
+batches -> prepare.tokenise, Shards.write -> bins.Bins; blocks_of, read_batch (token ids) -> MHF.sign (signatures) ->
+MHF.forward: hidden_states, head_loss -> loss.LeanHead, with exact_nll or product_nll (--plain_head: HashDecoder, with
+exact_loss or product_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
 Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume one command starts and goes on:
@@ -50,7 +52,7 @@ eval_interval = 1000  # steps between validations; each also writes a checkpoint
 init_from = 'scratch'
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
-keep = 2  # of the newest checkpoints, under names with their step; should ckpt.pt be damaged, the one before is resumed
+keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
 export = ''  # with resume: only writes the model in the released format into this new folder
 wandb = False  # also log to Weights & Biases, where it is installed
 wandb_project = 'multihashformer'
@@ -88,7 +90,7 @@ train_layers = 0  # of the first and of the last layers, the others are frozen; 
 seed = 42  # of the weights and of the order of the data
 spike_deviations = 10.0  # a loss so many robust deviations above the last 100 is logged as a spike; 0 is never
 stop_on_spike = False
-# system; None takes what is there
+# system; None is the best that is there
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
 compile = None  # torch.compile
@@ -98,7 +100,7 @@ backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
-# what a resumed run may not change: the architecture and the loss, the order of the data, what the optimizer adds up
+# what a resumed run may not change, beside its data (bins.identity: tokenizer, signature table, text); all else is free
 FIXED_ON_RESUME = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
     'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'loss', 'tokenizer',
@@ -182,7 +184,7 @@ starts_from_model = init_from not in ('scratch', 'resume')
 if auto_resume and checkpoints.there():
     init_from = 'resume'
 if init_from == 'resume':
-    # reads ckpt.pt, or where it is damaged the one before
+    # ckpt.pt, or where it is damaged the newest that is whole
     model, ckpt = checkpoints.newest_whole(warn=master)
 elif checkpoints.there():
     raise InputError(f'{checkpoints.there()[0]} exists; --init_from=resume goes on, or choose another --out_dir')
@@ -196,7 +198,7 @@ if export:
         save_pretrained(model, export, ckpt['config']['tokenizer'])
         print(f'{source}, step {ckpt["step"]} -> {export}')
     sys.exit()
-if starts_from_model:  # its architecture is the settings', but for the context and the loss, which are ours to choose
+if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
     architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
     globals().update(architecture)
     config |= architecture
@@ -274,7 +276,7 @@ if ckpt:
         optimizer.load_state_dict(ckpt['optimizer'])
     except (ValueError, KeyError, AttributeError) as e:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None
-raw_model, ckpt = model, None  # not wrapped by DDP: what is saved and evaluated; the checkpoint's memory goes
+raw_model, ckpt = model, None  # not wrapped by DDP: what is saved and evaluated; frees the checkpoint's memory
 if compile:
     model.compile()
 if distributed:
@@ -287,7 +289,7 @@ if distributed:
 
 
 def learning_rate_at(step):
-    """Of the update that leads from `step` to step + 1."""
+    """The rate of the update that leads from `step` to step + 1."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
     done = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
@@ -343,7 +345,7 @@ def evaluate():
 
 
 def append_to_log(text):
-    """log.jsonl is only ever appended to: a resumed run says again what it does again, a reader keeps the last."""
+    """log.jsonl is only ever appended to: a step that a resumed run repeats has two lines; readers keep the last."""
     try:
         with open(out / 'log.jsonl', 'a') as f:
             f.write(text)
@@ -401,7 +403,7 @@ if master:
         wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, stop_after_this_step)
-# nothing before the first step is through
+# no bar before the first step is through
 bar = dict(total=max_steps, initial=start_step, unit='step', desc='train', delay=1, disable=not master)
 bar = tqdm(**bar, mininterval=0.2 if sys.stderr.isatty() else 20)
 speeds, batches = [], bins.read_ahead(micro_batches())
