@@ -198,8 +198,10 @@ def token_logits(o, table):
     Bucket logits o, list of H (B, n), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
     -inf where there is no token. Their softmax is P(w): the coordinates' normalisers cancel, the same for every w.
     """
-    scores = sum(at_least_float32(o_i)[s] for o_i, s in zip(o, table.signatures.T, strict=True))
-    return scores.T.masked_fill(~table.is_token, -torch.inf)
+    o = [at_least_float32(o_i) for o_i in o]
+    # the Standard model's buckets are its tokens
+    scores = o[0] if table.identity else sum(o_i[s] for o_i, s in zip(o, table.signatures.T, strict=True))  # (V, n)
+    return (scores.index_fill(0, table.gaps, -torch.inf) if len(table.gaps) else scores).T
 
 
 def product_loss(o, y, table=None):
