@@ -201,3 +201,7 @@ def test_an_exported_standard_model_is_a_qwen3(tmp_path):
     assert_read_back(m, tmp_path / 'out')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'out')(ids).logits.log_softmax(-1)
     assert relative(theirs, m.log_probs(ids)) < 1e-4
+    m.head = torch.nn.Parameter(m.embed.weight + 1)
+    with pytest.raises(InputError, match='head has no name'):  # it would be lost without a word
+        save_pretrained(m, tmp_path / 'untied', 'mistral')
+    assert not (tmp_path / 'untied').exists()
