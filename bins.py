@@ -217,14 +217,15 @@ class Verified:
         try:
             for bins in self.all_bins:
                 bins.verify(self.share)
-        except (InputError, OSError) as e:
+        except InputError as e:
             self.error = e
+        except OSError as e:
+            self.error = InputError(f'a bin cannot be read ({e})')
 
-    def raise_if_damaged(self, words='', wait=0):
-        """InputError, with `words` at its end, if damage was found by now, or within `wait` seconds."""
-        self.thread.join(wait)
-        if self.error:
-            raise InputError(f'{self.error}{words}')
+    def error_within(self, seconds):
+        """The damage that is found by then, an InputError, or None; `error` is what was found by now."""
+        self.thread.join(seconds)
+        return self.error
 
 
 def open_bins(config, meta, split):

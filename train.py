@@ -249,7 +249,8 @@ else:
     torch.manual_seed(seed)
     architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
     model = MHF(MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture), table, meta['gaps'])
-verified.raise_if_damaged(wait=10)
+if damage := verified.error_within(10):
+    raise damage
 if distributed:
     try:
         backend = backend or ('nccl' if device_type == 'cuda' else 'gloo')
@@ -410,7 +411,8 @@ speeds, batches = [], bins.read_ahead(micro_batches())
 with bar:
     for step in range(start_step, max_steps):
         checkpoints.raise_if_failed()
-        verified.raise_if_damaged(f'; stopped at step {step}')
+        if verified.error:
+            raise InputError(f'{verified.error}; stopped at step {step}, {checkpoints.kept()}')
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:

@@ -199,6 +199,18 @@ def test_out_of_memory(quick):
     assert all(w in lines[0] for w in ('2.00 GiB', '--micro_batch_size (now 4)', 'ckpt.pt is good, of step 24'))
 
 
+def test_damage_found_while_training(quick):
+    """Bins that take longer to read through than a run's start are never checked, or the checkpoint isn't named."""
+    path = quick / 'bins/train_000000.bin'
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-2] + bytes([raw[-2] ^ 1, raw[-1]]))
+    late = 'import bins, time; bins.Verified.error_within = lambda *_: None\n'
+    late += 'verify = bins.Bins.verify; bins.Bins.verify = lambda *args: (time.sleep(1), verify(*args))'
+    done = run('train.py', 'cfg.py', '--init_from=resume', '--max_steps=5000', cwd=quick, patch=late)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert re.search(r'error: .*bin is damaged.*; stopped at step \d+, out/ckpt.*pt is good, of step', done.stderr)
+
+
 # -----------------------------------------------------------------------------
 # going on
 
