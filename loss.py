@@ -243,7 +243,8 @@ class LeanHead(torch.autograd.Function):
         mixers = [mixers[i : i + 4] for i in range(0, len(mixers), 4)]
         loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
         with torch.autocast(h.device.type, enabled=False):
-            for h_, y_, dh_ in zip(*(t.split(chunk) for t in (h.detach(), y, dh)), strict=True):
+            # chunks of one size, where that is possible: one graph, if it is compiled
+            for h_, y_, dh_ in zip(*(t.chunk(-(-len(h) // chunk)) for t in (h.detach(), y, dh)), strict=True):
                 part, dc, dE_, dmixers_ = gradients_of(nll, h_, y_, E, mixers, table)
                 loss += part
                 dh_.copy_(dc)

@@ -259,8 +259,8 @@ class MHF(nn.Module):
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
         self.head_chunk = fast.head_chunk(H, B)  # tokens at a time
-        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is the device it is on
-        self.chunk_gradients = fast.chunk_gradients
+        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is where the model is
+        self.chunk_gradients = fast.chunk_gradients  # or the same compiled
         self._table = None, None, None
 
     @property
@@ -340,9 +340,13 @@ class MHF(nn.Module):
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     def compile(self, **options):
-        """nn.Module.compile, of the body and of a chunk of the head; the loop over chunks stays as it is."""
+        """
+        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, whose loop stays as it is. On a
+        CPU that is made of many small blocks, which would be minutes of compiling for nothing.
+        """
         self.head_loss = torch.compiler.disable(self.head_loss)
-        self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
+        if not self.table().columns:
+            self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
         super().compile(**options)
 
     def head_loss(self, h, y):
