@@ -289,11 +289,12 @@ class MHF(nn.Module):
 
     def table(self):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
-        made_of, version, table = self._table
-        if made_of is not self.signatures or version != self.signatures._version:
-            c, device_type = self.config, self.head_device or self.signatures.device.type
-            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, device_type)
-            self._table = self.signatures, self.signatures._version, table
+        of, version_and_device, table = self._table
+        now = self.signatures._version, self.head_device or self.signatures.device.type
+        if of is not self.signatures or version_and_device != now:
+            c = self.config
+            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, now[1])
+            self._table = self.signatures, now, table
         return table
 
     def replace_vocabulary(self, table, pad_id, gaps=()):
@@ -341,8 +342,8 @@ class MHF(nn.Module):
 
     def compile(self, **options):
         """
-        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, whose loop stays as it is. On a
-        CPU that is made of many small blocks, which would be minutes of compiling for nothing.
+        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, while its loop over chunks
+        stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
         """
         self.head_loss = torch.compiler.disable(self.head_loss)
         if not self.table().columns:

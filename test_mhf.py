@@ -452,7 +452,7 @@ KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab
 @pytest.mark.parametrize('kind', ['exact', 'product'])
 @pytest.mark.parametrize('changes', KINDS)
 def test_fast_head_equals_plain(kind, changes, device):
-    """A chunk is lost or counted twice, or a formula of the hand-made gradients is wrong; in a CPU's form or a GPU's."""
+    """A chunk is lost or counted twice, or a formula of the gradients by hand is wrong, in a CPU's form or a GPU's."""
     m = random_model(loss=kind, **changes)
     m.head_chunk, m.head_device = 7, device
     if m.config.num_hashes == 0:
@@ -560,7 +560,7 @@ class Reductions(TorchDispatchMode):
 
 @pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)])
 def test_a_gpu_reduces_over_rows(changes):
-    """A softmax over columns is back: on CUDA it would run on one of 132 multiprocessors, twenty times the whole step."""
+    """A softmax over columns is back: on CUDA, it would run on one of 132 multiprocessors."""
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
     m.head_device, ids = 'cuda', torch.randint(0, 5000, (2, 256))
     x = m.sign(ids)
