@@ -258,7 +258,7 @@ class MHF(nn.Module):
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = fast.head_chunk(H, B)  # tokens at a time
+        self.head_chunk = None  # tokens of the head at a time; None is what suits the device
         self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is where the model is
         self.chunk_gradients = fast.chunk_gradients  # or the same compiled
         self._table = None, None, None
@@ -358,14 +358,14 @@ class MHF(nn.Module):
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
         nll = fast.exact_nll if exact else fast.product_nll
         if torch.is_grad_enabled():
-            how = self.chunk_gradients, nll, table, self.head_chunk
+            how = self.chunk_gradients, nll, table, self.head_chunk or table.chunk
             return fast.LeanHead.apply(*how, h, y, self.head_weight, *self.mixers.parameters())
         return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
 
     def logits_by_chunk(self, h, y):
         """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (chunk, B), and the chunk of y; no gradients."""
-        E = fast.E_for_matmul(self.head_weight)
-        for h_, y_ in zip(h.split(self.head_chunk), y.split(self.head_chunk), strict=True):
+        E, chunk = fast.E_for_matmul(self.head_weight), self.head_chunk or self.table().chunk
+        for h_, y_ in zip(h.split(chunk), y.split(chunk), strict=True):
             yield self.mixers(h_, E), y_
 
     @torch.no_grad()
