@@ -120,41 +120,37 @@ class Scorer:
             dist.all_gather_object(of_each, of_each[0])
         self.tokens = min(of_each)
 
-    def share(self, work, batches, desc):
-        """Batches of items -> what the method called `work` gives for each item, in order, as soon as it is known."""
-        with tqdm(total=sum(map(len, batches)), desc=desc, **BAR) as bar:
-            for first in range(0, len(batches), self.world_size):
-                jobs = [(work, batch) for batch in batches[first : first + self.world_size]]
-                # fewer batches than ranks are left at the end
-                for answers in self.take_part(jobs + [(work, [])] * (self.world_size - len(jobs))):
-                    yield from answers
-                    bar.update(len(answers))
+    def share(self, work, batches):
+        """Batches of items -> what the method called `work` gives for them, in order, as soon as it is known."""
+        for first in range(0, len(batches), self.world_size):
+            jobs = [(work, batch) for batch in batches[first : first + self.world_size]]
+            # fewer batches than ranks are left at the end
+            for answers in self.take_part(jobs + [(work, [])] * (self.world_size - len(jobs))):
+                yield from answers
 
     def take_part(self, jobs=None):
         """
         On every rank: rank 0's jobs, a (method, batch) for each rank -> what each gives, on rank 0, which raises what
         fails on any: nobody waits for one that is gone. Jobs that are None end it: None.
         """
-        job = jobs
-        if self.world_size > 1:
-            dist.scatter_object_list(job := [None], jobs)
+        if self.world_size == 1:
+            return jobs[0] and [self.in_memory(*jobs[0])]
+        job, answers = [None], [None] * self.world_size
+        dist.scatter_object_list(job, jobs)
         if job[0] is None:
             return None
         try:
             answer = self.in_memory(*job[0])
         except Exception as e:
+            e.add_note(f'rank {self.rank}: {traceback.format_exc()}')
             answer = e
-            if self.rank:
-                e.add_note(f'rank {self.rank}: {traceback.format_exc()}')
-        answers = [answer] * self.world_size
-        if self.world_size > 1:
-            dist.gather_object(answer, None if self.rank else answers)
-        if self.rank == 0 and (failed := [a for a in answers if isinstance(a, Exception)]):
-            raise failed[0]
+        dist.gather_object(answer, None if self.rank else answers)
+        for failed in (a for a in answers if isinstance(a, Exception)):
+            raise failed
         return answers
 
     def in_memory(self, work, batch):
-        """What the method gives for each item of the batch, in halves where the whole does not fit."""
+        """What the method gives for the batch, in halves where the whole does not fit."""
         try:
             return getattr(self, work)(batch) if batch else []
         except torch.OutOfMemoryError:
@@ -193,10 +189,11 @@ class Scorer:
             if batch and (len(batch) == self.batch_size or (len(batch) + 1) * self.length(batch[0]) > self.tokens):
                 batches.append([])
             batches[-1].append(row)
-        for (_, continuations), answer in zip(rows, self.share('score', batches, desc), strict=True):
-            ends = np.cumsum([len(c) for c in continuations])[:-1]
-            for ks, of_tokens in zip(continuations.values(), np.split(answer, ends, axis=1), strict=True):
-                yield from ((k, of_tokens) for k in ks)
+        requests_of = [ks for _, continuations in rows for ks in continuations.values()]
+        answers = tqdm(self.share('score', batches), desc, len(requests_of), **BAR)
+        for ks, of_tokens in zip(requests_of, answers, strict=True):
+            for k in ks:
+                yield k, of_tokens
 
     @staticmethod
     def length(row):
@@ -205,10 +202,13 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, batch):
-        """Rows (context, continuations) -> of each (3, n), as in by_token, of its continuations' tokens in order."""
-        m, S, predicting, targets = self.model, max(map(self.length, batch)), [], []
+        """Rows (context, continuations) -> of each continuation in order, (3, n), as in by_token."""
+        m, S, predicting, targets, ends = self.model, max(map(self.length, batch)), [], [], []
+        # from pinned memory copies keep nobody waiting
+        pinned = self.device.type == 'cuda'
         # ids, positions, segments: 0 is the context, k its k-th continuation, -1 padding
-        parts = np.zeros((3, len(batch), S), np.int64)
+        inputs = torch.zeros(3, len(batch), S, dtype=torch.int64, pin_memory=pinned)
+        parts = inputs.numpy()
         parts[2] = -1
         for n, (context, continuations) in enumerate(batch):
             end = C = len(context)
@@ -219,24 +219,20 @@ class Scorer:
                 parts[:2, n, begin:end], parts[2, n, begin:end] = (continuation[:-1], range(C, C + end - begin)), k
                 predicting += [n * S + C - 1, *range(n * S + begin, n * S + end)]
                 targets += continuation
-        ids, positions, segments = self.on_device(parts)
-        predicting, targets = self.on_device(np.array([predicting, targets]))
-        sizes, mask = [sum(map(len, continuations)) for _, continuations in batch], None
+                ends.append(len(targets))
+        ids, positions, segments = inputs.to(self.device, non_blocking=pinned)
+        outputs = torch.tensor([predicting, targets], pin_memory=pinned)
+        predicting, targets = outputs.to(self.device, non_blocking=pinned)
         # where no row has two continuations, the causal triangle is all
+        mask = None
         if max(len(continuations) for _, continuations in batch) > 1:
-            mask = segments[:, :, None] == segments[:, None]  # (N, S, S)
-            mask |= segments[:, None] == 0
-            mask = mask.tril()[:, None]
+            seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
+            mask = seen.tril()[:, None]
         with self.autocast():
             h = m.hidden_states(m.sign(ids), positions=None if mask is None else positions, mask=mask).flatten(0, 1)
             # the head sees only the positions that predict a token of a continuation
             of_tokens = torch.stack(m.predict(h[predicting], targets)).cpu().double().numpy()
-        return np.split(of_tokens, np.cumsum(sizes)[:-1], axis=1)
-
-    def on_device(self, array):
-        tensor = torch.from_numpy(array)
-        # a copy from pinned memory keeps nobody waiting
-        return (tensor.pin_memory() if self.device.type == 'cuda' else tensor).to(self.device, non_blocking=True)
+        return np.split(of_tokens, ends[:-1], axis=1)
 
     def write(self, batch):
         """[(prompt, lm-eval's options)] -> [the greedy text after it, up to the first of options['until'] in it]."""
@@ -259,10 +255,7 @@ class Scorer:
 
 
 def windows(ids, T):
-    """
-    Token ids -> requests for all but the first, of the whole context, that overlap by half: from the second on, every
-    token sees half a context or more.
-    """
+    """Token ids -> requests for all but the first; from the second request on, each sees half a context T or more."""
     n = len(ids) - 1
     for begin in range(0, max(min(n, 1), n - T // 2), T - T // 2):
         # the half that the window before has scored
@@ -303,7 +296,7 @@ def harness(scorer):
 
         def generate_until(self, requests, disable_tqdm=False):
             results = []
-            for said in scorer.share('write', [[request.args] for request in requests], 'writing'):
+            for said in tqdm(scorer.share('write', [[r.args] for r in requests]), 'writing', len(requests), **BAR):
                 self.cache_hook.add_partial('generate_until', requests[len(results)].args, said)
                 results.append(said)
             return results
@@ -385,6 +378,8 @@ def run_tasks(names, lm, cache=None, data_dir='', limit=0, seed=1234):
     seeds = {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
     try:
         return simple_evaluate(lm, tasks=configs, **common, **seeds), notes
+    except InputError:
+        raise
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
     except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError) as e:
         if not resumed:
