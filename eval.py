@@ -104,15 +104,15 @@ def tokens_in_memory(model):
 
 class Scorer:
     """
-    What a model says of continuations and texts, and what it writes. Requests with the same context are one row: the
-    context, then every continuation, each of which sees the context and itself only and goes on from the context's last
-    position. A batch holds at most batch_size rows, and `tokens` tokens with their padding. Torchrun's processes share
-    the batches: rank 0 makes them, gives one to each rank and takes the answers.
+    log P of continuations and texts, and greedy text. Requests with the same context are one row: the context, then
+    every continuation, each of which sees the context and itself only and goes on from the context's last position. A
+    batch holds at most batch_size rows, and `tokens` tokens with their padding. Rank 0 makes the batches, gives one to
+    each of torchrun's processes and takes the answers.
     """
 
     def __init__(self, model, bos, batch_size, tokens=None, dtype='float32', tok=None):
-        self.model, self.bos, self.batch_size, self.tok = model, bos, batch_size, tok
-        self.device = model.embed.weight.device
+        self.model, self.bos, self.batch_size, self.device = model, bos, batch_size, model.embed.weight.device
+        self.tok = tok  # of write and of harness; scores need none
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         of_each = [tokens or tokens_in_memory(model)] * self.world_size
@@ -129,10 +129,7 @@ class Scorer:
                 yield from answers
 
     def take_part(self, jobs=None):
-        """
-        On every rank: rank 0's jobs, a (method, batch) for each rank -> what each gives, on rank 0, which raises what
-        fails on any: nobody waits for one that is gone. Jobs that are None end it: None.
-        """
+        """On every rank: rank 0's jobs, a (method, batch) or None for each -> what each gives, on rank 0; or None."""
         if self.world_size == 1:
             return jobs[0] and [self.in_memory(*jobs[0])]
         job, answers = [None], [None] * self.world_size
@@ -141,6 +138,7 @@ class Scorer:
             return None
         try:
             answer = self.in_memory(*job[0])
+        # rank 0 raises it, and nobody waits for one that is gone
         except Exception as e:
             e.add_note(f'rank {self.rank}: {traceback.format_exc()}')
             answer = e
@@ -181,8 +179,7 @@ class Scorer:
             if len(continuation) > T:
                 raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
             # the end of what is too long
-            context = tuple(context[-(T + 1 - len(continuation)) :])
-            rows[context].setdefault(tuple(continuation), []).append(k)
+            rows[tuple(context[-(T + 1 - len(continuation)) :])].setdefault(tuple(continuation), []).append(k)
         rows = sorted(rows.items(), key=lambda row: -self.length(row))
         for context, continuations in rows:
             row, batch = (context, list(continuations)), batches[-1]
@@ -197,8 +194,7 @@ class Scorer:
 
     @staticmethod
     def length(row):
-        context, continuations = row
-        return len(context) + sum(len(c) - 1 for c in continuations)
+        return len(row[0]) + sum(len(c) - 1 for c in row[1])
 
     @torch.no_grad()
     def score(self, batch):
@@ -221,8 +217,9 @@ class Scorer:
                 targets += continuation
                 ends.append(len(targets))
         ids, positions, segments = inputs.to(self.device, non_blocking=pinned)
-        outputs = torch.tensor([predicting, targets], pin_memory=pinned)
-        predicting, targets = outputs.to(self.device, non_blocking=pinned)
+        predicting, targets = torch.tensor([predicting, targets], pin_memory=pinned).to(
+            self.device, non_blocking=pinned
+        )
         # where no row has two continuations, the causal triangle is all
         mask = None
         if max(len(continuations) for _, continuations in batch) > 1:
@@ -547,10 +544,7 @@ def draw(results, target):
 
 
 def measure(opened, names, target, first_new, device, dtype):
-    """
-    All that is wanted of one model (checkpoint.Opened), as in results.json; ids from first_new on are new tokens. None
-    on ranks that only help.
-    """
+    """What results.json says of one model (checkpoint.Opened); ids from first_new on are new tokens. None on helpers."""
     model, tok = opened.model.to(device).eval(), opened.tok
     scorer = Scorer(model, tok.bos if bos else None, batch_size, dtype=dtype, tok=tok)
     while scorer.rank > 0:
