@@ -111,8 +111,8 @@ class Scorer:
     """
 
     def __init__(self, model, bos, batch_size, tokens=None, dtype='float32', tok=None):
-        self.model, self.bos, self.batch_size, self.device = model, bos, batch_size, model.embed.weight.device
-        self.tok = tok  # of write and of harness; scores need none
+        self.model, self.bos, self.batch_size, self.tok = model, bos, batch_size, tok
+        self.device = model.embed.weight.device
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         of_each = [tokens or tokens_in_memory(model)] * self.world_size
@@ -276,8 +276,9 @@ def harness(scorer):
             return list(scorer.tok.encode([string])[0])
 
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-            pairs = [(context, continuation) for _, context, continuation in requests]
-            return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
+            return scorer(
+                [r[1:] for r in requests], lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r)
+            )
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             texts = [[scorer.tok.bos, *self.tok_encode(request.args[0])] for request in requests]
@@ -544,7 +545,7 @@ def draw(results, target):
 
 
 def measure(opened, names, target, first_new, device, dtype):
-    """What results.json says of one model (checkpoint.Opened); ids from first_new on are new tokens. None on helpers."""
+    """What results.json says of one model (checkpoint.Opened); ids from first_new on are new. None on ranks above 0."""
     model, tok = opened.model.to(device).eval(), opened.tok
     scorer = Scorer(model, tok.bos if bos else None, batch_size, dtype=dtype, tok=tok)
     while scorer.rank > 0:

@@ -129,6 +129,16 @@ def test_harness_text_and_generation(mistral):
     assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
     with pytest.raises(InputError, match='greedy'):
         lm.generate_until([request('a', dict(until=[], temperature=0.7))])
+    # all of it in the precision that was asked for
+    low, passes, hidden_states = (
+        evaluation.harness(Scorer(m, 1, 256, dtype='bfloat16', tok=mistral)),
+        [],
+        m.hidden_states,
+    )
+    m.hidden_states = lambda *a, **k: passes.append(torch.is_autocast_enabled('cpu')) or hidden_states(*a, **k)
+    low.generate_until([request('a', dict(until=[], max_gen_toks=2))])
+    low.loglikelihood_rolling([request('a b c')])
+    assert len(passes) == 3 and all(passes)
     # interrupted at the second batch: the first one's result is kept
     kept, score = [], scorer.score
     lm.set_cache_hook(types.SimpleNamespace(add_partial=lambda kind, request, result: kept.append(request)))
