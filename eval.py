@@ -276,9 +276,8 @@ def harness(scorer):
             return list(scorer.tok.encode([string])[0])
 
         def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-            return scorer(
-                [r[1:] for r in requests], lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r)
-            )
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
             texts = [[scorer.tok.bos, *self.tok_encode(request.args[0])] for request in requests]
