@@ -305,18 +305,22 @@ if ckpt:
         data_start_step, best_val, last_losses = ckpt['data_start_step'], ckpt['best_val'], ckpt['last_losses']
 if model:
     model.config.block_size, model.config.loss = block_size, loss
-    V, theirs = meta['vocab_size'], model.signatures.cpu().numpy() if master else None
-    if model.config.vocab_size < V:
+    V, theirs = meta['vocab_size'], model.signatures
+    if len(theirs) < V:
         raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
-    ours = theirs if table is None else np.pad(table, ((0, len(theirs) - V), (0, 0)))
-    if (theirs != ours).any():
-        first = int(np.argmax((theirs != ours).any(1)))
-        rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
-        raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
+    if master and table is not None:
+        ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
+        if (theirs != ours).any():
+            first = int(np.argmax((theirs != ours).any(1)))
+            rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
+            raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
 else:
     torch.manual_seed(seed)
     architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
-    model = MHF(MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture), table, meta['gaps'])
+    architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
+    # drawn on the device: a GPU draws other numbers than a CPU
+    with torch.device(device if master else 'meta'):
+        model = MHF(architecture, table, meta['gaps'])
 if damage := verified.error_within(10):
     raise damage
 checkpoints.make_folder()
