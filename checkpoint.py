@@ -43,7 +43,8 @@ def pick_device(device=None, dtype=None):
         device_type = torch.zeros(1, device=device).device.type
     except (RuntimeError, AssertionError, TypeError) as e:
         reason = str(e).splitlines()[0][:100]
-        raise InputError(f'device={device} is not there ({reason}); leave it out to take what is') from None
+        there = f'this machine has {torch.cuda.device_count()} GPUs; leave device out, or start a process for each GPU'
+        raise InputError(f'device={device} is not there ({reason}): {there}') from None
     if device_type == 'cuda':
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
