@@ -224,10 +224,13 @@ if distributed:
     patience = timedelta(seconds=timeout)
     try:
         store, *_ = next(dist.rendezvous('env://', timeout=patience))
-        store.set(f'started with process {rank}', str(world_size))
-        for r in range(1, world_size) if master else [0]:
-            if (number := int(store.get(f'started with process {r}'))) != world_size:
-                raise ValueError(f'process {r} is one of {number}')
+        numbers = {}
+        for r in range(world_size) if master else (0, rank):  # process 0 keeps the store until all have read its number
+            if r == rank:
+                store.set(f'process {r} of', str(world_size))
+            numbers[r] = int(store.get(f'process {r} of'))
+        if others := [f'process {r} is one of {number}' for r, number in numbers.items() if number != world_size]:
+            raise ValueError(', '.join(others))
         backend = backend or ('nccl' if device_type == 'cuda' and dist.is_nccl_available() else 'gloo')
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
         # for objects, and to wait for a checkpoint that takes long to write
