@@ -3,6 +3,7 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
+    $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_3b.py --shard    # no GPU holds the whole model
     $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
@@ -14,7 +15,10 @@ MHF.forward: hidden_states, head_loss -> loss.LeanHead, with exact_nll or produc
 exact_loss or product_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
-Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume one command starts and goes on:
+Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches that a straight one
+reads, in its order; on a CPU it ends with the same bits. On a GPU it does not: there gradients of the embedding, of the
+loss's gathers and of attention are sums by atomic adds, whose order changes from run to run, and with it the rounding.
+With --auto_resume one command starts and goes on:
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
     $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
@@ -129,11 +133,9 @@ def explain_crash(error_class, e, traceback):
     """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
     words = ' '.join(str(e).split())[:300]
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-        less = (
-            f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard needs less'
-        )
+        less = f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard'
         plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
-        words = f'not enough memory on {device} ({words}); {less}; {plan} says how much'
+        words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
         words = f'process {rank} of {world_size} lost the others ({words})'
     elif error_class is KeyboardInterrupt:
@@ -164,17 +166,14 @@ for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
         raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
 if compile not in (None, True, False):
     raise InputError(f'compile={compile}: must be True or False')
-# what torch.compile calls: triton's for a GPU, inductor's for a CPU
-variable, *compilers = ('CC', 'gcc', 'clang') if device_type == 'cuda' else ('CXX', 'g++', 'clang++')
-no_compiler = (
-    ''
-    if any(map(shutil.which, [os.environ[variable]] if os.environ.get(variable) else compilers))
-    else (f'no C compiler: {" or ".join(compilers)}, or what ${variable} names')
-)
-if compile and no_compiler:
-    raise InputError(f'compile=True: {no_compiler}; install one, or leave --compile out')
+# triton calls a C compiler for a GPU, inductor a C++ compiler for a CPU
+variable, names = ('CC', 'gcc clang') if device_type == 'cuda' else ('CXX', 'g++ clang++')
+compiler = next(filter(shutil.which, os.environ.get(variable, names).split()), None)
+if compile and not compiler:
+    missing = f'no C compiler, neither {os.environ.get(variable, names).replace(" ", " nor ")}'
+    raise InputError(f'compile=True: {missing}; install one, name it by ${variable}, or leave --compile out')
 if compile is None:
-    compile = device_type == 'cuda' and not no_compiler
+    compile = device_type == 'cuda' and compiler is not None
 if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
 if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
@@ -246,10 +245,9 @@ if distributed:
     dist.all_gather_object(everyone, mine, group=host)
     for r, theirs in enumerate(everyone):
         differing = [f'{k}={theirs.get(k)} (process 0: {v})' for k, v in everyone[0].items() if theirs.get(k) != v]
-        if differing and not master:
-            sys.exit(1)  # process 0 says it for all
         if differing:
-            raise InputError(f'process {r} has {", ".join(differing)}; all need the same settings, files and torch')
+            line = f'process {r} has {", ".join(differing)}; all need the same settings, files and torch'
+            raise InputError(line) if master else SystemExit(1)  # process 0 says it for all
 
 # -----------------------------------------------------------------------------
 # weights from elsewhere: process 0 reads a checkpoint, or a folder or hub id, and tells the others
@@ -261,9 +259,7 @@ if master:
             # ckpt.pt, or where it is damaged the newest that is whole
             model, ckpt = checkpoints.newest_whole()
         elif checkpoints.there():
-            raise InputError(
-                f'{checkpoints.there()[0]} exists; --init_from=resume goes on, or choose another --out_dir'
-            )
+            raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
         elif starts_from_model:
             model, *_ = load_model(init_from)
     except InputError as e:
@@ -333,8 +329,8 @@ checkpoints.make_folder()
 
 model = raw_model = model.to(device) if master else model.to_empty(device=device)
 if distributed:
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), 0)
 model.activation_checkpointing, model.plain_head = activation_checkpointing, plain_head
 if train_layers:
     model.layers[train_layers : len(model.layers) - train_layers].requires_grad_(False)
@@ -501,9 +497,8 @@ if master:
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-    how = f'compile={compile}{f" ({no_compiler})" if no_compiler and device_type == "cuda" else ""}'
-    how += f'{", sharded" if shard else ""}'
-    print(f'{device}, {dtype}, {how}; {sequences}{"; the plain head" if plain_head else ""}')
+    how = f'compile={compile}{" for want of a C compiler" if device_type == "cuda" and not compiler else ""}'
+    print(f'{device}, {dtype}, {how}; {sequences}{"; sharded" * shard}{"; the plain head" * plain_head}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
     if train_layers:
