@@ -15,27 +15,36 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from bins import Bins, read_ahead, read_meta
 from checkpoint import pick_device
 from configurator import InputError, configure, did_you_mean
 from hashing import get_tokenizer, signature_table
-from loss import head_chunk, vocabulary_chunk
 from model import MHF, MHFConfig
 from prepare import tokenise, workers
 from sources import HUB, ReadState, Source, batches
@@ -97,94 +106,232 @@ def variants_of(tok):
     return dict(exact=exact, product=replace(exact, loss='product'), Standard=replace(exact, num_hashes=0))
 
 
-def flops_per_token(c, context):
-    """Forward FLOPs per token by part, at sequences of `context` tokens; training takes three times as many."""
-    d, z, width = c.hidden_size, c.bottleneck, c.num_heads * c.head_dim
-    kv_width = c.num_kv_heads * c.head_dim
-    flops = dict(
-        decoder=c.num_layers * 2 * d * (2 * width + 2 * kv_width + 3 * c.intermediate_size),
-        attention=c.num_layers * 2 * 2 * width * (context + 1) / 2,
-        head=2 * c.coordinates * c.buckets * d,
-    )
-    if c.num_hashes:
-        flops['head'] += (c.num_hashes - 1) * (2 * c.num_buckets * d + 2 * 3 * d * z)  # soft embeddings and mixers
-        flops['encoder'] = c.num_hashes * 2 * z * (d + 1) + 2 * d * d
-    return flops
+# -----------------------------------------------------------------------------
+# a training step, counted on tensors without memory and priced by what a machine reaches
+
+
+class Op(NamedTuple):
+    """A kernel."""
+
+    part: str  # body or head
+    kind: str  # gemm, attention or attention_backward; exp, which is no memory speed on a CPU; or stream
+    flops: int
+    size: int  # bytes read and written
+
+
+class Trace(TorchDispatchMode):
+    """
+    Counts the kernels of what runs in it: `ops`, and `fused`, as if all between two matrix products were one kernel,
+    which reads and writes what others wrote and read. And memory: the new bytes in use (live), and most of them (peak).
+    """
+
+    def __init__(self, device_type):
+        super().__init__()
+        self.on_cuda, self.part, self.ops, self.fused = device_type == 'cuda', 'body', Counter(), Counter()
+        self.live = self.peak = self.region = self.region_size = 0
+        # of a storage: its bytes, the region of kernels that used it last; those that nothing but their region has read
+        self.sizes, self.last_used, self.unread = {}, {}, set()
+
+    def note(self, tensor, new):
+        """A tensor's storage as a number; a new one is in use until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = new * storage.nbytes()
+            self.live += self.sizes[key]
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.freed, key)
+            if new:
+                self.last_used[key] = self.region
+                self.unread.add(key)
+        return key
+
+    def freed(self, key):
+        self.live -= self.sizes.pop(key)
+        self.last_used.pop(key, None)
+        self.unread.discard(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        read = {self.note(t, False): bytes_of(t) for t in inputs}
+        result = func(*args, **(kwargs or {}))
+        written = {self.note(t, True): bytes_of(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        name, in_place = func._overloadpacket.__name__.strip('_'), func._schema.is_mutable
+        if 'empty' in name or (not in_place and written.keys() <= read.keys()):
+            return result  # a view, which launches nothing
+        kind, flops, size = 'stream', 0, sum(read.values()) + sum(written.values())
+        if name in ('mm', 'addmm', 'bmm', 'baddbmm'):
+            b = [t for t in args if isinstance(t, torch.Tensor)][-1]
+            kind, flops = 'gemm', 2 * result.numel() * b.shape[-2]
+        elif name.startswith('scaled_dot_product'):
+            # two products, in backward four, of their causal half; a fused kernel's recomputation is not counted
+            backward = 'backward' in name
+            q, k = inputs[backward : backward + 2]
+            kind, flops = 'attention_backward' if backward else 'attention', (2 + 2 * backward) * q.numel() * (k.shape[-2] + 1)
+        elif re.search('index|gather|scatter|embedding', name) and 'backward' not in name:
+            # of what is indexed only what is touched: numbers, or rows
+            table, index = inputs[:2]
+            dim = args[1] if isinstance(args[1], int) else 0
+            rows = 1 if re.search('gather|scatter', name) else table.numel() // table.shape[dim]
+            touched = index.numel() * rows * table.element_size()
+            size += (1 + in_place) * (touched - bytes_of(table))
+        elif re.search('exp|softmax|silu', name):
+            kind = 'exp'
+            if self.on_cuda and 'softmax' in name and args[1] % inputs[0].dim() < inputs[0].dim() - 1:
+                # CUDA's kernel for other than the last dimension reads three times, in blocks of up to 1,024 columns,
+                # each on one of some 132 multiprocessors: (16384, 512) gets 1/132 of the bandwidth
+                blocks = math.prod(inputs[0].shape[: args[1]]) * -(-math.prod(inputs[0].shape[args[1] + 1 :]) // 1024)
+                size = int(2 * size * max(1, 132 / blocks))
+        self.ops[Op(self.part, kind, flops, size)] += 1
+        self.fuse(Op(self.part, kind, flops, size), read, written)
+        return result
+
+    def fuse(self, op, read, written):
+        for key, size in read.items():
+            if op.flops or self.last_used.get(key) != self.region:
+                # what another region made is written, once, and what is changed in place is written again
+                self.region_size += size * ((key in self.unread) + (not op.flops) * (1 + (key in written)))
+                self.unread.discard(key)
+                self.last_used[key] = self.region
+        if op.flops:
+            self.end_region()
+            self.fused[op] += 1
+            self.unread -= written.keys()
+
+    def flops(self):
+        return sum(n * op.flops for op, n in self.ops.items() if op.part == self.part)
+
+    def end_region(self):
+        if self.region_size:
+            self.fused[Op(self.part, 'stream', 0, self.region_size)] += 1
+        self.region, self.region_size = self.region + 1, 0
+
+
+class OneKernelNorm(TorchFunctionMode):
+    """CUDA's rms_norm is one kernel each way, as layer_norm is, which saves as much; the CPU's is many."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.rms_norm:
+            return F.layer_norm(*args, weight=kwargs['weight'], eps=kwargs['eps'])
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of(tensor):
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def trace(c, sequences, device_type, accumulate):
+    """What count() returns, of all layers."""
+    # of the size of any other
+    table = 1 + np.arange(c.vocab_size * c.coordinates).reshape(c.vocab_size, -1) % (c.buckets - 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = MHF(c, table)
+    # a real one, because what the head reads from it depends on its numbers
+    model.replace_vocabulary(table, c.pad_id)
+    model.table()
+    model.activation_checkpointing = activation_checkpointing
+    if hasattr(model, 'head_device'):
+        model.head_device = device_type
+    norm = OneKernelNorm() if device_type == 'cuda' else contextlib.nullcontext()
+    P, n = sum(model.num_params()), sequences * c.block_size
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if accumulate else None
+        s = model.sign(torch.zeros(sequences, c.block_size + 1, dtype=torch.int64))
+        with Trace(device_type) as t:
+            with torch.autocast('cpu', torch.bfloat16), norm:
+                h = model.hidden_states(s[:, :-1])
+                t.end_region()
+                sizes = dict(parameters=P, activations=t.live, peak_forward=t.peak, flops=3 * t.flops())
+                t.part, t.peak = 'head', t.live
+                cut = h.detach().requires_grad_()
+                mean_loss = model.head_loss(cut.flatten(0, 1), s[:, 1:].flatten(0, 1)) / n
+            mean_loss.backward()
+            t.end_region()
+            sizes |= dict(peak_head=t.peak, flops=sizes['flops'] + t.flops())
+            t.part, t.peak = 'body', t.live
+            h.backward(cut.grad)
+            t.end_region()
+            sizes |= dict(peak_backward=t.peak, peak_end=t.live)
+    # the norm reads gradients, clipping also writes them, AdamW reads four numbers of a parameter and writes three
+    for ops in (t.ops, t.fused):
+        ops[Op('optimizer', 'stream', 0, 40 * P)] = 1
+    return t.ops, t.fused, sizes
+
+
+def count(c, sequences, device_type, accumulate):
+    """
+    The kernels of a micro-batch of `sequences` x c.block_size tokens and of the update: {Op: how many}, the same fused,
+    and {sizes: bytes, parameters, the model's FLOPs}. From models of one and two layers: each other one adds the same.
+    """
+    one, two = (trace(replace(c, num_layers=k), sequences, device_type, accumulate) for k in (1, 2))
+    more = c.num_layers - 1
+    return tuple({k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in zip(one, two, strict=True))
+
+
+class Rates(NamedTuple):
+    """What a machine reaches: FLOP/s, bytes/s, and how long it takes to start a kernel."""
+
+    gemm: float
+    attention: float
+    attention_backward: float
+    exp: float
+    stream: float
+    launch: float
+    queued: bool
+
+
+def price(ops, rates, part):
+    """
+    Predicts the seconds of a part: a kernel takes as long as its FLOPs or its bytes, whichever is longer. A GPU's are
+    queued, so that starting them costs time only where it takes longer than they do; a CPU does one after the other.
+    """
+    total, flops, moved, launches = 0.0, 0.0, 0.0, 0
+    for op, n in ops.items():
+        if op.part == part:
+            arithmetic = op.flops / getattr(rates, op.kind) if op.flops else 0.0
+            memory = op.size / (rates.exp if op.kind == 'exp' else rates.stream)
+            total, launches = total + n * max(arithmetic, memory), launches + n
+            flops, moved = flops + n * arithmetic, moved + n * memory
+    start = launches * rates.launch
+    bounds = dict(FLOPs=flops, bytes=moved, launches=start)
+    seconds = max(total, start) if rates.queued else total + start
+    return dict(seconds=seconds, **bounds, number=launches, bound=max(bounds, key=bounds.get))
 
 
 # -----------------------------------------------------------------------------
 # plan: what would it take?
 
 
-@functools.cache
-def saved_by_forward(fields):
-    """What all but the head of MHFConfig(*fields) keeps for backward: bytes a token, and of autocast's weights."""
-    c, storages = MHFConfig(*fields), {}
-
-    def note(t):
-        storages[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
-    with FakeTensorMode():
-        model = MHF(c)
-        x = torch.zeros(1, c.block_size, c.coordinates, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
-            model.hidden_states(x)
-    of_the_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    copies = 2 * sum(p.numel() for m in (model.encoder, model.layers) if m for p in m.parameters())
-    return (sum(s.nbytes() for k, s in storages.items() if k not in of_the_model) - copies) / c.block_size, copies
-
-
-def memory_plan(c, sequences, device_type='cuda'):
-    """Bytes by part on such a device, training micro-batches of `sequences` sequences of c.block_size tokens."""
-    with torch.device('meta'):
-        model = MHF(c)
-    P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
-    (one, copies), (two, more) = (saved_by_forward(astuple(replace(c, num_layers=L))) for L in (1, 2))
-    layer, copies = two - one, copies + (c.num_layers - 1) * (more - copies)
-    # at the peak of activation checkpointing: the inputs of all layers, and what one of them keeps
-    of_layers = c.num_layers * 4 * d + layer if activation_checkpointing else c.num_layers * layer
-    activations = int(n * (one - layer + of_layers))
-    # of a chunk of tokens: o_i and p_i in bfloat16, and one at work
-    chunk, block = min(n, head_chunk(c.coordinates, c.buckets)), min(n, vocabulary_chunk(device_type))
-    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))
-    # E in bfloat16, dE, h and dh, a part of dE in bfloat16, and a block's logits and probabilities
-    head = 2 * E + 4 * E + 8 * n * d + logits + 2 * E // c.coordinates + 4 * block * (c.vocab_size + 2 * E // d)
-    need = dict(parameters=4 * P, gradients=4 * P, optimizer=8 * P)
-    return need | {'bfloat16 copies of weights': copies, 'activations': activations, 'head': head}
+def memory_plan(sizes, accumulate):
+    """Bytes by what takes them, at the peak of a step of which count() gave the sizes."""
+    P, peak = sizes['parameters'], max(size for key, size in sizes.items() if key.startswith('peak'))
+    need = dict(parameters=4 * P, optimizer=8 * P, gradients=4 * P * accumulate, activations=sizes['activations'])
+    return need | {'head or backward': peak - sizes['activations']}
 
 
 def print_plan(variants):
-    """Memory, days and disk of a config, as a table -> the same as a dict."""
+    """Memory, the predicted step, days and disk of a config, as a table -> the same as a dict."""
     c = variants[loss if num_hashes else 'Standard']
-    memory, peak = GPUS[gpu]
+    memory, peak, bandwidth, link = GPUS[gpu]
     room = (memory - RESERVED) * 1e9
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
-    fits = max((m for m in candidates if sum(memory_plan(c, m).values()) <= room), default=0)
-    need = memory_plan(c, micro_batch_size)
-    total, step = sum(need.values()), batch_size * block_size
-    flops = 3 * sum(flops_per_token(c, block_size).values())
-    tokens, P = max_steps * step, need['parameters'] // 4
-    days = tokens * flops / (gpus * peak * 1e12 * mfu) / 86400
-    # ids, whatever the signatures
-    disk = tokens * (2 if c.vocab_size <= 65536 else 4)
-    say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
-    micro_batch = f'micro_batch_size={micro_batch_size} x {block_size:,} tokens'
-    say(f'\nmemory per GPU, {micro_batch}, bfloat16 autocast, DDP, not compiled')
-    for name, size in need.items():
-        say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"fits" if total <= room else "DOES NOT FIT"}')
-    hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
-    say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
-    say(f'\n{flops * step:.3g} FLOPs a step of {step:,} tokens, {flops / 1e9:.2f} G a token')
-    say(f'{days:.1f} days for {tokens / 1e9:.1f} B tokens at {mfu:.0%} of {peak} TFLOP/s each')
-    say(f'{disk / 1e9:,.0f} GB of disk for its bins')
-    results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
-    return results | dict(flops_per_token=flops, days=days, disk_bytes=disk)
+    if micro_batch_size not in candidates:
+        raise InputError(f'batch_size={batch_size} does not divide by micro_batch_size={micro_batch_size} x gpus={gpus}')
+    accumulation = batch_size // (micro_batch_size * gpus)
+    # DDP's buckets stay, as do gradients from one micro-batch to the next
+    accumulate = gpus > 1 or accumulation > 1
 
+    def total_of(m):
+        return sum(memory_plan(c, m, 'cuda', accumulate).values())
 
+    fits = ([0] + candidates)[bisect_right(candidates, room, key=total_of)]
+    need, (ops, fused, sizes) = memory_plan(c, micro_batch_size, 'cuda', accumulate), traced(astuple(c), micro_batch_size, 'cuda', accumulate)
+    total, step, P = sum(need.values()), batch_size * block_size, sizes['parameters']
+    fast = gemm_share * peak * 1e12
+    rates = Rates(fast, fast / 2, fast / 2, bandwidth * 1e9, bandwidth * 1e9, 4e-6, queued=True)
 # -----------------------------------------------------------------------------
 # measuring
 
@@ -243,6 +390,28 @@ class Machine:
         before = read('VmRSS:')
         f()
         return read('VmHWM:') - before
+
+    def rates(self, c):
+        """Rates, measured at the sizes of a micro-batch of c."""
+        N, T, d = micro_batch_size, block_size, c.hidden_size
+
+        def random(*shape, dtype=self.dtype):
+            return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True)
+
+        x, w, a, b = random(N * T, d), random(c.intermediate_size, d), *random(2, N * T, d, dtype=torch.float32).detach()
+        q, k, v = (random(N, heads, T, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+
+        def attention():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        y, work = attention(), 2 * q.numel() * (T + 1)
+        with torch.no_grad():
+            forward, small = self.best_of(attention), random(1)
+            gemm = 2 * x.numel() * len(w) / self.best_of(lambda: x @ w.T)
+            launch = self.best_of(lambda: [small * small for _ in range(1000)]) / 1000
+        backward = self.best_of(lambda: torch.autograd.grad(y, (q, k, v), y, retain_graph=True))
+        exp, stream = 2 * a.nbytes / self.best_of(a.exp), 3 * a.nbytes / self.best_of(lambda: a * b)
+        return Rates(gemm, work / forward, 2 * work / backward, exp, stream, launch, self.device_type == 'cuda')
 
     def free_memory(self):
         if self.device_type == 'cuda':
@@ -318,14 +487,19 @@ def bench_train(machine, variants, tok, results):
 
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
+    rates = machine.rates(variants['exact'])
+    print(rates)
     say('                parameters  tokens/s  GFLOP/token  of GEMM rate  peak memory   planned')
     rows = {}
     for name, model in models.items():
         seconds, memory = got[name]
-        flops = 3 * sum(flops_per_token(variants[name], block_size).values())
-        needs = memory_plan(variants[name], micro_batch_size, machine.device_type)
+        ops, fused, sizes = count(variants[name], micro_batch_size, machine.device_type, False)
+        needs, flops = memory_plan(sizes, False), sizes['flops'] / tokens
         # as measured: beyond these
         planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']
+        parts = [price(fused if compiled else ops, rates, part) for part in ('body', 'head', 'optimizer')]
+        predicted = sum(part['seconds'] for part in parts)
+        print(name, seconds, memory/1e9, planned/1e9, predicted, predicted/seconds, *parts, sep='\n')
         P, speed, share = sum(model.num_params()), tokens / seconds, flops * tokens / seconds / results['gemm_flops']
         rows[name] = dict(parameters=P, tokens_per_s=speed, flops_per_token=flops, gemm_share=share)
         rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds)
@@ -431,7 +605,7 @@ def bench_infer(machine, variants, tok, results):
         return measure(lambda: model(s[:, :-1], s[:, 1:]))
 
     got = {name: seconds for name, (seconds, _) in machine.in_turn(run, models).items()}
-    flops = {name: sum(flops_per_token(variants[name], block_size).values()) for name in models}
+    flops = {name: count(variants[name], 1, 'cpu', False)[2]['flops'] for name in models}
     say(f'\ninference: normalised P(w) of a sample of {block_size:,} tokens, weights in {machine.dtype_name}')
     say(f'MultiHashFormer {got["exact"] * 1e3:,.1f} ms, Standard {got["Standard"] * 1e3:,.1f} ms')
     ratios = compared('exact / Standard', got['exact'] / got['Standard'], flops['exact'] / flops['Standard'])
