@@ -59,7 +59,7 @@ json = False  # one JSON object instead of tables
 plan = False
 gpus = 8
 gpu = 'H100'
-mfu = 0.4  # share of the GPU's peak that training reaches
+gemm_share = 0.5  # of the data sheet's FLOP/s, what large bfloat16 products reach
 # the rest as in train.py
 dataset = 'fineweb-edu:sample-10BT'  # of the part prepare, which takes stdlib for what is on the hub
 tokenizer = 'mistral'
@@ -83,11 +83,15 @@ activation_checkpointing = False
 
 config = configure(globals())
 
-# memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, from the makers' data sheets
+# memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, memory and link to other GPUs (one direction) in 10^9 bytes/s,
+# from the makers' data sheets
 GPUS = {
-    'A100': (80, 312), 'A100-40GB': (40, 312), 'H100': (80, 989), 'H200': (141, 989),
-    'B200': (180, 2250), 'MI300X': (192, 1307), 'L40S': (48, 362), 'RTX4090': (24, 165),
+    'A100': (80, 312, 2039, 300), 'A100-40GB': (40, 312, 1555, 300), 'H100': (80, 989, 3350, 450),
+    'H200': (141, 989, 4800, 450), 'B200': (180, 2250, 8000, 900), 'MI300X': (192, 1307, 5300, 448),
+    'L40S': (48, 362, 864, 32), 'RTX4090': (24, 165, 1008, 32),
 }  # fmt: skip
+PRICED = ('body', 'head', 'optimizer')
+COMPILED = ('body',)  # what MHF.compile compiles
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
 
@@ -167,7 +171,10 @@ class Trace(TorchDispatchMode):
             # two products, in backward four, of their causal half; a fused kernel's recomputation is not counted
             backward = 'backward' in name
             q, k = inputs[backward : backward + 2]
-            kind, flops = 'attention_backward' if backward else 'attention', (2 + 2 * backward) * q.numel() * (k.shape[-2] + 1)
+            kind, flops = (
+                'attention_backward' if backward else 'attention',
+                (2 + 2 * backward) * q.numel() * (k.shape[-2] + 1),
+            )
         elif re.search('index|gather|scatter|embedding', name) and 'backward' not in name:
             # of what is indexed only what is touched: numbers, or rows
             table, index = inputs[:2]
@@ -220,7 +227,7 @@ def bytes_of(tensor):
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def trace(c, sequences, device_type, accumulate):
+def trace(c, sequences, device_type, accumulate, checkpointing):
     """What count() returns, of all layers."""
     # of the size of any other
     table = 1 + np.arange(c.vocab_size * c.coordinates).reshape(c.vocab_size, -1) % (c.buckets - 1)
@@ -229,7 +236,7 @@ def trace(c, sequences, device_type, accumulate):
     # a real one, because what the head reads from it depends on its numbers
     model.replace_vocabulary(table, c.pad_id)
     model.table()
-    model.activation_checkpointing = activation_checkpointing
+    model.activation_checkpointing = checkpointing
     if hasattr(model, 'head_device'):
         model.head_device = device_type
     norm = OneKernelNorm() if device_type == 'cuda' else contextlib.nullcontext()
@@ -259,14 +266,16 @@ def trace(c, sequences, device_type, accumulate):
     return t.ops, t.fused, sizes
 
 
-def count(c, sequences, device_type, accumulate):
+def count(c, sequences, device_type, accumulate=False, checkpointing=False):
     """
     The kernels of a micro-batch of `sequences` x c.block_size tokens and of the update: {Op: how many}, the same fused,
     and {sizes: bytes, parameters, the model's FLOPs}. From models of one and two layers: each other one adds the same.
     """
-    one, two = (trace(replace(c, num_layers=k), sequences, device_type, accumulate) for k in (1, 2))
+    one, two = (trace(replace(c, num_layers=k), sequences, device_type, accumulate, checkpointing) for k in (1, 2))
     more = c.num_layers - 1
-    return tuple({k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in zip(one, two, strict=True))
+    return tuple(
+        {k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in zip(one, two, strict=True)
+    )
 
 
 class Rates(NamedTuple):
@@ -294,9 +303,9 @@ def price(ops, rates, part):
             total, launches = total + n * max(arithmetic, memory), launches + n
             flops, moved = flops + n * arithmetic, moved + n * memory
     start = launches * rates.launch
-    bounds = dict(FLOPs=flops, bytes=moved, launches=start)
+    bounds = dict(FLOPs=flops, bytes=moved, starts=start)
     seconds = max(total, start) if rates.queued else total + start
-    return dict(seconds=seconds, **bounds, number=launches, bound=max(bounds, key=bounds.get))
+    return dict(seconds=seconds, **bounds, launches=launches, bound=max(bounds, key=bounds.get))
 
 
 # -----------------------------------------------------------------------------
@@ -311,27 +320,78 @@ def memory_plan(sizes, accumulate):
 
 
 def print_plan(variants):
-    """Memory, the predicted step, days and disk of a config, as a table -> the same as a dict."""
+    """Memory, the predicted step, days and disk of a config, as tables -> the same as a dict."""
     c = variants[loss if num_hashes else 'Standard']
     memory, peak, bandwidth, link = GPUS[gpu]
     room = (memory - RESERVED) * 1e9
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
-    if micro_batch_size not in candidates:
-        raise InputError(f'batch_size={batch_size} does not divide by micro_batch_size={micro_batch_size} x gpus={gpus}')
-    accumulation = batch_size // (micro_batch_size * gpus)
-    # DDP's buckets stay, as do gradients from one micro-batch to the next
-    accumulate = gpus > 1 or accumulation > 1
+    # gradients stay from one micro-batch to the next, and so do DDP's buckets, of which they are views
+    accumulate = batch_size > micro_batch_size
 
-    def total_of(m):
-        return sum(memory_plan(c, m, 'cuda', accumulate).values())
+    def total_of(m, checkpointing=activation_checkpointing):
+        return sum(memory_plan(count(c, m, 'cuda', accumulate, checkpointing)[2], accumulate).values())
 
-    fits = ([0] + candidates)[bisect_right(candidates, room, key=total_of)]
-    need, (ops, fused, sizes) = memory_plan(c, micro_batch_size, 'cuda', accumulate), traced(astuple(c), micro_batch_size, 'cuda', accumulate)
-    total, step, P = sum(need.values()), batch_size * block_size, sizes['parameters']
-    fast = gemm_share * peak * 1e12
-    rates = Rates(fast, fast / 2, fast / 2, bandwidth * 1e9, bandwidth * 1e9, 4e-6, queued=True)
+    ops, fused, sizes = count(c, micro_batch_size, 'cuda', accumulate, activation_checkpointing)
+    need, P = memory_plan(sizes, accumulate), sizes['parameters']
+    total, fits = sum(need.values()), ([0] + candidates)[bisect_right(candidates, room, key=total_of)]
+    say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
+    say(
+        f'\nmemory per GPU, micro_batch_size={micro_batch_size} x {block_size:,} tokens, bfloat16 autocast, DDP, not compiled'
+    )
+    for name, size in need.items():
+        say(f'  {name:<28}{size / 1e9:8.1f} GB')
+    helps = ''
+    if total > room:
+        helps = f'--micro_batch_size={fits}'
+        if not fits:
+            helps = '--activation_checkpointing' if total_of(1, True) <= room else '--shard'
+        helps = f'; {helps} helps'
+    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"DOES NOT FIT" if helps else "fits"}{helps}')
+    hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
+    say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
+
+    fast, moved = gemm_share * peak * 1e12, bandwidth * 1e9
+    rates = Rates(fast, fast / 2, fast / 2, moved, moved, 4e-6, queued=True)
+    say(
+        f'\npredicted, never run: products at {gemm_share:.0%} of {peak} TFLOP/s, attention at half of that, {bandwidth:,} GB/s,'
+    )
+    say('4 us a launch; fused: an estimate of what compiling reaches, each chain between two products one kernel')
+    say('                     ms   FLOPs   bytes  starts  launches  bound by')
+    ring = 2 * (gpus - 1) / gpus * 4 * P / (link * 1e9)
+    parts = {
+        f'{part}{how}': price(x, rates, part) for how, x in (('', ops), (', fused', fused)) for part in ('body', 'head')
+    }
+    parts['optimizer'] = price(ops, rates, 'optimizer')
+    parts['all-reduce'] = dict(seconds=ring, FLOPs=0, bytes=ring, starts=0, launches=0, bound='the link')
+    for name, part in parts.items():
+        times = ''.join(f'{part[k] * 1e3:8.1f}' for k in ('seconds', 'FLOPs', 'bytes', 'starts'))
+        say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
+    accumulation, tokens = batch_size / (micro_batch_size * gpus), batch_size * block_size
+    flops, steps = sizes['flops'] / (micro_batch_size * block_size), {}
+    say(f'\n{flops * tokens:.3g} FLOPs a step of {tokens:,} tokens; all-reduce after backward, not beside it')
+    for how, of_compiled in (('eager', ()), ('compiled', COMPILED)):
+        one = sum(parts[f'{part}, fused' if part in of_compiled else part]['seconds'] for part in ('body', 'head'))
+        seconds = accumulation * one + parts['optimizer']['seconds'] + ring
+        speed = tokens / seconds
+        mfu = flops * speed / (gpus * peak * 1e12)
+        steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=max_steps * seconds / 86400)
+        say(
+            f'step, {how + ":":<10}{accumulation:g} x {one * 1e3:.1f} ms + optimizer + all-reduce = {seconds * 1e3:,.1f} ms, '
+        )
+        say(
+            f'  {speed:,.0f} tokens/s, MFU {mfu:.0%}; {steps[how]["days"]:.1f} days for {max_steps * tokens / 1e9:.1f} B tokens'
+        )
+    ratio = parts['head']['seconds'] / parts['head']['FLOPs']
+    say(f'the head takes {ratio:.2f} times as long as its products')
+    # ids, whatever the signatures
+    disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
+    say(f'{disk / 1e9:,.0f} GB of disk for its bins')
+    results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
+    return results | dict(flops_per_token=flops, parts=parts, steps=steps, head_over_products=ratio, disk_bytes=disk)
+
+
 # -----------------------------------------------------------------------------
 # measuring
 
@@ -398,20 +458,31 @@ class Machine:
         def random(*shape, dtype=self.dtype):
             return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True)
 
-        x, w, a, b = random(N * T, d), random(c.intermediate_size, d), *random(2, N * T, d, dtype=torch.float32).detach()
+        x, w, y = random(N * T, d), random(c.intermediate_size, d), random(N * T, c.intermediate_size)
+        # of 32 MiB, more than the caches hold
+        a, b, to = torch.randn(3, 2**23, device=self.device)
         q, k, v = (random(N, heads, T, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+
+        def products():
+            return x @ w.T, y @ w, y.T @ x
 
         def attention():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        y, work = attention(), 2 * q.numel() * (T + 1)
+        out, work, small = attention(), 2 * q.numel() * (T + 1), random(1)
+        launch = self.best_of(lambda: [small * small for _ in range(1000)]) / 1000
+        backward = self.best_of(lambda: torch.autograd.grad(out, (q, k, v), out, retain_graph=True))
         with torch.no_grad():
-            forward, small = self.best_of(attention), random(1)
-            gemm = 2 * x.numel() * len(w) / self.best_of(lambda: x @ w.T)
-            launch = self.best_of(lambda: [small * small for _ in range(1000)]) / 1000
-        backward = self.best_of(lambda: torch.autograd.grad(y, (q, k, v), y, retain_graph=True))
-        exp, stream = 2 * a.nbytes / self.best_of(a.exp), 3 * a.nbytes / self.best_of(lambda: a * b)
-        return Rates(gemm, work / forward, 2 * work / backward, exp, stream, launch, self.device_type == 'cuda')
+            gemm = 6 * x.numel() * len(w) / self.best_of(products)
+            forward, exp, stream = (
+                self.best_of(attention),
+                self.best_of(lambda: torch.exp(a, out=to)),
+                self.best_of(lambda: torch.mul(a, b, out=to)),
+            )
+        queued = self.device_type == 'cuda'
+        return Rates(
+            gemm, work / forward, 2 * work / backward, 2 * a.nbytes / exp, 3 * a.nbytes / stream, launch, queued
+        )
 
     def free_memory(self):
         if self.device_type == 'cuda':
@@ -488,22 +559,22 @@ def bench_train(machine, variants, tok, results):
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
     rates = machine.rates(variants['exact'])
-    print(rates)
-    say('                parameters  tokens/s  GFLOP/token  of GEMM rate  peak memory   planned')
-    rows = {}
+    say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
+    rows = dict(rates=rates._asdict())
     for name, model in models.items():
         seconds, memory = got[name]
-        ops, fused, sizes = count(variants[name], micro_batch_size, machine.device_type, False)
-        needs, flops = memory_plan(sizes, False), sizes['flops'] / tokens
+        how = micro_batch_size, machine.device_type, False, activation_checkpointing
+        ops, fused, sizes = count(variants[name], *how)
+        parts = {part: price(fused if compiled and part in COMPILED else ops, rates, part) for part in PRICED}
+        predicted, flops = sum(part['seconds'] for part in parts.values()), sizes['flops'] / tokens
         # as measured: beyond these
+        needs = memory_plan(sizes, False)
         planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']
-        parts = [price(fused if compiled else ops, rates, part) for part in ('body', 'head', 'optimizer')]
-        predicted = sum(part['seconds'] for part in parts)
-        print(name, seconds, memory/1e9, planned/1e9, predicted, predicted/seconds, *parts, sep='\n')
         P, speed, share = sum(model.num_params()), tokens / seconds, flops * tokens / seconds / results['gemm_flops']
         rows[name] = dict(parameters=P, tokens_per_s=speed, flops_per_token=flops, gemm_share=share)
-        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds)
-        figures = f'{P:>14,}{speed:>10,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
+        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds, predicted_seconds=predicted)
+        rows[name]['predicted_parts'] = parts
+        figures = f'{P:>14,}{speed:>10,.0f}{tokens / predicted:>11,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
         say(f'{name:<12}{figures}{gigabytes(memory):>13}{gigabytes(planned):>10}')
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
         flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
@@ -605,7 +676,7 @@ def bench_infer(machine, variants, tok, results):
         return measure(lambda: model(s[:, :-1], s[:, 1:]))
 
     got = {name: seconds for name, (seconds, _) in machine.in_turn(run, models).items()}
-    flops = {name: count(variants[name], 1, 'cpu', False)[2]['flops'] for name in models}
+    flops = {name: count(variants[name], 1, 'cpu')[2]['flops'] for name in models}
     say(f'\ninference: normalised P(w) of a sample of {block_size:,} tokens, weights in {machine.dtype_name}')
     say(f'MultiHashFormer {got["exact"] * 1e3:,.1f} ms, Standard {got["Standard"] * 1e3:,.1f} ms')
     ratios = compared('exact / Standard', got['exact'] / got['Standard'], flops['exact'] / flops['Standard'])
@@ -656,7 +727,7 @@ PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=
 
 
 def main():
-    for key in 'repeats new_tokens gpus mfu batch_size micro_batch_size block_size max_steps'.split():
+    for key in 'repeats new_tokens gpus gemm_share batch_size micro_batch_size block_size max_steps'.split():
         if config[key] <= 0:
             raise InputError(f'{key}={config[key]}: must be above 0')
     wanted = parts.split(',')
