@@ -31,12 +31,12 @@ from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
@@ -184,7 +184,7 @@ class Trace(TorchDispatchMode):
             size += (1 + in_place) * (touched - bytes_of(table))
         elif re.search('exp|softmax|silu', name):
             kind = 'exp'
-            if self.on_cuda and 'softmax' in name and args[1] % inputs[0].dim() < inputs[0].dim() - 1:
+            if self.on_cuda and name in ('softmax', 'log_softmax') and args[1] % inputs[0].dim() < inputs[0].dim() - 1:
                 # CUDA's kernel for other than the last dimension reads three times, in blocks of up to 1,024 columns,
                 # each on one of some 132 multiprocessors: (16384, 512) gets 1/132 of the bandwidth
                 blocks = math.prod(inputs[0].shape[: args[1]]) * -(-math.prod(inputs[0].shape[args[1] + 1 :]) // 1024)
@@ -214,13 +214,9 @@ class Trace(TorchDispatchMode):
         self.region, self.region_size = self.region + 1, 0
 
 
-class OneKernelNorm(TorchFunctionMode):
-    """CUDA's rms_norm is one kernel each way, as layer_norm is, which saves as much; the CPU's is many."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.rms_norm:
-            return F.layer_norm(*args, weight=kwargs['weight'], eps=kwargs['eps'])
-        return func(*args, **(kwargs or {}))
+def norm_on_cuda(x, shape, weight, eps):
+    """CUDA's rms_norm is one kernel each way, as layer_norm's, and saves as much; the CPU's is many."""
+    return F.layer_norm(x, shape, weight, None, eps)
 
 
 def bytes_of(tensor):
@@ -239,14 +235,14 @@ def trace(c, sequences, device_type, accumulate, checkpointing):
     model.activation_checkpointing = checkpointing
     if hasattr(model, 'head_device'):
         model.head_device = device_type
-    norm = OneKernelNorm() if device_type == 'cuda' else contextlib.nullcontext()
+    norm = mock.patch.object(F, 'rms_norm', norm_on_cuda) if device_type == 'cuda' else contextlib.nullcontext()
     P, n = sum(model.num_params()), sequences * c.block_size
     with FakeTensorMode(allow_non_fake_inputs=True):
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if accumulate else None
         s = model.sign(torch.zeros(sequences, c.block_size + 1, dtype=torch.int64))
-        with Trace(device_type) as t:
-            with torch.autocast('cpu', torch.bfloat16), norm:
+        with norm, Trace(device_type) as t:
+            with torch.autocast('cpu', torch.bfloat16):
                 h = model.hidden_states(s[:, :-1])
                 t.end_region()
                 sizes = dict(parameters=P, activations=t.live, peak_forward=t.peak, flops=3 * t.flops())
