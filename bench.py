@@ -25,9 +25,8 @@ import sys
 import tempfile
 import time
 import weakref
-from bisect import bisect_right
 from collections import Counter
-from dataclasses import astuple, replace
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import NamedTuple
@@ -123,6 +122,9 @@ class Op(NamedTuple):
     size: int  # bytes read and written
 
 
+LOOKUPS = ('index', 'index_select', 'gather', 'embedding', 'embedding_bag', 'embedding_bag_forward_only')
+
+
 class Trace(TorchDispatchMode):
     """
     Counts the kernels of what runs in it: `ops`, and `fused`, as if all between two matrix products were one kernel,
@@ -157,7 +159,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        read = {self.note(t, False): bytes_of(t) for t in inputs}
+        read = {self.note(t, False): bytes_of(t) for t in sorted(inputs, key=bytes_of)}
         result = func(*args, **(kwargs or {}))
         written = {self.note(t, True): bytes_of(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
         name, in_place = func._overloadpacket.__name__.strip('_'), func._schema.is_mutable
@@ -171,11 +173,10 @@ class Trace(TorchDispatchMode):
             # two products, in backward four, of their causal half; a fused kernel's recomputation is not counted
             backward = 'backward' in name
             q, k = inputs[backward : backward + 2]
-            kind, flops = (
-                'attention_backward' if backward else 'attention',
-                (2 + 2 * backward) * q.numel() * (k.shape[-2] + 1),
-            )
-        elif re.search('index|gather|scatter|embedding', name) and 'backward' not in name:
+            kind, flops = 'attention', 2 * q.numel() * (k.shape[-2] + 1)
+            if backward:
+                kind, flops = 'attention_backward', 2 * flops
+        elif name in LOOKUPS or (in_place and re.match('index_|scatter', name)):
             # of what is indexed only what is touched: numbers, or rows
             table, index = inputs[:2]
             dim = args[1] if isinstance(args[1], int) else 0
@@ -267,11 +268,9 @@ def count(c, sequences, device_type, accumulate=False, checkpointing=False):
     The kernels of a micro-batch of `sequences` x c.block_size tokens and of the update: {Op: how many}, the same fused,
     and {sizes: bytes, parameters, the model's FLOPs}. From models of one and two layers: each other one adds the same.
     """
-    one, two = (trace(replace(c, num_layers=k), sequences, device_type, accumulate, checkpointing) for k in (1, 2))
-    more = c.num_layers - 1
-    return tuple(
-        {k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in zip(one, two, strict=True)
-    )
+    how = sequences, device_type, accumulate, checkpointing
+    counts, more = zip(*(trace(replace(c, num_layers=k), *how) for k in (1, 2)), strict=True), c.num_layers - 1
+    return tuple({k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in counts)
 
 
 class Rates(NamedTuple):
@@ -326,66 +325,61 @@ def print_plan(variants):
     # gradients stay from one micro-batch to the next, and so do DDP's buckets, of which they are views
     accumulate = batch_size > micro_batch_size
 
-    def total_of(m, checkpointing=activation_checkpointing):
-        return sum(memory_plan(count(c, m, 'cuda', accumulate, checkpointing)[2], accumulate).values())
+    def plan_of(sequences, checkpointing=activation_checkpointing):
+        ops, fused, sizes = count(c, sequences, 'cuda', accumulate, checkpointing)
+        return ops, fused, sizes, memory_plan(sizes, accumulate)
 
-    ops, fused, sizes = count(c, micro_batch_size, 'cuda', accumulate, activation_checkpointing)
-    need, P = memory_plan(sizes, accumulate), sizes['parameters']
-    total, fits = sum(need.values()), ([0] + candidates)[bisect_right(candidates, room, key=total_of)]
+    ops, fused, sizes, need = plan_of(micro_batch_size)
+    total, other = sum(need.values()), micro_batch_size // 2 or 2
+    # the same more for each sequence more
+    slope = (total - sum(plan_of(other)[-1].values())) / (micro_batch_size - other)
+    fits = max((m for m in candidates if total + (m - micro_batch_size) * slope <= room), default=0)
+    helps, P = '', sizes['parameters']
+    if total > room:
+        helps = f'; --micro_batch_size={fits} would'
+        if not fits:
+            checkpointed = sum(plan_of(1, True)[-1].values())
+            helps = f'; {"--activation_checkpointing" if checkpointed <= room else "--shard"} helps'
     say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
-    say(
-        f'\nmemory per GPU, micro_batch_size={micro_batch_size} x {block_size:,} tokens, bfloat16 autocast, DDP, not compiled'
-    )
+    say(f'\nmemory per GPU, micro-batches of {micro_batch_size} x {block_size:,} tokens, not compiled')
     for name, size in need.items():
         say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    helps = ''
-    if total > room:
-        helps = f'--micro_batch_size={fits}'
-        if not fits:
-            helps = '--activation_checkpointing' if total_of(1, True) <= room else '--shard'
-        helps = f'; {helps} helps'
     say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"DOES NOT FIT" if helps else "fits"}{helps}')
     hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
     say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
 
     fast, moved = gemm_share * peak * 1e12, bandwidth * 1e9
     rates = Rates(fast, fast / 2, fast / 2, moved, moved, 4e-6, queued=True)
-    say(
-        f'\npredicted, never run: products at {gemm_share:.0%} of {peak} TFLOP/s, attention at half of that, {bandwidth:,} GB/s,'
-    )
-    say('4 us a launch; fused: an estimate of what compiling reaches, each chain between two products one kernel')
-    say('                     ms   FLOPs   bytes  starts  launches  bound by')
     ring = 2 * (gpus - 1) / gpus * 4 * P / (link * 1e9)
-    parts = {
-        f'{part}{how}': price(x, rates, part) for how, x in (('', ops), (', fused', fused)) for part in ('body', 'head')
-    }
-    parts['optimizer'] = price(ops, rates, 'optimizer')
-    parts['all-reduce'] = dict(seconds=ring, FLOPs=0, bytes=ring, starts=0, launches=0, bound='the link')
+    parts = {part: price(ops, rates, part) for part in PRICED}
+    parts |= {f'{part}, fused': price(fused, rates, part) for part in ('body', 'head')}
+    parts['all-reduce'] = dict(seconds=ring, FLOPs=0, bytes=ring, starts=0, launches=0, bound='link')
+    reached = f'products at {gemm_share:.0%} of {peak} TFLOP/s, attention at half of that, {bandwidth:,} GB/s'
+    say(f'\npredicted, never run: {reached}, 4 us a launch;')
+    say('fused: an estimate of what compiling reaches, where all between two products is one kernel')
+    say('                     ms   FLOPs   bytes  starts  launches  bound by')
     for name, part in parts.items():
         times = ''.join(f'{part[k] * 1e3:8.1f}' for k in ('seconds', 'FLOPs', 'bytes', 'starts'))
         say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
+    head_ratio = parts['head']['seconds'] / parts['head']['FLOPs']
+    say(f'the head takes {head_ratio:.2f} times as long as its products')
     accumulation, tokens = batch_size / (micro_batch_size * gpus), batch_size * block_size
     flops, steps = sizes['flops'] / (micro_batch_size * block_size), {}
-    say(f'\n{flops * tokens:.3g} FLOPs a step of {tokens:,} tokens; all-reduce after backward, not beside it')
     for how, of_compiled in (('eager', ()), ('compiled', COMPILED)):
         one = sum(parts[f'{part}, fused' if part in of_compiled else part]['seconds'] for part in ('body', 'head'))
         seconds = accumulation * one + parts['optimizer']['seconds'] + ring
-        speed = tokens / seconds
+        speed, days = tokens / seconds, max_steps * seconds / 86400
         mfu = flops * speed / (gpus * peak * 1e12)
-        steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=max_steps * seconds / 86400)
-        say(
-            f'step, {how + ":":<10}{accumulation:g} x {one * 1e3:.1f} ms + optimizer + all-reduce = {seconds * 1e3:,.1f} ms, '
-        )
-        say(
-            f'  {speed:,.0f} tokens/s, MFU {mfu:.0%}; {steps[how]["days"]:.1f} days for {max_steps * tokens / 1e9:.1f} B tokens'
-        )
-    ratio = parts['head']['seconds'] / parts['head']['FLOPs']
-    say(f'the head takes {ratio:.2f} times as long as its products')
+        steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
+        say(f'{how:<9} {accumulation:g} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
+        say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%}; {days:.1f} days for {max_steps} steps')
     # ids, whatever the signatures
     disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
     results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
-    return results | dict(flops_per_token=flops, parts=parts, steps=steps, head_over_products=ratio, disk_bytes=disk)
+    return results | dict(
+        flops_per_token=flops, parts=parts, steps=steps, head_over_products=head_ratio, disk_bytes=disk
+    )
 
 
 # -----------------------------------------------------------------------------
