@@ -135,27 +135,22 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.on_cuda, self.part, self.ops, self.fused = device_type == 'cuda', 'body', Counter(), Counter()
         self.live = self.peak = self.region = self.region_size = 0
-        # of a storage: its bytes, the region of kernels that used it last; those that nothing but their region has read
-        self.sizes, self.last_used, self.unread = {}, {}, set()
+        # of a storage: new bytes, the region (kernels between two products) that used it last, has no other one read it
+        self.stores = {}
 
     def note(self, tensor, new):
         """A tensor's storage as a number; a new one is in use until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = new * storage.nbytes()
-            self.live += self.sizes[key]
+        if key not in self.stores:
+            self.stores[key] = [new * storage.nbytes(), self.region if new else None, new]
+            self.live += self.stores[key][0]
             self.peak = max(self.peak, self.live)
             weakref.finalize(storage, self.freed, key)
-            if new:
-                self.last_used[key] = self.region
-                self.unread.add(key)
         return key
 
     def freed(self, key):
-        self.live -= self.sizes.pop(key)
-        self.last_used.pop(key, None)
-        self.unread.discard(key)
+        self.live -= self.stores.pop(key)[0]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -190,21 +185,23 @@ class Trace(TorchDispatchMode):
                 # each on one of some 132 multiprocessors: (16384, 512) gets 1/132 of the bandwidth
                 blocks = math.prod(inputs[0].shape[: args[1]]) * -(-math.prod(inputs[0].shape[args[1] + 1 :]) // 1024)
                 size = int(2 * size * max(1, 132 / blocks))
-        self.ops[Op(self.part, kind, flops, size)] += 1
-        self.fuse(Op(self.part, kind, flops, size), read, written)
+        op = Op(self.part, kind, flops, size)
+        self.ops[op] += 1
+        self.fuse(op, read, written)
         return result
 
     def fuse(self, op, read, written):
         for key, size in read.items():
-            if op.flops or self.last_used.get(key) != self.region:
+            _, region, unread = store = self.stores[key]
+            if op.flops or region != self.region:
                 # what another region made is written, once, and what is changed in place is written again
-                self.region_size += size * ((key in self.unread) + (not op.flops) * (1 + (key in written)))
-                self.unread.discard(key)
-                self.last_used[key] = self.region
+                self.region_size += size * (unread + (not op.flops) * (1 + (key in written)))
+                store[1:] = self.region, False
         if op.flops:
             self.end_region()
             self.fused[op] += 1
-            self.unread -= written.keys()
+            for key in written:
+                self.stores[key][2] = False
 
     def flops(self):
         return sum(n * op.flops for op, n in self.ops.items() if op.part == self.part)
@@ -213,11 +210,6 @@ class Trace(TorchDispatchMode):
         if self.region_size:
             self.fused[Op(self.part, 'stream', 0, self.region_size)] += 1
         self.region, self.region_size = self.region + 1, 0
-
-
-def norm_on_cuda(x, shape, weight, eps):
-    """CUDA's rms_norm is one kernel each way, as layer_norm's, and saves as much; the CPU's is many."""
-    return F.layer_norm(x, shape, weight, None, eps)
 
 
 def bytes_of(tensor):
@@ -236,13 +228,16 @@ def trace(c, sequences, device_type, accumulate, checkpointing):
     model.activation_checkpointing = checkpointing
     if hasattr(model, 'head_device'):
         model.head_device = device_type
-    norm = mock.patch.object(F, 'rms_norm', norm_on_cuda) if device_type == 'cuda' else contextlib.nullcontext()
+    # CUDA's rms_norm is one kernel each way, as layer_norm is, which saves as much; the CPU's is many
+    norm = (
+        F.rms_norm if device_type == 'cpu' else lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps)
+    )
     P, n = sum(model.num_params()), sequences * c.block_size
     with FakeTensorMode(allow_non_fake_inputs=True):
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if accumulate else None
         s = model.sign(torch.zeros(sequences, c.block_size + 1, dtype=torch.int64))
-        with norm, Trace(device_type) as t:
+        with mock.patch.object(F, 'rms_norm', norm), Trace(device_type) as t:
             with torch.autocast('cpu', torch.bfloat16):
                 h = model.hidden_states(s[:, :-1])
                 t.end_region()
@@ -322,6 +317,10 @@ def print_plan(variants):
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
+    if micro_batch_size not in candidates:
+        product = f'micro_batch_size={micro_batch_size} x gpus={gpus}'
+        largest = max(m for m in candidates if m <= micro_batch_size)
+        raise InputError(f'batch_size={batch_size} is not a multiple of {product}; use --micro_batch_size={largest}')
     # gradients stay from one micro-batch to the next, and so do DDP's buckets, of which they are views
     accumulate = batch_size > micro_batch_size
 
@@ -363,7 +362,7 @@ def print_plan(variants):
         say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
     head_ratio = parts['head']['seconds'] / parts['head']['FLOPs']
     say(f'the head takes {head_ratio:.2f} times as long as its products')
-    accumulation, tokens = batch_size / (micro_batch_size * gpus), batch_size * block_size
+    accumulation, tokens = batch_size // (micro_batch_size * gpus), batch_size * block_size
     flops, steps = sizes['flops'] / (micro_batch_size * block_size), {}
     for how, of_compiled in (('eager', ()), ('compiled', COMPILED)):
         one = sum(parts[f'{part}, fused' if part in of_compiled else part]['seconds'] for part in ('body', 'head'))
@@ -371,15 +370,14 @@ def print_plan(variants):
         speed, days = tokens / seconds, max_steps * seconds / 86400
         mfu = flops * speed / (gpus * peak * 1e12)
         steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
-        say(f'{how:<9} {accumulation:g} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
+        say(f'{how:<9} {accumulation} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
         say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%}; {days:.1f} days for {max_steps} steps')
     # ids, whatever the signatures
     disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
     results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
-    return results | dict(
-        flops_per_token=flops, parts=parts, steps=steps, head_over_products=head_ratio, disk_bytes=disk
-    )
+    results |= dict(parts=parts, steps=steps, head_over_products=head_ratio)
+    return results | dict(flops_per_token=flops, disk_bytes=disk)
 
 
 # -----------------------------------------------------------------------------
