@@ -179,12 +179,12 @@ class HashDecoder(nn.ModuleList):
     def mix(self, i, c, e):  # (n, d), (n, d) -> (n, d)
         return c + self[i](torch.cat([c, e], dim=-1))
 
-    def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (B, n), a column a token
+    def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
         c, o = h, []
         for i, E_i in enumerate(E.chunk(len(self) + 1)):  # (B, d)
-            o.append(E_i @ c.T.to(E.dtype))
+            o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
-                e = softmax(o[i]).T @ E_i  # (n, d)
+                e = softmax(o[i]) @ E_i  # (n, d)
                 c = self.mix(i, c, e.to(c.dtype))
         return o
 
@@ -195,25 +195,24 @@ class HashDecoder(nn.ModuleList):
 
 def token_logits(o, table):
     """
-    Bucket logits o, list of H (B, n), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
+    Bucket logits o, list of H (n, B), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
     -inf where there is no token. Their softmax is P(w): the coordinates' normalisers cancel, the same for every w.
     """
     o = [at_least_float32(o_i) for o_i in o]
     # the Standard model's buckets are its tokens
-    scores = o[0] if table.identity else sum(o_i[s] for o_i, s in zip(o, table.signatures.T, strict=True))  # (V, n)
-    return (scores.index_fill(0, table.gaps, -torch.inf) if len(table.gaps) else scores).T
+    scores = o[0] if table.identity else sum(o_i[:, s] for o_i, s in zip(o, table.signatures, strict=True))
+    return scores.index_fill(1, table.gaps, -torch.inf) if len(table.gaps) else scores
 
 
 def product_loss(o, y, table=None):
-    """The paper's: o, list of H (B, n), targets y (n, H) -> sum_i -log p_i[y_i], p_i = softmax(o_i)."""
-    return sum(F.cross_entropy(at_least_float32(o_i.T), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
+    """The paper's: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i], p_i = softmax(o_i)."""
+    return sum(F.cross_entropy(at_least_float32(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
 
 
 def exact_loss(o, y, table):
     """-log P(y) of the distribution that is sampled from, normalised over the vocabulary by the logsumexp."""
-    o = [at_least_float32(o_i) for o_i in o]
-    target = sum(o_i.gather(0, y_i[None])[0] for o_i, y_i in zip(o, y.T, strict=True))
-    return token_logits(o, table).logsumexp(dim=1) - target
+    target = sum(at_least_float32(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
+    return token_logits(o, table).logsumexp(dim=1) - target[:, 0]
 
 
 def check_table(c, table=None, gaps=()):
@@ -259,7 +258,9 @@ class MHF(nn.Module):
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = fast.head_chunk(H, B)  # tokens at a time
+        self.head_chunk = None  # tokens of the head at a time; None is what suits the device
+        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is where the model is
+        self.chunk_gradients = fast.chunk_gradients  # or the same compiled
         self._table = None, None, None
 
     @property
@@ -288,10 +289,12 @@ class MHF(nn.Module):
 
     def table(self):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
-        made_of, version, table = self._table
-        if made_of is not self.signatures or version != self.signatures._version:
-            table = fast.read_table(self.signatures, self.is_token, self.config.buckets, self.config.num_hashes == 0)
-            self._table = self.signatures, self.signatures._version, table
+        of, version_and_device, table = self._table
+        now = self.signatures._version, self.head_device or self.signatures.device.type
+        if of is not self.signatures or version_and_device != now:
+            c = self.config
+            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, now[1])
+            self._table = self.signatures, now, table
         return table
 
     def replace_vocabulary(self, table, pad_id, gaps=()):
@@ -338,8 +341,13 @@ class MHF(nn.Module):
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     def compile(self, **options):
-        """nn.Module.compile, of all but the head, whose loops would take a minute to trace."""
+        """
+        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, while its loop over chunks
+        stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
+        """
         self.head_loss = torch.compiler.disable(self.head_loss)
+        if not self.table().columns:
+            self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
         super().compile(**options)
 
     def head_loss(self, h, y):
@@ -350,14 +358,14 @@ class MHF(nn.Module):
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
         nll = fast.exact_nll if exact else fast.product_nll
         if torch.is_grad_enabled():
-            mixers = self.mixers.parameters()
-            return fast.LeanHead.apply(nll, self.mixers, table, self.head_chunk, h, y, self.head_weight, *mixers)
+            how = self.chunk_gradients, nll, table, self.head_chunk or table.chunk
+            return fast.LeanHead.apply(*how, h, y, self.head_weight, *self.mixers.parameters())
         return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
 
     def logits_by_chunk(self, h, y):
-        """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (B, chunk), and the chunk of y; no gradients."""
-        E = fast.E_for_matmul(self.head_weight)
-        for h_, y_ in zip(h.split(self.head_chunk), y.split(self.head_chunk), strict=True):
+        """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (chunk, B), and the chunk of y; no gradients."""
+        E, chunk = fast.E_for_matmul(self.head_weight), self.head_chunk or self.table().chunk
+        for h_, y_ in zip(h.split(chunk), y.split(chunk), strict=True):
             yield self.mixers(h_, E), y_
 
     @torch.no_grad()
@@ -381,7 +389,7 @@ class MHF(nn.Module):
     def bucket_logits(self, ids):
         """Token ids (N, T) -> bucket logits (N, T, H, B)."""
         o = self.mixers(self.hidden_states(self.sign(ids)).flatten(0, 1), self.head_weight)
-        return torch.stack(o).permute(2, 0, 1).unflatten(0, ids.shape)
+        return torch.stack(o, dim=1).unflatten(0, ids.shape)
 
     @torch.no_grad()
     def log_probs(self, ids):
