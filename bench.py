@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+import loss as fast
 from bins import Bins, read_ahead, read_meta
 from checkpoint import pick_device
 from configurator import InputError, configure, did_you_mean
@@ -90,7 +91,6 @@ GPUS = {
     'L40S': (48, 362, 864, 32), 'RTX4090': (24, 165, 1008, 32),
 }  # fmt: skip
 PRICED = ('body', 'head', 'optimizer')
-COMPILED = ('body',)  # what MHF.compile compiles
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
 
@@ -212,32 +212,41 @@ class Trace(TorchDispatchMode):
         self.region, self.region_size = self.region + 1, 0
 
 
+def rms_norm_on_cuda(x, shape, weight, eps):
+    """One kernel each way, as layer_norm is, which saves as much; the CPU's is many."""
+    return F.layer_norm(x, shape, weight, None, eps)
+
+
+def add_products_on_cuda(total, pairs):
+    for a, b in pairs:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+
+
 def bytes_of(tensor):
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def trace(c, sequences, device_type, accumulate, checkpointing):
+def trace(c, sequences, device_type, accumulate, checkpointing, free=None):
     """What count() returns, of all layers."""
     # of the size of any other
     table = 1 + np.arange(c.vocab_size * c.coordinates).reshape(c.vocab_size, -1) % (c.buckets - 1)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = MHF(c, table)
+    model.activation_checkpointing, model.head_device = checkpointing, device_type
     # a real one, because what the head reads from it depends on its numbers
     model.replace_vocabulary(table, c.pad_id)
     model.table()
-    model.activation_checkpointing = checkpointing
-    if hasattr(model, 'head_device'):
-        model.head_device = device_type
-    # CUDA's rms_norm is one kernel each way, as layer_norm is, which saves as much; the CPU's is many
-    norm = (
-        F.rms_norm if device_type == 'cpu' else lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps)
-    )
+    as_on_device = contextlib.ExitStack()
+    if device_type == 'cuda':
+        model.head_chunk = fast.head_chunk(c.coordinates, c.buckets, torch.device('cuda'), free)
+        as_on_device.enter_context(mock.patch.object(F, 'rms_norm', rms_norm_on_cuda))
+        as_on_device.enter_context(mock.patch.object(fast, 'add_products', add_products_on_cuda))
     P, n = sum(model.num_params()), sequences * c.block_size
     with FakeTensorMode(allow_non_fake_inputs=True):
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if accumulate else None
         s = model.sign(torch.zeros(sequences, c.block_size + 1, dtype=torch.int64))
-        with mock.patch.object(F, 'rms_norm', norm), Trace(device_type) as t:
+        with as_on_device, Trace(device_type) as t:
             with torch.autocast('cpu', torch.bfloat16):
                 h = model.hidden_states(s[:, :-1])
                 t.end_region()
@@ -258,13 +267,13 @@ def trace(c, sequences, device_type, accumulate, checkpointing):
     return t.ops, t.fused, sizes
 
 
-def count(c, sequences, device_type, accumulate=False, checkpointing=False):
+def count(c, sequences, device_type, accumulate=False, checkpointing=False, free=None):
     """
     The kernels of a micro-batch of `sequences` x c.block_size tokens and of the update: {Op: how many}, the same fused,
     and {sizes: bytes, parameters, the model's FLOPs}. From models of one and two layers: each other one adds the same.
     """
-    how = sequences, device_type, accumulate, checkpointing
-    counts, more = zip(*(trace(replace(c, num_layers=k), *how) for k in (1, 2)), strict=True), c.num_layers - 1
+    how, more = (sequences, device_type, accumulate, checkpointing, free), c.num_layers - 1
+    counts = zip(*(trace(replace(c, num_layers=k), *how) for k in (1, 2)), strict=True)
     return tuple({k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in counts)
 
 
@@ -325,7 +334,7 @@ def print_plan(variants):
     accumulate = batch_size > micro_batch_size
 
     def plan_of(sequences, checkpointing=activation_checkpointing):
-        ops, fused, sizes = count(c, sequences, 'cuda', accumulate, checkpointing)
+        ops, fused, sizes = count(c, sequences, 'cuda', accumulate, checkpointing, room / 2)
         return ops, fused, sizes, memory_plan(sizes, accumulate)
 
     ops, fused, sizes, need = plan_of(micro_batch_size)
@@ -347,8 +356,8 @@ def print_plan(variants):
     hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
     say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
 
-    fast, moved = gemm_share * peak * 1e12, bandwidth * 1e9
-    rates = Rates(fast, fast / 2, fast / 2, moved, moved, 4e-6, queued=True)
+    product, moved = gemm_share * peak * 1e12, bandwidth * 1e9
+    rates = Rates(product, product / 2, product / 2, moved, moved, 4e-6, queued=True)
     ring = 2 * (gpus - 1) / gpus * 4 * P / (link * 1e9)
     parts = {part: price(ops, rates, part) for part in PRICED}
     parts |= {f'{part}, fused': price(fused, rates, part) for part in ('body', 'head')}
@@ -361,11 +370,11 @@ def print_plan(variants):
         times = ''.join(f'{part[k] * 1e3:8.1f}' for k in ('seconds', 'FLOPs', 'bytes', 'starts'))
         say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
     head_ratio = parts['head']['seconds'] / parts['head']['FLOPs']
-    say(f'the head takes {head_ratio:.2f} times as long as its products')
+    say(f'the head, eager, takes {head_ratio:.2f} times as long as its products')
     accumulation, tokens = batch_size // (micro_batch_size * gpus), batch_size * block_size
     flops, steps = sizes['flops'] / (micro_batch_size * block_size), {}
-    for how, of_compiled in (('eager', ()), ('compiled', COMPILED)):
-        one = sum(parts[f'{part}, fused' if part in of_compiled else part]['seconds'] for part in ('body', 'head'))
+    for how, fused in (('eager', ''), ('compiled', ', fused')):
+        one = sum(parts[part + fused]['seconds'] for part in ('body', 'head'))
         seconds = accumulation * one + parts['optimizer']['seconds'] + ring
         speed, days = tokens / seconds, max_steps * seconds / 86400
         mfu = flops * speed / (gpus * peak * 1e12)
@@ -430,13 +439,16 @@ class Machine:
         def read(key):
             return 1024 * int(status.read_text().split(key)[1].split()[0])
 
-        # gives what was freed back to the system, so that `before` is true
+        # gives back what was freed, and from now on at once what has 256 KiB, so that the system's figures are true
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+            ctypes.CDLL(None).mallopt(-3, 2**18)
         # the peak begins anew
         Path('/proc/self/clear_refs').write_text('5')
         before = read('VmRSS:')
         f()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(-3, 2**25)
         return read('VmHWM:') - before
 
     def rates(self, c):
@@ -548,12 +560,12 @@ def bench_train(machine, variants, tok, results):
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
     rates = machine.rates(variants['exact'])
     say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
-    rows = dict(rates=rates._asdict())
+    rows, in_graphs = dict(rates=rates._asdict()), ('body', 'head') if rates.queued else ('body',)
     for name, model in models.items():
         seconds, memory = got[name]
         how = micro_batch_size, machine.device_type, False, activation_checkpointing
         ops, fused, sizes = count(variants[name], *how)
-        parts = {part: price(fused if compiled and part in COMPILED else ops, rates, part) for part in PRICED}
+        parts = {part: price(fused if compiled and part in in_graphs else ops, rates, part) for part in PRICED}
         predicted, flops = sum(part['seconds'] for part in parts.values()), sizes['flops'] / tokens
         # as measured: beyond these
         needs = memory_plan(sizes, False)
