@@ -4,7 +4,7 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_tiny.py                                   # everything
     $ python bench.py config/mhf_100m.py --micro_batch_size=1 --parts=train,head
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
-    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, days and disk, nothing is allocated
+    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, the predicted step, days and disk
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
 step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal
@@ -387,7 +387,9 @@ def print_plan(variants):
         mfu = flops * speed / (gpus * peak * 1e12)
         steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
         say(f'{how:<9} {accumulation} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
-        say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%}; {days:.1f} days for {max_steps} steps')
+        say(
+            f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%} ({gemm_share:.0%} can be reached); {days:.1f} days for {max_steps} steps'
+        )
     # ids, whatever the signatures
     disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
