@@ -387,9 +387,7 @@ def print_plan(variants):
         mfu = flops * speed / (gpus * peak * 1e12)
         steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
         say(f'{how:<9} {accumulation} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
-        say(
-            f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%} ({gemm_share:.0%} can be reached); {days:.1f} days for {max_steps} steps'
-        )
+        say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%} of {gemm_share:.0%} in reach, {days:.1f} days in all')
     # ids, whatever the signatures
     disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
