@@ -8,6 +8,7 @@ import torch
 from conftest import ok
 
 import bench
+import cost
 from configurator import read_config
 from model import MHF, MHFConfig
 
@@ -24,7 +25,7 @@ def test_count(trained, num_hashes, device_type):
     c = small_config(trained, num_hashes=num_hashes, num_layers=5)
     of_two_layers, directly, checkpointed = (
         f(c, 2, device_type, True, checkpointing, 1e9)
-        for f, checkpointing in ((bench.count, False), (bench.trace, False), (bench.count, True))
+        for f, checkpointing in ((cost.count, False), (cost.trace, False), (cost.count, True))
     )
     for a, b in zip(of_two_layers[:2], directly[:2], strict=True):
         # the update's bytes stand there in two parts
@@ -35,7 +36,7 @@ def test_count(trained, num_hashes, device_type):
     flops = Counter()
     for op, n in directly[0].items():
         flops[op.part] += n * op.flops
-    model = 2 * c.block_size * bench.flops_per_token(c)
+    model = 2 * c.block_size * cost.flops_per_token(c)
     # sums as products with ones, and on a CPU the exact loss's columns as products with the identity
     assert model <= sum(flops.values()) < 1.4 * model
     head = 6 * c.buckets * c.hidden_size * (2 * c.coordinates - 1)
@@ -49,7 +50,7 @@ def test_count(trained, num_hashes, device_type):
 def test_trace():
     """Memory that was freed counts, a view is a kernel, a compiled chain is several, or a slow softmax seems fast."""
     x = torch.zeros(16384, 512)
-    with bench.Trace('cuda') as t:
+    with cost.Trace('cuda') as t:
         y = (x.T + 1).T
         del y
         y = (x + 1).exp()
@@ -62,7 +63,7 @@ def test_trace():
     assert [op.size for op in t.fused if not op.flops] == [2 * big]
     sizes = []
     for dim in (0, 1):
-        with bench.Trace('cuda') as t:
+        with cost.Trace('cuda') as t:
             x.softmax(dim)
         sizes.append(sum(op.size for op in t.ops))
     assert sizes == [4 * 132 * big, 2 * big]
@@ -81,7 +82,7 @@ def test_bench(trained):
     assert 0 < r['generate']['exact']['bandwidth_share'] < 10
     for name, c in (('exact', small_config(trained)), ('Standard', small_config(trained, num_hashes=0))):
         assert r['train'][name]['predicted_seconds'] > 0
-        assert r['train'][name]['flops_per_token'] == bench.flops_per_token(c)
+        assert r['train'][name]['flops_per_token'] == cost.flops_per_token(c)
     # a Standard config is compared with H4B16K
     shown = ok('bench.py', *few, '--num_hashes=0', '--parts=head', cwd=trained).stdout
     assert 'lean/plain' in shown and 'Standard' in shown
@@ -104,7 +105,7 @@ def test_plan(trained):
     promised = plan('cfg.py', '--num_layers=5', '--gpus=2', '--micro_batch_size=4', '--batch_size=16')
     # the CPU's norms save more than CUDA's
     c = small_config(trained, num_layers=5)
-    sizes, m, kept = bench.count(c, 4, 'cpu')[2], MHF(c), {}
+    sizes, m, kept = cost.count(c, 4, 'cpu')[2], MHF(c), {}
 
     def note(t):
         kept[t.untyped_storage()._cdata] = t.untyped_storage()
@@ -120,7 +121,7 @@ def test_plan(trained):
     assert promised['parameters'] == sizes['parameters'] == P and promised['memory']['gradients'] == 4 * P
     # in the end the gradients are in use, which were not there before, h, its gradient and the loss
     left = 2 * 4 * 4 * 64 * c.hidden_size + 4
-    assert sizes['peak_end'] == 4 * P + left and bench.count(c, 4, 'cpu', True)[2]['peak_end'] == left
+    assert sizes['peak_end'] == 4 * P + left and cost.count(c, 4, 'cpu', True)[2]['peak_end'] == left
     seconds = {name: part['seconds'] for name, part in promised['parts'].items()}
     step = 2 * (seconds['body'] + seconds['head']) + seconds['optimizer'] + seconds['all-reduce']
     assert promised['steps']['eager']['seconds'] == pytest.approx(step)
