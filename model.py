@@ -103,17 +103,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x, rope, cache=None, start=0, mask=None):
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
         N, T, _ = x.shape
         q = self.q_proj(x).view(N, T, -1, self.head_dim)
         k = self.k_proj(x).view(N, T, -1, self.head_dim)
         v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, kv_heads, T, head_dim)
         q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
         k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
-        if cache is not None:  # (2, N, kv_heads, block_size, head_dim); after a prefill, one token at a time
-            cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
-            k, v = cache[0, :, :, : start + T], cache[1, :, :, : start + T]
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
+        if cache is not None:  # (2, N, kv_heads, block_size, head_dim)
+            for kept, new in zip(cache, (k, v), strict=True):
+                kept.index_copy_(2, positions, new)
+            k, v = (k, v) if mask is None else cache
+        if T == 1:  # a group's query heads are rows of their one key head
+            y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
+            return self.o_proj(y.reshape(N, 1, -1))
+        if mask is not None:  # CUDA's kernel for masks has no groups
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
 
 
@@ -136,8 +142,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = MLP(c)
 
-    def forward(self, x, rope, cache=None, start=0, mask=None):
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start, mask)
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -289,7 +295,8 @@ class MHF(nn.Module):
     def table(self):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
         made_of, version, table = self._table
-        if made_of is not self.signatures or version != self.signatures._version:
+        # a compiler can't ask for versions
+        if made_of is not self.signatures or not torch.compiler.is_compiling() and version != self.signatures._version:
             table = fast.read_table(self.signatures, self.is_token, self.config.buckets, self.config.num_hashes == 0)
             self._table = self.signatures, self.signatures._version, table
         return table
@@ -306,17 +313,18 @@ class MHF(nn.Module):
 
     # ---- signatures in, loss out
 
-    def hidden_states(self, x, cache=None, start=0, states=None, positions=None, mask=None):
+    def hidden_states(self, x, cache=None, states=None, positions=None, mask=None):
         """
-        x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: of new_cache, with the positions before
-        start. states: a list that receives each block's input (N, T, d). positions (N, T) and mask (N, 1, T, T), bool,
-        what each token attends to: both are given in place of start, start+1, ... and the causal triangle.
+        x (N, T, H) signatures -> h (N, T, d), after the final norm. states: a list that receives each block's input
+        (N, T, d). positions (N, T) and mask (N, 1, T, T), bool, what each token attends to: both are given in place of
+        0, 1, ... and the causal triangle. cache: of new_cache, takes keys and values at positions (T,), and is what
+        mask (T, block_size) is about.
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
         e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2)
         if positions is None:
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
+            positions = torch.arange(x.shape[1], device=x.device)
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))
         for i, layer in enumerate(self.layers):
             if states is not None:
@@ -324,7 +332,7 @@ class MHF(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, use_reentrant=False)
             else:
-                e = layer(e, rope, None if cache is None else cache[i], start, mask)
+                e = layer(e, rope, mask, None if cache is None else cache[i], positions)
         return self.norm(e)
 
     def forward(self, x, y):
@@ -403,21 +411,36 @@ class MHF(nn.Module):
         shape = (c.num_layers, 2, N, c.num_kv_heads, c.block_size, c.head_dim)
         return torch.empty(shape, dtype=dtype, device=w.device)
 
+    def next_token(self, token, position, cache, noise, temperature, top_k, top_p):
+        """
+        One step of stream: token (N,) at position (1,), both int64, and noise for sample_token -> the next token (N,).
+        Its shapes are always the same, so that torch.compile makes one graph of it.
+        """
+        mask = torch.arange(cache.shape[-2], device=cache.device) <= position
+        h = self.hidden_states(self.sign(token[:, None]), cache, positions=position, mask=mask[None])
+        return sample_token(self.next_token_logits(h[:, 0]), temperature, top_k, top_p, noise)
+
     @torch.no_grad()
     def stream(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
         """
         Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
         context is full its older half is dropped. use_cache=False recomputes everything: the slow twin.
         """
-        block = self.config.block_size
-        ids = ids[:, -block:]
-        cache, start = (self.new_cache(len(ids)) if use_cache else None), 0
+        c, ids, position = self.config, ids[:, -self.config.block_size :], None
+        cache, dtype = self.new_cache(len(ids)) if use_cache else None, at_least_float32(self.embed.weight[:0]).dtype
+        noise = torch.empty(len(ids), c.vocab_size, dtype=dtype, device=ids.device) if temperature else None
         for _ in range(max_new_tokens):
-            if ids.shape[1] > block:
-                ids, start = ids[:, -(block + 1) // 2 :], 0
-            h = self.hidden_states(self.sign(ids[:, start:]), cache, start)[:, -1]
-            start = ids.shape[1] if use_cache else 0
-            token = sample_token(self.next_token_logits(h), temperature, top_k, top_p, generator)
+            if temperature:
+                noise.exponential_(generator=generator)
+            if ids.shape[1] > c.block_size:
+                ids, position = ids[:, -(c.block_size + 1) // 2 :], None
+            if position is None or not use_cache:
+                h = self.hidden_states(self.sign(ids), cache)[:, -1]
+                token = sample_token(self.next_token_logits(h), temperature, top_k, top_p, noise)
+                position = torch.full((1,), ids.shape[1], device=ids.device)
+            else:
+                token = self.next_token(token, position, cache, noise, temperature, top_k, top_p)
+                position = position + 1
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
 
@@ -426,10 +449,11 @@ class MHF(nn.Module):
         return torch.cat([ids, *[t[:, None] for t in self.stream(ids, max_new_tokens, **options)]], dim=1)
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     """
     Logits (N, V) -> sampled ids (N,). temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the fewest
-    whose probability reaches p. Raises InputError for settings that mean nothing.
+    whose probability reaches p. noise (N, V): of the exponential distribution; None draws it. Raises InputError for
+    settings that mean nothing.
     """
     V = logits.shape[-1]
     if not temperature >= 0:
@@ -447,9 +471,10 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that reaches top_p stays
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the token that reaches top_p stays
         p = torch.zeros_like(p).scatter(1, order, ordered)
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+    # multinomial does the same, but a GPU would have to wait for its checks of p
+    return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
 
 
 if __name__ == '__main__':

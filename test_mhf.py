@@ -643,7 +643,8 @@ def test_sampling_follows_p():
     g = torch.Generator().manual_seed(0)
 
     def shares(**options):
-        drawn = sample_token(logits.expand(20000, -1), generator=g, **options)
+        noise = torch.empty(20000, 4).exponential_(generator=g)
+        drawn = sample_token(logits.expand(20000, -1), noise=noise, **options)
         return torch.bincount(drawn, minlength=4) / 20000
 
     assert torch.allclose(shares(), logits[0].exp(), atol=0.02)
