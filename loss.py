@@ -3,12 +3,13 @@ The fast head: the twin of model.py's plain losses, for the Hash Decoder and for
 mixers).
 
 Plain, the head would hold the H x B logits of every token of a batch and, for the exact loss, its V token logits.
-Here it goes through the tokens in chunks and computes a chunk's gradients at once (LeanHead), so that nothing
-outlives a chunk but dL/dh and dL/dE. Token logits are gathered from the bucket logits, and their gradient is summed
-back by the table read backwards (Table). test_mhf.py holds both heads together in float64: losses and every gradient.
+Here it goes through the tokens in chunks and computes a chunk's gradients at once (LeanHead, chunk_gradients), so that
+nothing outlives a chunk but dL/dh and dL/dE. Token logits are gathered from the bucket logits, and their gradient is
+summed back. test_mhf.py holds both heads together in float64: losses and every gradient.
 
-Everything is (B, n) or (V, n), a column a token: a bucket is a row of contiguous numbers, and gathering runs at
-memory speed.
+Everything is (n, B) or (n, V), a row a token, so that every softmax is over contiguous numbers: over columns, CUDA's
+would run on one multiprocessor. Only where a CPU sums over the vocabulary, a small block of tokens lies in columns
+(token_scores, bucket_sums): there a bucket is a row, and gathering runs at memory speed.
 """
 
 from typing import NamedTuple
@@ -17,29 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Chunk sizes, with what decided them on 2 CPU cores; a GPU's were not measured.
+# Chunk sizes, with what decided them on 2 CPU cores; a GPU's were chosen for few launches and are not measured.
 
 
-def head_chunk(H, B):
-    """Tokens whose H*B logits exist at a time; each chunk adds to all of dE, so not too few. H4B16K: 512, 0.28 GiB."""
-    return max(64, min(1024, 2**25 // (H * B)))
+def head_chunk(H, B, free=None):
+    """
+    Tokens whose H*B logits exist at a time; each chunk adds to all of dE, so not too few. On a CPU for H4B16K 512, 0.28
+    GiB. On a GPU with `free` bytes 4,096, or as many as take a sixteenth of it with their probabilities, in bfloat16.
+    """
+    if free is None:
+        return max(64, min(1024, 2**25 // (H * B)))
+    return max(256, min(4096, 2 ** int(free // (64 * H * B)).bit_length() // 2))
 
 
-def vocabulary_chunk(device_type):
+def vocabulary_chunk(table):
     """Tokens whose V logits exist at a time. On a CPU, us a token by this number: 16: 154, 32: 42, 256: 131."""
-    return 32 if device_type == 'cpu' else 512
+    return 32 if table.columns else max(64, 2**25 // len(table.rows))
 
 
-def softmax_chunk(device_type, n):
-    """Tokens of the product loss at a time: log_softmax of (16384, 512) by 64 14.6 ms, by 128 28.6."""
-    return 64 if device_type == 'cpu' else n
-
-
-def add_in_rows(total, part):
-    """total += part, of lower precision, which += converts first: 1,024 rows stay in a cache (16.8 -> 2.5 ms)."""
-    rows = 1024 if total.device.type == 'cpu' else len(total)
-    for t, p in zip(total.split(rows), part.split(rows), strict=True):
-        t += p
+def softmax_chunk(table, n):
+    """Tokens of the product loss at a time; on a CPU as many as its cache holds."""
+    return 64 if table.columns else n
 
 
 def at_least_float32(x):
@@ -47,9 +46,9 @@ def at_least_float32(x):
 
 
 def softmax(o):
-    """Bucket logits (B, n) -> probabilities, in o's precision; float32 or better inside, also under autocast."""
+    """Bucket logits (n, B) -> probabilities, in o's precision; float32 or better inside, also under autocast."""
     with torch.autocast(o.device.type, enabled=False):
-        return o.softmax(dim=0)
+        return o.softmax(dim=-1)
 
 
 def E_for_matmul(E):
@@ -61,56 +60,75 @@ def E_for_matmul(E):
 class Table(NamedTuple):
     """The signature table as the head reads it, forwards and backwards."""
 
-    signatures: Tensor  # (V, H)
+    signatures: Tensor  # (H, V), a row a coordinate
     is_token: Tensor  # (V,) bool
     rows: Tensor  # (V, H): signatures as rows of E, which has H*B
     gaps: Tensor  # ids that are no token
     ids: Tensor  # (tokens * H,): ids sorted by their rows of E
     begins: Tensor  # (H*B,): where each row of E begins in ids
     identity: bool  # the Standard model's: token w is bucket w
+    columns: bool  # sums over the vocabulary are made in columns: on a CPU
 
 
-def read_table(signatures, is_token, B, identity):
-    """signatures (V, H) int64, is_token (V,) bool, buckets a coordinate -> Table."""
+def read_table(signatures, is_token, B, identity, device_type):
+    """signatures (V, H) int64, is_token (V,) bool, buckets a coordinate, the device to be fast on -> Table."""
     H, ids = signatures.shape[1], is_token.nonzero()[:, 0]
     rows = signatures + B * torch.arange(H, device=ids.device)
     by_row = rows[ids].T.flatten()
     ends = torch.bincount(by_row, minlength=H * B).cumsum(0)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    sorted_ids = ids.repeat(H)[by_row.argsort(stable=True)]
-    return Table(signatures, is_token, rows, (~is_token).nonzero()[:, 0], sorted_ids, begins, identity)
+    sorted_ids, gaps = ids.repeat(H)[by_row.argsort(stable=True)], (~is_token).nonzero()[:, 0]
+    columns = device_type == 'cpu'
+    return Table(signatures.T.contiguous(), is_token, rows, gaps, sorted_ids, begins, identity, columns)
 
 
-def token_scores(oT, table):
-    """Bucket logits oT (H*B, n) -> a new tensor of token logits sum_i o_i[s_i(w)], (V, n), -inf if it is none."""
-    scores = oT.clone() if table.identity else F.embedding_bag(table.rows, oT, mode='sum')
-    return scores.index_fill_(0, table.gaps, -torch.inf) if len(table.gaps) else scores
+def token_scores(o, table):
+    """Bucket logits, list of H (m, B) -> a new tensor of token logits sum_i o_i[s_i(w)], (m, V), -inf if it is none."""
+    if table.identity:
+        scores = at_least_float32(o[0]).clone()
+    elif table.columns:
+        # to columns by a product with the identity, exact and three times as fast as a copy
+        oT = torch.cat(o, dim=1).T @ torch.eye(len(o[0]), dtype=o[0].dtype)
+        scores = F.embedding_bag(table.rows, at_least_float32(oT), mode='sum').T
+    else:  # along a row, which a multiprocessor's L1 holds
+        scores = at_least_float32(o[0].index_select(1, table.signatures[0]))
+        for o_i, s in zip(o[1:], table.signatures[1:], strict=True):
+            scores += o_i.index_select(1, s)
+    return scores.index_fill_(1, table.gaps, -torch.inf) if len(table.gaps) else scores
+
+
+def bucket_sums(P, table, B):
+    """P of tokens (m, V) -> of each coordinate (m, B): the sum of P(w) over the tokens w with s_i(w) = b."""
+    if table.columns:
+        return F.embedding_bag(table.ids, P.T, table.begins, mode='sum').T.split(B, dim=1)
+    return [P.new_zeros(len(P), B).index_add_(1, s, P) for s in table.signatures]
 
 
 def exact_nll(o, y, table, gradient=False):
     """
-    Bucket logits o, list of H (B, n); y (n, H) -> -log P(y) (n,), float32 or better, normalised over the vocabulary.
+    Bucket logits o, list of H (n, B); y (n, H) -> -log P(y) (n,), float32 or better, normalised over the vocabulary.
     With `gradient`, o is overwritten by d/do: of bucket b of coordinate i, the sum of P(w) over the tokens w with
     s_i(w) = b, minus 1 if b = y_i.
     """
     if table.identity:  # one coordinate, whose buckets are the tokens: the same without gathers
         return product_nll(o, y, table, gradient)
-    nll, m = [], vocabulary_chunk(y.device.type)
-    y = y + len(o[0]) * torch.arange(len(o), device=y.device)  # rows of E
+    nll, m, B = [], vocabulary_chunk(table), o[0].shape[1]
     for k in range(0, len(y), m):
-        block = slice(k, k + m)
-        oT = torch.cat([at_least_float32(o_i[:, block]) for o_i in o])  # (H*B, m)
-        scores, target = token_scores(oT, table), y[block].T  # (V, m), (H, m)
-        top = scores.amax(0)
+        block, targets = [o_i[k : k + m] for o_i in o], y[k : k + m].split(1, dim=1)
+        target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(block, targets, strict=True))
+        scores = token_scores(block, table)  # (m, V)
+        top = scores.amax(-1, keepdim=True)
         P = scores.sub_(top).exp_()
         # P(w) = P / total: here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
-        total = P.sum(0)
-        nll.append(total.log() + top - oT.gather(0, target).sum(0))
+        total = P.sum(-1, keepdim=True)
+        nll.append((total.log() + top - target)[:, 0])
         if gradient:
-            g = F.embedding_bag(table.ids, P, table.begins, mode='sum').div_(total)  # (H*B, m)
-            g.scatter_add_(0, target, torch.full_like(oT[: len(target)], -1.0))
-            for o_i, g_i in zip(o, g.chunk(len(o)), strict=True):
-                o_i[:, block] = g_i
+            for o_i, y_i, g in zip(block, targets, bucket_sums(P, table, B), strict=True):
+                g.div_(total).scatter_add_(1, y_i, torch.full_like(total, -1.0))
+                if table.columns:  # back to rows, in the same way
+                    torch.mm(torch.eye(len(g), dtype=o_i.dtype), g.to(o_i.dtype), out=o_i)
+                else:
+                    o_i.copy_(g)
     return torch.cat(nll)
 
 
@@ -119,77 +137,120 @@ def product_nll(o, y, table, gradient=False):
     As exact_nll, but the paper's loss sum_i -log p_i[y_i], whose gradient is p_i, minus 1 at y_i: never normalised over
     the vocabulary, unless its one coordinate is the vocabulary, as the Standard model's, without gaps.
     """
-    nll, m = [], softmax_chunk(y.device.type, len(y))
+    nll, m = [], softmax_chunk(table, len(y))
     for k in range(0, len(y), m):
-        block, total = slice(k, k + m), 0
-        for o_i, y_i in zip(o, y[block].T, strict=True):
-            scores, target = o_i[:, block], y_i[None]  # (B, m), (1, m)
-            if table.identity:
-                scores = scores.index_fill(0, table.gaps, -torch.inf)
-            logp = at_least_float32(scores).log_softmax(0)
-            total -= logp.gather(0, target)[0]
+        total = 0
+        for o_i, y_i in zip(o, y[k : k + m].split(1, dim=1), strict=True):
+            block = o_i[k : k + m]
+            scores = block.index_fill(1, table.gaps, -torch.inf) if table.identity and len(table.gaps) else block
+            logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
+            target = logp.gather(1, y_i)
+            total -= target[:, 0]
             if gradient:
-                o_i[:, block] = logp.exp_().scatter_add_(0, target, torch.full_like(logp[:1], -1.0))
+                block.copy_(logp.exp_().scatter_add_(1, y_i, torch.full_like(target, -1.0)))
         nll.append(total)
     return torch.cat(nll)
 
 
 class Mixed(NamedTuple):
-    """What a mixer read and made, all (n, d), for its derivative, which is left to autograd: it is small."""
+    """What a mixer read and made, for its derivative."""
 
-    c: Tensor
-    e: Tensor
-    next_c: Tensor
+    x: Tensor  # (n, 2d), [c ; e]
+    a: Tensor  # (n, z), before the SiLU
+    s: Tensor  # (n, z), after it
 
 
-class LeanHead(torch.autograd.Function):
+def chunk_gradients(nll, h, y, E, mixers, table):
     """
-    The sum of the loss over n tokens. The cascade and its derivative by hand; <,> is over d:
+    The loss of a chunk and its derivatives, in plain operations on new tensors: torch.compile makes one graph of it.
 
         forward   o_i = E_i c_i    p_i = softmax(o_i)    e_i = E_i^T p_i    c_{i+1} = c_i + mixer_i(c_i, e_i)
         backward  g_i = dL/do_i = (the loss's own gradient) + p_i * (E_i de_i - <e_i, de_i>)
                   dL/dE_i = g_i c_i^T + p_i de_i^T       dL/dc_i = E_i^T g_i + (by way of c_{i+1})
 
-    Matrix products run in the precision of autocast; softmaxes, the one-hot term and the sums over coordinates and
-    chunks in float32 or better. First derivatives only, and backward only once.
+    nll: exact_nll or product_nll; h (n, d), y (n, H); E (H, B, d) and the mixers' (Wdn, bdn, Wup, bup) in the
+    matrix products' precision -> the sum, a scalar; dL/dh (n, d); of each coordinate the pairs (a, b) of dL/dE_i = sum
+    of a^T b; of each mixer the four derivatives. <,> is over d.
+    """
+    H, d, precision = len(E), h.shape[1], E.dtype
+    c, o, p, read, mixed = h, [], [], [], []
+    for i in range(H):
+        read.append(c.to(precision))
+        o.append(read[i] @ E[i].T)  # (n, B)
+        if i < H - 1:
+            down, down_bias, up, up_bias = mixers[i]
+            p.append(softmax(o[i]))
+            x = torch.cat([read[i], p[i] @ E[i]], dim=1)  # (n, 2d)
+            a = F.linear(x, down, down_bias)
+            mixed.append(Mixed(x, a, F.silu(a)))
+            c = c + F.linear(mixed[i].s, up, up_bias)
+    # o_i becomes the loss's own gradient
+    loss = nll(o, y, table, gradient=True).sum()
+    dc, dE, dmixers = torch.zeros_like(c), [], []
+    for i in reversed(range(H)):
+        g, pairs = o[i], []  # (n, B)
+        if i < H - 1:  # o_i also acts through e_i and c_{i+1}
+            (down, _, up, _), (x, a, s), dy = mixers[i], mixed[i], dc.to(precision)
+            sigmoid = at_least_float32(a).sigmoid()
+            da = at_least_float32(dy @ up) * sigmoid * (1 + a * (1 - sigmoid))  # (n, z)
+            # a product with ones: a sum over rows
+            ones, low = torch.ones_like(dc[:, 0]), da.to(precision)
+            dmixers.append((low.T @ x, ones @ da, dy.T @ s, ones @ dc))
+            through_c, de = (low @ down).split(d, dim=1)
+            dc = dc + through_c
+            inner = (at_least_float32(x[:, d:]) * de).sum(dim=1, keepdim=True)  # (n, 1)
+            g = g.addcmul_(p[i], torch.addmm(-inner.to(precision), de, E[i].T))
+            pairs = [(p[i], de)]
+        dc = dc + g @ E[i]
+        dE.append([(g, read[i]), *pairs])
+    return loss, dc, dE[::-1], dmixers[::-1]
+
+
+def add_products(total, pairs):
+    """total (B, d) += the sum of a^T b over pairs (n, B), (n, d), perhaps of lower precision."""
+    if pairs[0][0].dtype == total.dtype:
+        for a, b in pairs:
+            total.addmm_(a.T, b)
+    elif total.device.type == 'cuda':
+        for a, b in pairs:
+            torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        (a, b), *more = pairs
+        part = a.T @ b
+        for a, b in more:
+            part.addmm_(a.T, b)
+        # += converts first: 1,024 rows stay in a cache (16.8 -> 2.5 ms)
+        for t, rows in zip(total.split(1024), part.split(1024), strict=True):
+            t += rows
+
+
+class LeanHead(torch.autograd.Function):
+    """
+    The sum of the loss over n tokens, chunk by chunk, and its derivatives with it. Matrix products run in the precision
+    of autocast; softmaxes, the one-hot term and the sums over coordinates and chunks in float32 or better. First
+    derivatives only, and backward only once.
     """
 
     @staticmethod
-    def forward(ctx, nll, decoder, table, chunk, h, y, E, *mixers):
+    def forward(ctx, gradients_of, nll, table, chunk, h, y, E, *mixers):
         """
-        nll: exact_nll or product_nll; decoder: the HashDecoder; table: Table; chunk: tokens; h (n, d), y (n, H), E
-        (H*B, d), mixers: the decoder's parameters -> the sum, a scalar.
+        gradients_of: chunk_gradients, perhaps compiled; nll: exact_nll or product_nll; table: Table; chunk: tokens; h
+        (n, d), y (n, H), E (H*B, d), mixers: the decoder's parameters -> the sum, a scalar.
         """
-        H, gradients = len(decoder) + 1, [torch.zeros_like(t) for t in (h, E, *mixers)]
-        dh, dE, *dmixers = gradients
-        E, dE = (t.unflatten(0, (H, -1)) for t in (E_for_matmul(E), dE))  # (H, B, d)
+        dh, dE, *dmixers = gradients = [torch.zeros_like(t) for t in (h, E, *mixers)]
+        H, (E, *mixers) = y.shape[1], [E_for_matmul(t) for t in (E, *mixers)]
+        E, dE = (t.unflatten(0, (H, -1)) for t in (E, dE))  # (H, B, d)
+        mixers = [mixers[i : i + 4] for i in range(0, len(mixers), 4)]
         loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
-        for c, y_, dh_ in zip(*(t.split(chunk) for t in (h.detach(), y, dh)), strict=True):
-            o, p, mixed = [], [], []
-            for i in range(H):
-                o.append(E[i] @ c.T.to(E.dtype))  # (B, n)
-                if i < H - 1:
-                    p.append(softmax(o[i]))
-                    with torch.enable_grad():
-                        c, e = c.detach().requires_grad_(), (p[i].T @ E[i]).to(c.dtype).requires_grad_()
-                        mixed.append(Mixed(c, e, decoder.mix(i, c, e)))
-                    c = mixed[i].next_c.detach()
-            # o_i becomes the loss's own gradient
-            loss += nll(o, y_, table, gradient=True).sum()
-            dc = torch.zeros_like(c)
-            for i in reversed(range(H)):
-                g = o.pop()  # (B, n)
-                if i < H - 1:  # o_i also acts through e_i and c_{i+1}
-                    c, e, next_c = mixed.pop()
-                    dc, de, *dmixer = torch.autograd.grad(next_c, [c, e, *decoder[i].parameters()], dc)
-                    for total, part in zip(dmixers[i * len(dmixer) : (i + 1) * len(dmixer)], dmixer, strict=True):
-                        total += part
-                    inner = (e.detach() * de).sum(dim=1)  # (n,)
-                    g.addcmul_(p[i], torch.addmm(-inner.to(E.dtype), E[i], de.T.to(E.dtype)))
-                part = g @ c.detach().to(E.dtype)  # (B, d)
-                add_in_rows(dE[i], part.addmm_(p.pop(), de.to(E.dtype)) if i < H - 1 else part)
-                dc = dc + g.T @ E[i]
-            dh_.copy_(dc)
+        with torch.autocast(h.device.type, enabled=False):
+            for h_, y_, dh_ in zip(*(t.split(chunk) for t in (h.detach(), y, dh)), strict=True):
+                part, dc, dE_, dmixers_ = gradients_of(nll, h_, y_, E, mixers, table)
+                loss += part
+                dh_.copy_(dc)
+                for total, pairs in zip(dE, dE_, strict=True):
+                    add_products(total, pairs)
+                for total, part in zip(dmixers, (t for four in dmixers_ for t in four), strict=True):
+                    total += part
         ctx.gradients = gradients
         return loss
 
@@ -204,13 +265,13 @@ class LeanHead(torch.autograd.Function):
 
 def predictions(o, targets, table):
     """
-    Bucket logits o, list of H (B, n); ids (n,) -> of each token: log P(id), is it the likeliest one, P(the
+    Bucket logits o, list of H (n, B); ids (n,) -> of each token: log P(id), is it the likeliest one, P(the
     likeliest), (3, n).
     """
-    parts, m = [], vocabulary_chunk(targets.device.type)
+    parts, m = [], vocabulary_chunk(table)
     for k, t in zip(range(0, len(targets), m), targets.split(m), strict=True):
-        scores = token_scores(at_least_float32(torch.cat([o_i[:, k : k + m] for o_i in o])), table)  # (V, m)
-        target, (top, best) = scores.gather(0, t[None])[0], scores.max(0)
-        total = scores.sub_(top).exp_().sum(0)
+        scores = token_scores([o_i[k : k + m] for o_i in o], table)  # (m, V)
+        target, (top, best) = scores.gather(1, t[:, None])[:, 0], scores.max(-1)
+        total = scores.sub_(top[:, None]).exp_().sum(-1)
         parts.append(torch.stack([target - top - total.log(), best == t, 1 / total]))
     return torch.cat(parts, dim=1)

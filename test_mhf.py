@@ -476,13 +476,13 @@ def test_plain_losses_are_the_formulas():
     """The plain losses, which all else is compared with, are not SPEC section 6: token by token, bucket by bucket."""
     m = random_model(vocab_size=50, num_buckets=12)
     ids = torch.randint(0, 50, (1, 6))
-    # H of (B, n)
-    o = [o_i.T for o_i in m.bucket_logits(ids[:, :-1])[0].unbind(1)]
+    # H of (n, B)
+    o = m.bucket_logits(ids[:, :-1])[0].unbind(1)
     y, table = m.sign(ids[0, 1:]), m.table()
-    p = [o_i.softmax(0) for o_i in o]
+    p = [o_i.softmax(1) for o_i in o]
     for n, signature in enumerate(y.tolist()):
-        product = -sum(p[i][s, n].log() for i, s in enumerate(signature))
-        weights = [math.prod(p[i][s, n].item() for i, s in enumerate(row)) for row in m.signatures.tolist()]
+        product = -sum(p[i][n, s].log() for i, s in enumerate(signature))
+        weights = [math.prod(p[i][n, s].item() for i, s in enumerate(row)) for row in m.signatures.tolist()]
         total = sum(weight for w, weight in enumerate(weights) if m.is_token[w])
         assert product_loss(o, y)[n] == pytest.approx(product.item(), rel=1e-12)
         assert exact_loss(o, y, table)[n] == pytest.approx(-math.log(weights[ids[0, n + 1]] / total), rel=1e-10)
