@@ -1,6 +1,6 @@
 PYTHON ?= python3
 
-.PHONY: demo lint test
+.PHONY: demo gpu lint test
 
 # text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py
 demo: .venv/installed
@@ -17,6 +17,12 @@ lint: .venv/installed
 # all tests, two at a time; ARGS goes to pytest: make test ARGS='-k resume'
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
+
+# does it hold on this machine's GPU? Says yes or no, and writes gpu.json; PY=python3 takes packages that are there
+PY ?= .venv/bin/python
+gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
+	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
+	$(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

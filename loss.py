@@ -21,13 +21,14 @@ from torch import Tensor
 # Chunk sizes, with what decided them on 2 CPU cores; a GPU's were chosen for few launches and are not measured.
 
 
-def head_chunk(H, B, free=None):
+def head_chunk(H, B, device, free=None):
     """
     Tokens whose H*B logits exist at a time; each chunk adds to all of dE, so not too few. On a CPU for H4B16K 512, 0.28
-    GiB. On a GPU with `free` bytes 4,096, or as many as take a sixteenth of it with their probabilities, in bfloat16.
+    GiB. On a GPU 4,096, or as many as take a sixteenth of what is `free` with their probabilities, in bfloat16.
     """
-    if free is None:
+    if device.type != 'cuda':
         return max(64, min(1024, 2**25 // (H * B)))
+    free = free or torch.cuda.mem_get_info(device)[0]
     return max(256, min(4096, 2 ** int(free // (64 * H * B)).bit_length() // 2))
 
 
@@ -68,6 +69,7 @@ class Table(NamedTuple):
     begins: Tensor  # (H*B,): where each row of E begins in ids
     identity: bool  # the Standard model's: token w is bucket w
     columns: bool  # sums over the vocabulary are made in columns: on a CPU
+    chunk: int  # tokens of the head at a time
 
 
 def read_table(signatures, is_token, B, identity, device_type):
@@ -78,8 +80,8 @@ def read_table(signatures, is_token, B, identity, device_type):
     ends = torch.bincount(by_row, minlength=H * B).cumsum(0)
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     sorted_ids, gaps = ids.repeat(H)[by_row.argsort(stable=True)], (~is_token).nonzero()[:, 0]
-    columns = device_type == 'cpu'
-    return Table(signatures.T.contiguous(), is_token, rows, gaps, sorted_ids, begins, identity, columns)
+    columns, chunk = device_type == 'cpu', head_chunk(H, B, signatures.device)
+    return Table(signatures.T.contiguous(), is_token, rows, gaps, sorted_ids, begins, identity, columns, chunk)
 
 
 def token_scores(o, table):
@@ -243,7 +245,8 @@ class LeanHead(torch.autograd.Function):
         mixers = [mixers[i : i + 4] for i in range(0, len(mixers), 4)]
         loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
         with torch.autocast(h.device.type, enabled=False):
-            for h_, y_, dh_ in zip(*(t.split(chunk) for t in (h.detach(), y, dh)), strict=True):
+            # chunks of one size, where that is possible: one graph, if it is compiled
+            for h_, y_, dh_ in zip(*(t.chunk(-(-len(h) // chunk)) for t in (h.detach(), y, dh)), strict=True):
                 part, dc, dE_, dmixers_ = gradients_of(nll, h_, y_, E, mixers, table)
                 loss += part
                 dh_.copy_(dc)

@@ -262,9 +262,9 @@ class MHF(nn.Module):
         self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = fast.head_chunk(H, B)  # tokens at a time
-        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is the device it is on
-        self.chunk_gradients = fast.chunk_gradients
+        self.head_chunk = None  # tokens of the head at a time; None is what suits the device
+        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is where the model is
+        self.chunk_gradients = fast.chunk_gradients  # or the same compiled
         self._table = None, None, None
 
     @property
@@ -293,12 +293,15 @@ class MHF(nn.Module):
 
     def table(self):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
-        made_of, version, table = self._table
-        # a compiler can't ask for versions
-        if made_of is not self.signatures or not torch.compiler.is_compiling() and version != self.signatures._version:
-            c, device_type = self.config, self.head_device or self.signatures.device.type
-            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, device_type)
-            self._table = self.signatures, self.signatures._version, table
+        # a compiler knows no versions; before stream's compiled steps there was one that is not
+        if torch.compiler.is_compiling():
+            return self._table[-1]
+        of, version_and_device, table = self._table
+        now = self.signatures._version, self.head_device or self.signatures.device.type
+        if of is not self.signatures or version_and_device != now:
+            c = self.config
+            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, now[1])
+            self._table = self.signatures, now, table
         return table
 
     def replace_vocabulary(self, table, pad_id, gaps=()):
@@ -346,9 +349,13 @@ class MHF(nn.Module):
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     def compile(self, **options):
-        """nn.Module.compile, of the body and of a chunk of the head; the loop over chunks stays as it is."""
+        """
+        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, while its loop over chunks
+        stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
+        """
         self.head_loss = torch.compiler.disable(self.head_loss)
-        self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
+        if not self.table().columns:
+            self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
         super().compile(**options)
 
     def head_loss(self, h, y):
@@ -359,14 +366,14 @@ class MHF(nn.Module):
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
         nll = fast.exact_nll if exact else fast.product_nll
         if torch.is_grad_enabled():
-            how = self.chunk_gradients, nll, table, self.head_chunk
+            how = self.chunk_gradients, nll, table, self.head_chunk or table.chunk
             return fast.LeanHead.apply(*how, h, y, self.head_weight, *self.mixers.parameters())
         return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
 
     def logits_by_chunk(self, h, y):
         """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (chunk, B), and the chunk of y; no gradients."""
-        E = fast.E_for_matmul(self.head_weight)
-        for h_, y_ in zip(h.split(self.head_chunk), y.split(self.head_chunk), strict=True):
+        E, chunk = fast.E_for_matmul(self.head_weight), self.head_chunk or self.table().chunk
+        for h_, y_ in zip(h.split(chunk), y.split(chunk), strict=True):
             yield self.mixers(h_, E), y_
 
     @torch.no_grad()
@@ -413,53 +420,50 @@ class MHF(nn.Module):
         # zeros, since what a mask hides is multiplied by 0
         return torch.zeros(shape, dtype=dtype, device=w.device)
 
-    def compile_stream(self, N, length):
+    def next_token(self, ids, cache, positions, mask, temperature, top_k, top_p, noise):
+        """Token ids (N, T), what hidden_states and sample_token take besides -> the next token (N,)."""
+        h = self.hidden_states(self.sign(ids), cache, positions=positions, mask=mask)[:, -1]
+        return sample_token(self.next_token_logits(h), temperature, top_k, top_p, noise)
+
+    def compiled_step(self, N, length):
         """
-        Makes stream's next_token one graph for N sequences of up to `length` tokens, prompt included, which CUDA
-        captures and replays without launching 700 kernels -> its cache, for stream.
+        For streams of N sequences of up to `length` tokens, prompt included: (next_token as one graph, which CUDA
+        captures and replays without launching 700 kernels; the cache it writes to, one stream at a time).
         """
         cache = self.new_cache(N, length)
-        # else a graph that writes to it would not be captured
+        # without it a graph that writes to its arguments is not captured
         torch._dynamo.mark_static_address(cache)
-        self.next_token = torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False)
-        return cache
-
-    def next_token(self, token, position, cache, mask, noise, temperature, top_k, top_p):
-        """One step of stream: token (N,) at position (1,), both int64 -> the next token (N,)."""
-        h = self.hidden_states(self.sign(token[:, None]), cache, positions=position, mask=mask)
-        return sample_token(self.next_token_logits(h[:, 0]), temperature, top_k, top_p, noise)
+        return torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False), cache
 
     @torch.no_grad()
     def stream(
-        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, cache=None
+        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, graph=None
     ):
         """
         Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
-        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin. cache: of
-        compile_stream.
+        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin. graph: of
+        compiled_step.
         """
-        c, ids, position, compiled = self.config, ids[:, -self.config.block_size :], None, cache is not None
-        if use_cache and not compiled:
-            cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens)
-        slots = torch.arange(cache.shape[-2], device=ids.device) if compiled else None
-        noise = at_least_float32(self.embed.weight.new_empty(len(ids), c.vocab_size)) if temperature else None
+        block, ids, position = self.config.block_size, ids[:, -self.config.block_size :], None
+        cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if use_cache and not graph else None
+        step, cache = graph or (self.next_token, cache)
+        noise = at_least_float32(self.embed.weight.new_empty(len(ids), self.config.vocab_size)) if temperature else None
         for _ in range(max_new_tokens):
             if temperature:
                 noise.exponential_(generator=generator)
-            if ids.shape[1] > c.block_size:
-                ids, position = ids[:, -(c.block_size + 1) // 2 :], None
-            seen, mask = cache[..., : ids.shape[1], :] if use_cache else None, None
+            if ids.shape[1] > block:
+                ids, position = ids[:, -(block + 1) // 2 :], None
+            # a graph needs the same shapes every time; without one only what is there is read
+            seen = cache[..., : ids.shape[1], :] if use_cache else None
             if position is None or not use_cache:
-                h = self.hidden_states(self.sign(ids), seen)[:, -1]
-                token = sample_token(self.next_token_logits(h), temperature, top_k, top_p, noise)
-                position = torch.full((1,), ids.shape[1], device=ids.device)
+                token = self.next_token(ids, seen, None, None, temperature, top_k, top_p, noise)
+                position = torch.full((1,), ids.shape[1] - 1, device=ids.device)
             else:
-                # a graph needs the same shapes every time; without one the positions that are there are faster
-                if compiled:
-                    seen, mask = cache, (slots <= position)[None]
+                position += 1
+                mask = (torch.arange(cache.shape[-2], device=ids.device) <= position)[None] if graph else None
+                args = cache if graph else seen, position, mask, temperature, top_k, top_p, noise
                 # what a captured graph returns is overwritten by its next replay
-                token = self.next_token(token, position, seen, mask, noise, temperature, top_k, top_p).clone()
-                position = position + 1
+                token = step(token[:, None], *args).clone()
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
 

@@ -61,7 +61,7 @@ generator, made = torch.Generator(device).manual_seed(seed), 0
 try:
     if compile:
         print('compiling', file=sys.stderr)
-        options['cache'] = model.compile_stream(1, len(prompt) + max_new_tokens)
+        options['graph'] = model.compiled_step(1, len(prompt) + max(4, max_new_tokens))
         list(model.stream(first, 4, **options))
     began = time.perf_counter()
     for n in range(num_samples):

@@ -21,6 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as model_module
@@ -446,12 +449,13 @@ def plain_loss(m, x, y):
 KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
 
 
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
 @pytest.mark.parametrize('kind', ['exact', 'product'])
 @pytest.mark.parametrize('changes', KINDS)
-def test_fast_head_equals_plain(kind, changes):
-    """A chunk is lost or counted twice, or a formula of the hand-made gradients is wrong."""
+def test_fast_head_equals_plain(kind, changes, device):
+    """A chunk is lost or counted twice, or a formula of the gradients by hand is wrong, in a CPU's form or a GPU's."""
     m = random_model(loss=kind, **changes)
-    m.head_chunk = 7
+    m.head_chunk, m.head_device = 7, device
     if m.config.num_hashes == 0:
         # two ids that are no token
         m.is_token[[5, 60]] = False
@@ -523,16 +527,63 @@ def test_lean_head_in_bfloat16(kind):
 
 
 def test_lean_head_composes():
-    """torch.compile of the rest, or a chunk larger than the batch, changes the gradients."""
+    """torch.compile, or a chunk larger than the batch, changes the gradients; a graph is made for every chunk."""
     m = random_model()
     s = m.sign(torch.randint(0, 300, (2, 9)))
     x, y = s[:, :-1], s[:, 1:]
     plain = loss_and_gradients(m, plain_loss(m, x, y))
+    graphs = CompileCounterWithBackend('aot_eager')
     for m.head_chunk in (10**6, 5):
         if m.head_chunk == 5:
-            m.compile(backend='aot_eager')
+            m.head_device = 'cuda'
+            m.compile(backend=graphs)
         lean = loss_and_gradients(m, m(x, y))
         assert all((lean[k] - plain[k]).abs().max() < 1e-10 for k in plain)
+    # one that normalises over the vocabulary, for four chunks
+    assert sum('amax' in graph.code for graph in graphs.graphs) == 1
+
+
+class Reductions(TorchDispatchMode):
+    """Notes what reduces more than 2^20 numbers, and whether over rows of contiguous ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.over_rows, self.others = [], []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if name in ('_softmax', '_log_softmax', 'amax', 'max', 'sum', 'logsumexp') and args[0].numel() > 2**20:
+            x, dims = args[0], args[1] if len(args) > 1 else range(args[0].dim())
+            rows = [d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)] == [x.dim() - 1]
+            (self.over_rows if rows and x.stride(-1) == 1 else self.others).append((name, tuple(x.shape)))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)])
+def test_a_gpu_reduces_over_rows(changes):
+    """A softmax over columns is back: on CUDA, it would run on one of 132 multiprocessors."""
+    m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
+    m.head_device, ids = 'cuda', torch.randint(0, 5000, (2, 256))
+    x = m.sign(ids)
+
+    def train():
+        m(x, x).backward()
+
+    def validate():
+        m.both_losses(x, x)
+
+    def evaluate():
+        m.predict(m.hidden_states(x).flatten(0, 1), ids.flatten())
+
+    def sample():
+        logits = m.next_token_logits(m.hidden_states(x).flatten(0, 1)).detach()
+        for how in (dict(top_k=9), dict(top_p=0.9)):
+            sample_token(logits, **how)
+
+    for use in (train, validate, evaluate, sample):
+        with Reductions() as seen:
+            use()
+        assert seen.over_rows and not seen.others, (use, seen.others)
 
 
 def test_activation_checkpointing():
@@ -635,6 +686,33 @@ def test_cached_generation_equals_uncached(H, groups):
     for _ in range(20):
         ids = torch.cat([ids, m.log_probs(ids)[:, -1:].argmax(-1)], 1)
     assert torch.equal(m.generate(fast, 20, temperature=0), ids)
+
+
+def test_one_graph_for_every_token(monkeypatch):
+    """
+    The compiled step is compiled again for a longer prompt, a later token or another stream, says something else than
+    no cache does, or writes to memory that CUDA graphs do not know as fixed: those would be left out in silence.
+    """
+    graphs, compile = [], torch.compile
+
+    def without_code(graph, inputs):
+        about = torch._guards.TracingContext.get().fw_metadata
+        graphs.append(set(about.mutated_inp_runtime_indices) - set(about.static_input_indices))
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=without_code)
+    monkeypatch.setattr(torch, 'compile', lambda f, mode, **options: compile(f, backend=backend, **options))
+    m = random_model(num_layers=1)
+    graph = m.compiled_step(2, 64)
+    # the context has 24
+    for length in (1, 5, 24, 30):
+        ids = torch.randint(0, 300, (2, length))
+        compiled = m.generate(ids, 34, temperature=0, graph=graph)
+        assert torch.equal(compiled, m.generate(ids, 34, temperature=0, use_cache=False))
+    assert graphs == [set()]
+    options = dict(temperature=0.9, top_k=40, top_p=0.9)
+    drawn = [m.generate(ids, 9, generator=torch.Generator().manual_seed(1), graph=g, **options) for g in (graph, None)]
+    assert torch.equal(*drawn) and len(graphs) == 2
 
 
 def test_sampling_follows_p():

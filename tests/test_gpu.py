@@ -1,0 +1,174 @@
+"""
+What must hold on a GPU, measured against the CPU: `make gpu` says yes or no, and writes what it measured to gpu.json.
+Without a GPU, what can runs on the CPU, in the form of the head that a GPU takes; the rest is skipped by name.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, random_model, steps
+
+import eval as evaluation
+import loss as fast
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+on_a_gpu = pytest.mark.skipif(DEVICE == 'cpu', reason='needs a GPU')
+KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
+
+
+def distance(ours, theirs):
+    """Relative, of a whole tensor."""
+    a, b = (t.detach().double().cpu() for t in (ours, theirs))
+    return ((a - b).norm() / b.norm()).item()
+
+
+def everything(m, ids, autocast=False):
+    """Loss, gradients, log P and both losses of a model, by name."""
+    x, y = m.sign(ids[:, :-1]), m.sign(ids[:, 1:])
+    m.zero_grad()
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+        loss = m(x, y)
+        loss.backward()
+        found = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.both_losses(x, y))}
+    return found | {name: p.grad.clone() for name, p in m.named_parameters()}
+
+
+def references(changes):
+    """A model in float64 on the CPU, token ids, and what the plain head makes of them."""
+    m, ids = random_model(**changes), torch.randint(3, 300, (3, 41))
+    m.plain_head = True
+    expected = everything(m, ids)
+    m.plain_head = False
+    return m, ids, expected
+
+
+@pytest.mark.parametrize('changes', KINDS)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+def test_the_same_as_on_a_cpu(dtype, tolerance, changes):
+    """Logits, losses or gradients on a GPU are not those of the plain head on a CPU."""
+    m, ids, expected = references(changes)
+    m.to(DEVICE, dtype).head_chunk, m.head_device = 50, 'cuda'
+    found = everything(m, ids.to(DEVICE))
+    # the gate's last bias has none but for rounding
+    wrong = {k: distance(found[k], t) for k, t in expected.items() if t.norm() > 1e-6}
+    assert max(wrong.values()) < tolerance, wrong
+
+
+@pytest.mark.parametrize('changes', KINDS)
+def test_a_compiled_chunk(changes):
+    """What torch.compile makes of a chunk of the head has other gradients than the plain head."""
+    if not (shutil.which('g++') or shutil.which('cc')):
+        pytest.skip('torch.compile needs a C++ compiler')
+    if DEVICE == 'cpu' and changes != KINDS[0]:
+        pytest.skip('half a minute of compiling; on a GPU only')
+    torch._dynamo.reset()
+    m, ids, expected = references(changes)
+    m.to(DEVICE, torch.float32).head_device = 'cuda'
+    errors = []
+    for m.chunk_gradients in (fast.chunk_gradients, torch.compile(fast.chunk_gradients, fullgraph=True)):
+        found = everything(m, ids.to(DEVICE), autocast=True)
+        errors.append({k: distance(found[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
+    eager, compiled = errors
+    # in bfloat16, whose rounding fusing changes
+    assert all(compiled[k] < 1.5 * eager[k] + 1e-3 for k in eager), errors
+
+
+def test_products_are_summed_in_float32():
+    """dL/dE, a sum over thousands of chunks, is rounded to bfloat16 at each of them and stands still."""
+    a, b = torch.ones(4, 8, dtype=torch.bfloat16, device=DEVICE), torch.full((4, 6), 2**-9, device=DEVICE)
+    total = torch.ones(8, 6, device=DEVICE)
+    for _ in range(64):
+        fast.add_products(total, [(a, b.bfloat16()), (a, b.bfloat16())])
+    assert torch.equal(total, torch.full_like(total, 1 + 64 * 2 * 4 * 2**-9))
+
+
+def test_evaluation():
+    """eval.py's scores on a GPU, with its mask and its batches, are not log P of each continuation on a CPU."""
+    m, draw = random_model(), np.random.default_rng(0)
+    contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 9)]
+    requests = [(c, draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 4, 9)]
+    expected = []
+    for context, continuation in requests:
+        ids = torch.tensor([[1, *context, *continuation]])
+        logp = m.log_probs(ids[:, :-1])[0].gather(1, ids[0, 1:, None])
+        expected.append(logp[len(context) :].sum().item())
+    scorer = evaluation.Scorer(m.to(DEVICE, torch.float32), 1, 256)
+    assert np.allclose([logp for logp, _ in scorer(requests)], expected, rtol=1e-4, atol=1e-3)
+
+
+# -----------------------------------------------------------------------------
+# the scripts, in processes of their own: the other tests' have no GPU
+
+
+def script(name, *args, cwd, processes=0, seconds=300):
+    """A script that has ended well -> what it printed."""
+    run = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes else []
+    command = [sys.executable, *run, str(REPO / name), *args]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def losses(folder, *how, processes=0):
+    """Of eight steps after the checkpoint of `trained`."""
+    name = re.sub(r'\W+', '_', '_'.join(['run', *how]))
+    shutil.copytree(folder / 'out', folder / name)
+    args = ['cfg.py', f'--out_dir={name}', '--init_from=resume', '--max_steps=32', *how]
+    script('train.py', *args, cwd=folder, processes=processes)
+    return [s['loss'] for s in steps(folder, name)[24:]]
+
+
+@pytest.fixture(scope='module')
+def on_cpu(trained):
+    return losses(trained, '--device=cpu')
+
+
+@on_a_gpu
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
+def test_training(copy, on_cpu, dtype, tolerance, compiled):
+    """Steps on a GPU, compiled or not, lead elsewhere than on a CPU."""
+    how = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}']
+    assert losses(copy, *how) == pytest.approx(on_cpu, rel=tolerance)
+
+
+@on_a_gpu
+@pytest.mark.parametrize('shard', [False, True])
+@pytest.mark.parametrize('processes', [1, 2])
+def test_several_gpus(copy, on_cpu, processes, shard):
+    """With nccl, one process a GPU, training leads elsewhere than on a CPU, with DDP or with sharded parameters."""
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f'needs {processes} GPUs')
+    how = ['--device=cuda', '--dtype=float32', f'--shard={shard}']
+    assert losses(copy, *how, processes=processes) == pytest.approx(on_cpu, rel=2e-3)
+
+
+@on_a_gpu
+def test_generation(trained):
+    """A captured decode step makes another text than an eager one, or than a CPU."""
+    args = ['--out_dir=out', '--temperature=0', '--dtype=float32', '--start=import', '--max_new_tokens=100']
+    ways = [['--device=cpu'], ['--device=cuda', '--compile=False'], ['--device=cuda']]
+    texts = [script('sample.py', *args, *way, cwd=trained).partition('tokens/s')[0] for way in ways]
+    samples = [re.sub(r'[\d,.]+ $', '', text) for text in texts]
+    assert samples[0] == samples[1] == samples[2]
+
+
+@on_a_gpu
+def test_what_was_planned():
+    """A step takes other memory than `bench.py --plan` promises; its time is written beside the prediction."""
+    name = torch.cuda.get_device_name()
+    args = ['config/mhf_100m.py', '--loss=exact', '--parts=train,head,generate', '--repeats=2', '--json']
+    printed = script('bench.py', *args, cwd=REPO, seconds=500)
+    measured = json.loads(next(line for line in printed.splitlines() if line.startswith('{')))
+    Path('gpu.json').write_text(json.dumps(dict(gpu=name, torch=torch.__version__, **measured), indent=1) + '\n')
+    for kind, row in measured['train'].items():
+        if 'peak_memory' in row:
+            print(f'{kind}: {row["tokens_per_s"]:,.0f} tokens/s, {row["peak_memory"] / 1e9:.1f} GB')
+            assert row['planned_memory'] == pytest.approx(row['peak_memory'], rel=0.1), kind
