@@ -49,7 +49,7 @@ if start.startswith('FILE:'):
 model, tok, name, _ = open_model(out_dir, released, revision, tokenizer)
 # refuses what means nothing for this vocabulary, before anything is printed
 sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
-print(name, f'({no_compiler}: slower)' * ('cuda' in device and bool(no_compiler)), file=sys.stderr)
+print(f'{name}; not compiled, {no_compiler}' if 'cuda' in device and no_compiler else name, file=sys.stderr)
 
 model.to(device, getattr(torch, dtype)).eval()
 context, prompt = model.config.block_size, [tok.bos, *tok.encode([start])[0]]
