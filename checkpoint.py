@@ -43,7 +43,8 @@ def pick_device(device=None, dtype=None):
         device_type = torch.zeros(1, device=device).device.type
     except (RuntimeError, AssertionError, TypeError) as e:
         reason = str(e).splitlines()[0][:100]
-        raise InputError(f'device={device} is not there ({reason}); leave it out to take what is') from None
+        there = f'this machine has {torch.cuda.device_count()} GPUs; leave device out, or start a process for each GPU'
+        raise InputError(f'device={device} is not there ({reason}): {there}') from None
     if device_type == 'cuda':
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -110,13 +111,18 @@ def digest_of_state(state):
     return digest.hexdigest()
 
 
-def on_host(state):
-    """A copy in the host's memory, which training does not change."""
+def map_tensors(change, state):
+    """A nest of dicts and lists, with change(tensor) for each tensor."""
     if isinstance(state, torch.Tensor):
-        return state.detach().to('cpu', copy=True)
+        return change(state)
     if isinstance(state, dict):
-        return {k: on_host(v) for k, v in state.items()}
-    return [on_host(v) for v in state] if isinstance(state, list) else state
+        return {k: map_tensors(change, v) for k, v in state.items()}
+    return [map_tensors(change, v) for v in state] if isinstance(state, list) else state
+
+
+def shape_alone(tensor):
+    """A tensor without its numbers, to be sent to other processes; a single number stays."""
+    return tensor.to('meta') if tensor.dim() else tensor
 
 
 def load_checkpoint(path, whole=False):
@@ -154,11 +160,12 @@ def load_checkpoint(path, whole=False):
 class Checkpoints:
     """
     out_dir's checkpoints: ckpt.pt is the newest, ckpt_best.pt the one of the lowest validation loss, ckpt_000123.pt
-    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest.
+    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest. All processes
+    call save(), one writes.
     """
 
-    def __init__(self, out_dir, keep):
-        self.folder, self.keep = Path(out_dir), keep
+    def __init__(self, out_dir, keep, writes=True):
+        self.folder, self.keep, self.writes = Path(out_dir), keep, writes
         self.newest, self.temporary = self.folder / 'ckpt.pt', self.folder / 'ckpt.pt.tmp'
         self.last_path = self.last_step = self.pending = None
         self.thread = ThreadPoolExecutor(1)
@@ -179,6 +186,14 @@ class Checkpoints:
         """Those that a resume may go on from, the newest first."""
         return [p for p in (self.newest, *self.milestones()) if p.exists()]
 
+    def digests(self):
+        """{name: the first digits of the digest of its weights as they were written}; reads no weights."""
+        found = {}
+        for path in self.there():
+            with contextlib.suppress(Exception):  # a damaged one is told apart when it is resumed
+                found[path.name] = torch.load(path, 'cpu', weights_only=True, mmap=True)['sha256']['model'][:8]
+        return found
+
     def make_folder(self):
         """Raises InputError where it cannot be written."""
         try:
@@ -189,7 +204,7 @@ class Checkpoints:
         except OSError as e:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
-    def newest_whole(self, warn=True):
+    def newest_whole(self):
         """(model, the checkpoint's dict): the newest whose digests fit; warns of damaged ones. Raises InputError."""
         *newer, oldest = self.there() or [self.newest]
         for path in (*newer, oldest):
@@ -199,17 +214,24 @@ class Checkpoints:
             except InputError as e:
                 if path == oldest:
                     raise
-                if warn:
-                    print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
+                print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
         self.last_path, self.last_step = path, ckpt['step']
         return model, ckpt
 
     def save(self, state, best):
         """Copies the state and leaves writing it to the thread; waits for the write before."""
+
+        def on_host(tensor):  # a copy, which training does not change; all processes gather what is sharded
+            tensor = tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+            return tensor.detach().to('cpu', copy=True) if self.writes else None
+
         self.wait()
         began = time.perf_counter()
-        state = on_host(state)
-        self.pending = self.thread.submit(self._write, state, best, time.perf_counter() - began)
+        state = map_tensors(on_host, state)
+        if self.writes:
+            self.pending = self.thread.submit(self._write, state, best, time.perf_counter() - began)
+        else:
+            self.last_path, self.last_step = self.newest, state['step']
 
     def wait(self):
         """Until the last write is over; raises what it raised."""

@@ -22,9 +22,12 @@ import logging
 import math
 import os
 import sys
-from collections import defaultdict
+import traceback
+from collections import Counter, defaultdict
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -86,172 +89,214 @@ BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20)
 # scoring
 
 
+def tokens_in_memory(model):
+    """How many tokens may go through the model at a time, padding included."""
+    c, device = model.config, model.embed.weight.device
+    # on a CPU, padding costs more than a larger batch saves
+    if device.type != 'cuda':
+        return 2048
+    # what an earlier model left to the allocator
+    torch.cuda.empty_cache()
+    # a forward pass holds 11 to 12 times this a token (fake tensors, 100M to 3B); the other half is for head and mask
+    widest = max(c.coordinates * c.hidden_size, c.intermediate_size)
+    return int(min(65536, torch.cuda.mem_get_info(device)[0] / 2 / (16 * widest)))
+
+
 class Scorer:
     """
-    log P of continuations. Requests with the same context are one row: the context, then every continuation, each of
-    which sees the context and itself only and goes on from the context's last position. The head sees only the
-    positions that predict a token of a continuation. A batch holds at most batch_size contexts, and `tokens` tokens
-    with their padding. Torchrun's processes share the batches; all but rank 0 wait in serve().
+    log P of continuations and texts, and greedy text. Requests with the same context are one row: the context, then
+    every continuation, each of which sees the context and itself only and goes on from the context's last position. A
+    batch holds at most batch_size rows, and `tokens` tokens with their padding. Rank 0 makes the batches, gives one to
+    each of torchrun's processes and takes the answers.
     """
 
-    def __init__(self, model, bos, batch_size, tokens=None, dtype='float32'):
-        self.model, self.bos, self.batch_size, self.device = model, bos, batch_size, model.embed.weight.device
-        # on a CPU, padding costs more than a larger batch saves
-        self.tokens = tokens or (65536 if self.device.type == 'cuda' else 2048)
+    def __init__(self, model, bos, batch_size, tokens=None, dtype='float32', tok=None):
+        self.model, self.bos, self.batch_size, self.tok = model, bos, batch_size, tok
+        self.device = model.embed.weight.device
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        of_each = [tokens or tokens_in_memory(model)] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(of_each, of_each[0])
+        self.tokens = min(of_each)
 
-    def rows(self, requests):
-        """[(context ids, continuation ids)] -> [(context, {continuation: its requests})], the longest first."""
-        T, rows = self.model.config.block_size, defaultdict(dict)
+    def share(self, work, batches):
+        """Batches of items -> what the method called `work` gives for them, in order, as soon as it is known."""
+        for first in range(0, len(batches), self.world_size):
+            jobs = [(work, batch) for batch in batches[first : first + self.world_size]]
+            # fewer batches than ranks are left at the end
+            for answers in self.take_part(jobs + [(work, [])] * (self.world_size - len(jobs))):
+                yield from answers
+
+    def take_part(self, jobs=None):
+        """On every rank: rank 0's jobs, a (method, batch) or None for each -> what each gives, on rank 0; or None."""
+        if self.world_size == 1:
+            return jobs[0] and [self.in_memory(*jobs[0])]
+        job, answers = [None], [None] * self.world_size
+        dist.scatter_object_list(job, jobs)
+        if job[0] is None:
+            return None
+        try:
+            answer = self.in_memory(*job[0])
+        # rank 0 raises it, and nobody waits for one that is gone
+        except Exception as e:
+            e.add_note(f'rank {self.rank}: {traceback.format_exc()}')
+            answer = e
+        dist.gather_object(answer, None if self.rank else answers)
+        for failed in (a for a in answers if isinstance(a, Exception)):
+            raise failed
+        return answers
+
+    def in_memory(self, work, batch):
+        """What the method gives for the batch, in halves where the whole does not fit."""
+        try:
+            return getattr(self, work)(batch) if batch else []
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise InputError(f'a single sequence does not fit {self.device}') from None
+        half = len(batch) // 2
+        return self.in_memory(work, batch[:half]) + self.in_memory(work, batch[half:])
+
+    def __call__(self, requests, done=lambda k, result: None):
+        """[(context ids, continuation ids)] -> [(log P, greedy?)]; done(k, result) as soon as each is known."""
+        results = [None] * len(requests)
+        for k, (logp, best, _) in self.by_token(requests, self.bos, 'scoring'):
+            results[k] = logp.sum().item(), bool(best.all())
+            done(k, results[k])
+        return results
+
+    def by_token(self, requests, bos, desc):
+        """
+        [(context ids, continuation ids)] -> as soon as each is known, its number and (3, n), float64, of its
+        continuation: log P in nats, is the token the likeliest (1 or 0), probability of the likeliest.
+        """
+        T, rows, batches = self.model.config.block_size, defaultdict(dict), [[]]
         for k, (context, continuation) in enumerate(requests):
-            if self.bos is not None and context[:1] != [self.bos]:
-                context = [self.bos, *context]
+            if bos is not None and context[:1] != [bos]:
+                context = [bos, *context]
             if not continuation or not context:
                 raise InputError(f'request {k}: an empty {"continuation" if context else "context"} has no probability')
             if len(continuation) > T:
                 raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
             # the end of what is too long
-            context = tuple(context[-(T + 1 - len(continuation)) :])
-            rows[context].setdefault(tuple(continuation), []).append(k)
-        return sorted(rows.items(), key=lambda row: -self.length(row))
+            rows[tuple(context[-(T + 1 - len(continuation)) :])].setdefault(tuple(continuation), []).append(k)
+        rows = sorted(rows.items(), key=lambda row: -self.length(row))
+        for context, continuations in rows:
+            row, batch = (context, list(continuations)), batches[-1]
+            if batch and (len(batch) == self.batch_size or (len(batch) + 1) * self.length(batch[0]) > self.tokens):
+                batches.append([])
+            batches[-1].append(row)
+        requests_of = [ks for _, continuations in rows for ks in continuations.values()]
+        answers = tqdm(self.share('score', batches), desc, len(requests_of), **BAR)
+        for ks, of_tokens in zip(requests_of, answers, strict=True):
+            for k in ks:
+                yield k, of_tokens
 
     @staticmethod
     def length(row):
-        context, continuations = row
-        return len(context) + sum(len(c) - 1 for c in continuations)
-
-    def batches(self, rows):
-        batch = []
-        for row in rows:
-            if batch and (len(batch) == self.batch_size or (len(batch) + 1) * self.length(batch[0]) > self.tokens):
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
+        return len(row[0]) + sum(len(c) - 1 for c in row[1])
 
     @torch.no_grad()
     def score(self, batch):
-        """Rows -> of each of their continuations, in order: (log P in nats, is every token of it the likeliest)."""
-        S = max(map(self.length, batch))
-        rows, predicting, targets, sizes = [], [], [], []
+        """Rows (context, continuations) -> of each continuation in order, (3, n), as in by_token."""
+        m, S, predicting, targets, ends = self.model, max(map(self.length, batch)), [], [], []
+        # from pinned memory copies keep nobody waiting
+        pinned = self.device.type == 'cuda'
+        # ids, positions, segments: 0 is the context, k its k-th continuation, -1 padding
+        inputs = torch.zeros(3, len(batch), S, dtype=torch.int64, pin_memory=pinned)
+        parts = inputs.numpy()
+        parts[2] = -1
         for n, (context, continuations) in enumerate(batch):
-            # (id, position, segment); segment 0 is the context, k its k-th continuation, -1 padding
-            row = [(token, i, 0) for i, token in enumerate(context)]
+            end = C = len(context)
+            parts[:2, n, :C], parts[2, n, :C] = (context, range(C)), 0
             for k, continuation in enumerate(continuations, start=1):
                 # its last token predicts nothing; its first is predicted by the context's last
-                rest = [(token, i, k) for i, token in enumerate(continuation[:-1], start=len(context))]
-                predicting += [n * S + i for i in (len(context) - 1, *range(len(row), len(row) + len(rest)))]
-                row += rest
+                begin, end = end, end + len(continuation) - 1
+                parts[:2, n, begin:end], parts[2, n, begin:end] = (continuation[:-1], range(C, C + end - begin)), k
+                predicting += [n * S + C - 1, *range(n * S + begin, n * S + end)]
                 targets += continuation
-                sizes.append(len(continuation))
-            rows.append(row + [(0, 0, -1)] * (S - len(row)))
-        ids, positions, segments = torch.tensor(rows).unbind(2)
-        seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
-        mask = (seen & torch.ones(S, S, dtype=torch.bool).tril())[:, None]  # (N, 1, S, S)
-        m, ids, positions, mask = self.model, *(t.to(self.device) for t in (ids, positions, mask))
+                ends.append(len(targets))
+        ids, positions, segments = inputs.to(self.device, non_blocking=pinned)
+        predicting, targets = torch.tensor([predicting, targets], pin_memory=pinned).to(
+            self.device, non_blocking=pinned
+        )
+        # where no row has two continuations, the causal triangle is all
+        mask = None
+        if max(len(continuations) for _, continuations in batch) > 1:
+            seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
+            mask = seen.tril()[:, None]
         with self.autocast():
-            h = m.hidden_states(m.sign(ids), positions=positions, mask=mask).flatten(0, 1)
-            h, targets = h[torch.tensor(predicting, device=self.device)], torch.tensor(targets, device=self.device)
-            logp, best, _ = torch.stack(m.predict(h, targets)).double().cpu()
-        return [(a.sum().item(), bool(b.all())) for a, b in zip(logp.split(sizes), best.split(sizes), strict=True)]
+            h = m.hidden_states(m.sign(ids), positions=None if mask is None else positions, mask=mask).flatten(0, 1)
+            # the head sees only the positions that predict a token of a continuation
+            of_tokens = torch.stack(m.predict(h[predicting], targets)).cpu().double().numpy()
+        return np.split(of_tokens, ends[:-1], axis=1)
 
-    def score_in_memory(self, batch):
-        """As score, in halves where the whole does not fit."""
-        try:
-            return self.score(batch)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise InputError(f'a sequence of {self.length(batch[0]):,} tokens does not fit {self.device}') from None
-        half = len(batch) // 2
-        return self.score_in_memory(batch[:half]) + self.score_in_memory(batch[half:])
-
-    def __call__(self, requests, done=lambda k, result: None):
-        """[(context ids, continuation ids)] -> [(log P, greedy?)]; done(k, result) as soon as each is known."""
-        if self.world_size > 1 and self.rank == 0:
-            dist.broadcast_object_list([requests])
-        batches, results = list(self.batches(self.rows(requests))), [None] * len(requests)
-        bar = tqdm(total=len(requests), desc='scoring', disable=self.rank > 0, **BAR)
-        for first in range(0, len(batches), self.world_size):
-            share = batches[first : first + self.world_size]
-            everyone = [None] * self.world_size
-            # fewer batches than ranks are left at the end
-            if self.rank < len(share):
-                everyone[self.rank] = self.score_in_memory(share[self.rank])
-            if self.world_size > 1:
-                dist.all_gather_object(everyone, everyone[self.rank])
-            for batch, scores in zip(share, everyone, strict=False):
-                requests_of_each = [ks for _, continuations in batch for ks in continuations.values()]
-                for ks, result in zip(requests_of_each, scores, strict=True):
-                    for k in ks:
-                        results[k] = result
-                        done(k, result)
-                    bar.update(len(ks))
-        bar.close()
-        return results
-
-    def serve(self):
-        """On other ranks than 0: takes part in its calls, until it sends None."""
-        requests = [None]
-        dist.broadcast_object_list(requests)
-        while requests[0] is not None:
-            self(requests[0])
-            dist.broadcast_object_list(requests)
-
-
-# -----------------------------------------------------------------------------
-# tasks of lm-eval
-
-
-def harness(scorer, tok):
-    """The model as lm-eval wants it."""
-    from lm_eval.api.model import TemplateLM
-
-    class Harness(TemplateLM):
-        eot_token_id = tok.bos
-        max_length = scorer.model.config.block_size
-
-        def tok_encode(self, string, add_special_tokens=None, **kwargs):
-            return list(tok.encode([string])[0])
-
-        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-            pairs = [(context, continuation) for _, context, continuation in requests]
-            return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            return self.one_by_one('loglikelihood_rolling', requests, self.log_likelihood)
-
-        def generate_until(self, requests, disable_tqdm=False):
-            return self.one_by_one('generate_until', requests, self.greedy)
-
-        def one_by_one(self, kind, requests, answer):
-            results = []
-            for request in tqdm(requests, desc=kind, **BAR):
-                results.append(answer(*request.args))
-                self.cache_hook.add_partial(kind, request.args, results[-1])
-            return results
-
-        def log_likelihood(self, text):
-            return -sliding(scorer, tok.bos, self.tok_encode(text))[0].sum().item()
-
-        def greedy(self, prompt, options):
-            """The greedy text after the prompt, up to the first of options['until'] in it."""
-            if options.get('do_sample') or options.get('temperature'):
-                raise InputError('generation by sampling is not supported, only greedy')
-            until, room = options.get('until', []), options.get('max_gen_toks', 256)
-            until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-            ids = self.tok_encode(prompt) if scorer.bos is None else [tok.bos, *self.tok_encode(prompt)]
-            ids = torch.tensor([ids[-max(1, self.max_length - room) :]], device=scorer.device)
-            made, said = [], ''
-            for token in scorer.model.stream(ids, room, temperature=0):
+    def write(self, batch):
+        """[(prompt, lm-eval's options)] -> [the greedy text after it, up to the first of options['until'] in it]."""
+        tok, ((prompt, options),) = self.tok, batch
+        if options.get('do_sample') or options.get('temperature'):
+            raise InputError('generation by sampling is not supported, only greedy')
+        until, room, made, said = options.get('until', []), options.get('max_gen_toks', 256), [], ''
+        until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        ids = tok.encode([prompt])[0] if self.bos is None else [tok.bos, *tok.encode([prompt])[0]]
+        ids = torch.tensor([ids[-max(1, self.model.config.block_size - room) :]], device=self.device)
+        with self.autocast():
+            for token in self.model.stream(ids, room, temperature=0):
                 if token.item() == tok.bos:
                     break
                 made.append(token.item())
                 said = tok.decode(made)
                 if any(stop in said for stop in until):
                     break
-            return min([said, *(said.split(stop)[0] for stop in until)], key=len)
+        return [min([said, *(said.split(stop)[0] for stop in until)], key=len)]
+
+
+def windows(ids, T):
+    """Token ids -> requests for all but the first; from the second request on, each sees half a context T or more."""
+    n = len(ids) - 1
+    for begin in range(0, max(min(n, 1), n - T // 2), T - T // 2):
+        # the half that the window before has scored
+        scored = begin + 1 + (T // 2 if begin else 0)
+        yield ids[begin:scored], ids[scored : begin + T + 1]
+
+
+# -----------------------------------------------------------------------------
+# tasks of lm-eval
+
+
+def harness(scorer):
+    """The model as lm-eval wants it."""
+    from lm_eval.api.model import TemplateLM
+
+    class Harness(TemplateLM):
+        eot_token_id = scorer.tok.bos
+        max_length = scorer.model.config.block_size
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            return list(scorer.tok.encode([string])[0])
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+            pairs = [(context, continuation) for _, context, continuation in requests]
+            return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            texts = [[scorer.tok.bos, *self.tok_encode(request.args[0])] for request in requests]
+            parts = [(k, window) for k, ids in enumerate(texts) for window in windows(ids, self.max_length)]
+            results, left = [0.0] * len(texts), Counter(k for k, _ in parts)
+            for part, (logp, _, _) in scorer.by_token([window for _, window in parts], None, 'text'):
+                k = parts[part][0]
+                results[k] += logp.sum().item()
+                left[k] -= 1
+                if not left[k]:
+                    self.cache_hook.add_partial('loglikelihood_rolling', requests[k].args, results[k])
+            return results
+
+        def generate_until(self, requests, disable_tqdm=False):
+            results = []
+            for said in tqdm(scorer.share('write', [[r.args] for r in requests]), 'writing', len(requests), **BAR):
+                self.cache_hook.add_partial('generate_until', requests[len(results)].args, said)
+                results.append(said)
+            return results
 
     return Harness()
 
@@ -330,6 +375,8 @@ def run_tasks(names, lm, cache=None, data_dir='', limit=0, seed=1234):
     seeds = {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
     try:
         return simple_evaluate(lm, tasks=configs, **common, **seeds), notes
+    except InputError:
+        raise
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
     except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError) as e:
         if not resumed:
@@ -358,23 +405,10 @@ def task_scores(raw, notes):
 # text and rare words
 
 
-@torch.no_grad()
 def sliding(scorer, bos, ids):
-    """
-    Token ids (n,) -> of each of them: nats, is it the likeliest, probability of the likeliest; three (n,). Windows of
-    the whole context that overlap by half: from the second on, every token sees half a context or more.
-    """
-    m, T, ids = scorer.model, scorer.model.config.block_size, torch.tensor([bos, *ids])
-    step, parts = T - T // 2, []
-    starts = [0, *range(step, max(1, len(ids) - 1 - T + step), step)]
-    for b in tqdm(starts, desc='text', **BAR):
-        x, y = ids[b : b + T].to(scorer.device), ids[b + 1 : b + T + 1].to(scorer.device)
-        # the half that the window before has scored
-        scored = T // 2 if b else 0
-        with scorer.autocast():
-            h = m.hidden_states(m.sign(x[: len(y)])[None])[0]
-            parts.append(torch.stack(m.predict(h[scored:], y[scored:])))
-    logp, right, confidence = torch.cat(parts, dim=1).double().cpu()
+    """Token ids (n,) -> of each of them: nats, is it the likeliest, probability of the likeliest; three (n,)."""
+    parts = dict(scorer.by_token(list(windows([bos, *ids], scorer.model.config.block_size)), None, 'text'))
+    logp, right, confidence = torch.from_numpy(np.concatenate([parts[k] for k in range(len(parts))], axis=1))
     return -logp, right, confidence
 
 
@@ -510,14 +544,12 @@ def draw(results, target):
 
 
 def measure(opened, names, target, first_new, device, dtype):
-    """
-    All that is wanted of one model (checkpoint.Opened), as in results.json; ids from first_new on are new tokens. None
-    on ranks that only help.
-    """
+    """What results.json says of one model (checkpoint.Opened); ids from first_new on are new. None on ranks above 0."""
     model, tok = opened.model.to(device).eval(), opened.tok
-    scorer = Scorer(model, tok.bos if bos else None, batch_size, dtype=dtype)
-    if scorer.rank > 0:
-        return scorer.serve()
+    scorer = Scorer(model, tok.bos if bos else None, batch_size, dtype=dtype, tok=tok)
+    while scorer.rank > 0:
+        if scorer.take_part() is None:
+            return None
     published = nearest_published(model.config, model.num_params()[1])
     results = dict(model=opened.name, published=dict(model=published, **PUBLISHED[published]))
     try:
@@ -525,15 +557,16 @@ def measure(opened, names, target, first_new, device, dtype):
             weights = sum(p.detach().double().sum().item() for p in model.parameters())
             identity = json.dumps([opened.name, model.config.num_hashes, weights, bos, dtype])
             cache = f'{target.with_suffix(".cache")}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}'
-            raw, notes = run_tasks(lm_tasks, harness(scorer, tok), cache, data_dir, limit, seed)
+            raw, notes = run_tasks(lm_tasks, harness(scorer), cache, data_dir, limit, seed)
             results['tasks'], results['task_hashes'] = task_scores(raw, notes), raw.get('task_hashes', {})
         if 'bits_per_byte' in names:
             results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, first_new) for path in text.split(',')}
         if 'card660' in names:
             results['card660'] = card660(scorer, tok, data_dir)
     finally:
-        if scorer.world_size > 1:
-            dist.broadcast_object_list([None])
+        # Ctrl-C ends the others too, wherever they are
+        if sys.exc_info()[0] is not KeyboardInterrupt:
+            scorer.take_part([None] * scorer.world_size)
     return results
 
 
@@ -561,7 +594,10 @@ def main():
     if not os.access(target.parent, os.W_OK):
         raise InputError(f'{target} cannot be written: no such folder, or not yours; name another file with --save')
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        dist.init_process_group('nccl' if torch.device(on_device).type == 'cuda' else 'gloo')
+        if torch.device(on_device).type == 'cuda':
+            torch.cuda.set_device(on_device)
+        # objects alone are sent, and the others wait for as long as rank 0 reads and downloads
+        dist.init_process_group('gloo', timeout=timedelta(days=30))
         atexit.register(dist.destroy_process_group)
     # of the model before the expansion; no token is new to a model alone
     first_new = len(opened[0].tok.tokens)

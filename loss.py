@@ -99,6 +99,18 @@ def token_scores(o, table):
     return scores.index_fill_(1, table.gaps, -torch.inf) if len(table.gaps) else scores
 
 
+def normalise(scores, table):
+    """Token logits (m, V), which may be overwritten -> P (m, V), and their logsumexp (m, 1)."""
+    top = scores.amax(-1, keepdim=True)
+    if table.columns:  # in place, so that it stays in a cache
+        P = scores.sub_(top).exp_()
+        total = P.sum(-1, keepdim=True)
+        return P.div_(total), top + total.log()
+    P = scores.softmax(-1)
+    # of the likeliest token, the logit less log P
+    return P, top - P.amax(-1, keepdim=True).log()
+
+
 def bucket_sums(P, table, B):
     """P of tokens (m, V) -> of each coordinate (m, B): the sum of P(w) over the tokens w with s_i(w) = b."""
     if table.columns:
@@ -119,14 +131,12 @@ def exact_nll(o, y, table, gradient=False):
         block, targets = [o_i[k : k + m] for o_i in o], y[k : k + m].split(1, dim=1)
         target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(block, targets, strict=True))
         scores = token_scores(block, table)  # (m, V)
-        top = scores.amax(-1, keepdim=True)
-        P = scores.sub_(top).exp_()
-        # P(w) = P / total: here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
-        total = P.sum(-1, keepdim=True)
-        nll.append((total.log() + top - target)[:, 0])
+        # here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
+        P, logsumexp = normalise(scores, table)
+        nll.append((logsumexp - target)[:, 0])
         if gradient:
             for o_i, y_i, g in zip(block, targets, bucket_sums(P, table, B), strict=True):
-                g.div_(total).scatter_add_(1, y_i, torch.full_like(total, -1.0))
+                g.scatter_add_(1, y_i, torch.full_like(target, -1.0))
                 if table.columns:  # back to rows, in the same way
                     torch.mm(torch.eye(len(g), dtype=o_i.dtype), g.to(o_i.dtype), out=o_i)
                 else:

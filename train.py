@@ -3,6 +3,7 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
+    $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_3b.py --shard    # no GPU holds the whole model
     $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
@@ -14,16 +15,21 @@ MHF.forward: hidden_states, head_loss -> loss.LeanHead, with exact_nll or produc
 exact_loss or product_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
-Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. With --auto_resume one command starts and goes on:
+Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches of a straight one,
+in its order; on a CPU it ends with the same bits. Not on a GPU: index_add_, attention's backward and the compiled
+embedding's sum gradients there by atomic adds, whose order, and so the rounding, is another in each run. With
+--auto_resume one command starts and goes on:
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
     $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
 """
 
 import contextlib
+import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -40,7 +46,7 @@ from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, pick_device, save_pretrained
+from checkpoint import Checkpoints, load_model, map_tensors, pick_device, save_pretrained, shape_alone
 from configurator import InputError, configure
 from model import MHF, MHFConfig
 
@@ -93,9 +99,10 @@ stop_on_spike = False
 # system; None is the best that is there
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
-compile = None  # torch.compile
+compile = None  # torch.compile, which needs a C compiler
 plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
+shard = False  # spreads weights, gradients and optimizer state over the processes: what a GPU has no room for
 backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
@@ -118,15 +125,17 @@ except ValueError:
 if not 0 <= rank < world_size or distributed != ('WORLD_SIZE' in os.environ):
     named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
     raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
-master, out, checkpoints = rank == 0, Path(out_dir), Checkpoints(out_dir, keep)
+master, out = rank == 0, Path(out_dir)
+checkpoints = Checkpoints(out_dir, keep, writes=master)
 
 
 def explain_crash(error_class, e, traceback):
     """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
     words = ' '.join(str(e).split())[:300]
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-        less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'
-        words = f'not enough memory on {device} ({words}); {less}'
+        less = f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard'
+        plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
+        words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
         words = f'process {rank} of {world_size} lost the others ({words})'
     elif error_class is KeyboardInterrupt:
@@ -157,10 +166,20 @@ for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
         raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
 if compile not in (None, True, False):
     raise InputError(f'compile={compile}: must be True or False')
+# triton calls a C compiler for a GPU, inductor a C++ compiler for a CPU
+variable, names = ('CC', 'gcc clang') if device_type == 'cuda' else ('CXX', 'g++ clang++')
+compiler = next(filter(shutil.which, os.environ.get(variable, names).split()), None)
+if compile and not compiler:
+    missing = f'no C compiler, neither {os.environ.get(variable, names).replace(" ", " nor ")}'
+    raise InputError(f'compile=True: {missing}; install one, name it by ${variable}, or leave --compile out')
 if compile is None:
-    compile = device_type == 'cuda'
+    compile = device_type == 'cuda' and compiler is not None
 if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
+if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
+    raise InputError(f'backend=nccl is for GPUs, with a torch that has it; for device={device} use --backend=gloo')
+if shard and not distributed:
+    raise InputError('shard=True spreads the model over processes; start them by torchrun')
 if batch_size % (micro_batch_size * world_size):
     fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0]
     use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world_size}'
@@ -177,41 +196,89 @@ if wandb and master:
         raise InputError('wandb=True, but it is not installed: pip install wandb') from None
 
 # -----------------------------------------------------------------------------
-# weights from elsewhere: a checkpoint, or a folder or hub id
+# export; the bins
 
-model = ckpt = None
 starts_from_model = init_from not in ('scratch', 'resume')
 if auto_resume and checkpoints.there():
     init_from = 'resume'
-if init_from == 'resume':
-    # ckpt.pt, or where it is damaged the newest that is whole
-    model, ckpt = checkpoints.newest_whole(warn=master)
-elif checkpoints.there():
-    raise InputError(f'{checkpoints.there()[0]} exists; --init_from=resume goes on, or choose another --out_dir')
-elif starts_from_model:
-    model, *_ = load_model(init_from)
-source = checkpoints.last_path or init_from
 if export:
-    if not ckpt:
+    if init_from != 'resume':
         raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
     if master:
+        model, ckpt = checkpoints.newest_whole()
         save_pretrained(model, export, ckpt['config']['tokenizer'])
-        print(f'{source}, step {ckpt["step"]} -> {export}')
+        print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {export}')
     sys.exit()
-if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
-    architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
-    globals().update(architecture)
-    config |= architecture
-
-# -----------------------------------------------------------------------------
-# bins and the signature table
-
 meta = bins.load_meta(config)
 train_ids, val_ids = bins.open_bins(config, meta, 'train'), bins.open_bins(config, meta, 'val')
 num_blocks = (len(train_ids) - 1) // block_size
 if num_blocks < 1:
     raise InputError(f'block_size={block_size}: {bins.data_folder(config)} has {len(train_ids):,} training tokens')
 verified = bins.Verified((train_ids, val_ids), rank, world_size)  # in a thread, while training runs
+
+# -----------------------------------------------------------------------------
+# the processes meet, and agree on what they are about to do
+
+if distributed:
+    patience = timedelta(seconds=timeout)
+    try:
+        store, *_ = next(dist.rendezvous('env://', timeout=patience))
+        numbers = {}
+        for r in range(world_size) if master else (0, rank):  # process 0 keeps the store until all have read its number
+            if r == rank:
+                store.set(f'process {r} of', str(world_size))
+            numbers[r] = int(store.get(f'process {r} of'))
+        if others := [f'process {r} is one of {number}' for r, number in numbers.items() if number != world_size]:
+            raise ValueError(', '.join(others))
+        backend = backend or ('nccl' if device_type == 'cuda' and dist.is_nccl_available() else 'gloo')
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        # for objects, and to wait for a checkpoint that takes long to write
+        host = dist.new_group(backend='gloo', timeout=timedelta(days=1))
+    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
+        reason = f'did not meet the others within {timeout} s ({" ".join(str(e).split())[:200]})'
+        raise InputError(f'process {rank} of {world_size} {reason}; start all of them by torchrun') from None
+    mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
+    mine |= dict(init_from=init_from, device=device_type, dtype=dtype, torch=torch.__version__)
+    mine |= dict(tokenizer=meta['tokenizer_sha256'], checkpoints=checkpoints.digests())
+    mine |= {f'{split} bins': meta['splits'][split]['sha256'] for split in bins.SPLITS}
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=host)
+    for r, theirs in enumerate(everyone):
+        differing = [f'{k}={theirs.get(k)} (process 0: {v})' for k, v in everyone[0].items() if theirs.get(k) != v]
+        if differing:
+            line = f'process {r} has {", ".join(differing)}; all need the same settings, files and torch'
+            raise InputError(line) if master else SystemExit(1)  # process 0 says it for all
+
+# -----------------------------------------------------------------------------
+# weights from elsewhere: process 0 reads a checkpoint, or a folder or hub id, and tells the others
+
+model = ckpt = refused = None
+if master:
+    try:
+        if init_from == 'resume':
+            # ckpt.pt, or where it is damaged the newest that is whole
+            model, ckpt = checkpoints.newest_whole()
+        elif checkpoints.there():
+            raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
+        elif starts_from_model:
+            model, *_ = load_model(init_from)
+    except InputError as e:
+        refused = e
+if distributed:  # all but the weights, which follow on the device
+    shapes = ckpt and {k: map_tensors(shape_alone, v) for k, v in ckpt.items() if k != 'model'}
+    told = [(refused, model and model.config, shapes, checkpoints.last_path, checkpoints.last_step)]
+    dist.broadcast_object_list(told, group=host)
+    if not master:
+        refused, architecture, ckpt, checkpoints.last_path, checkpoints.last_step = told[0]
+        with torch.device('meta'):
+            model = architecture and MHF(architecture)
+if refused:
+    raise refused if master else SystemExit(1)
+source = checkpoints.last_path or init_from
+if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
+    architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
+    globals().update(architecture)
+    config |= architecture
 table = bins.table(config, meta)
 data = bins.identity(meta, table)
 
@@ -237,53 +304,89 @@ if ckpt:
         data_start_step, best_val, last_losses = ckpt['data_start_step'], ckpt['best_val'], ckpt['last_losses']
 if model:
     model.config.block_size, model.config.loss = block_size, loss
-    V, theirs = meta['vocab_size'], model.signatures.numpy()
+    V, theirs = meta['vocab_size'], model.signatures
     if len(theirs) < V:
         raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
-    ours = theirs if table is None else np.pad(table, ((0, len(theirs) - V), (0, 0)))
-    if (theirs != ours).any():
-        first = int(np.argmax((theirs != ours).any(1)))
-        rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
-        raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
+    if master and table is not None:
+        ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
+        if (theirs != ours).any():
+            first = int(np.argmax((theirs != ours).any(1)))
+            rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
+            raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
 else:
     torch.manual_seed(seed)
     architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
-    model = MHF(MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture), table, meta['gaps'])
+    architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
+    # drawn on the device: a GPU draws other numbers than a CPU
+    with torch.device(device if master else 'meta'):
+        model = MHF(architecture, table, meta['gaps'])
 if damage := verified.error_within(10):
     raise damage
-if distributed:
-    try:
-        backend = backend or ('nccl' if device_type == 'cuda' else 'gloo')
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
-        reason = f'did not meet the others within {timeout} s ({" ".join(str(e).split())[:200]})'
-        raise InputError(f'process {rank} of {world_size} {reason}; start all of them by torchrun') from None
 checkpoints.make_folder()
 
 # -----------------------------------------------------------------------------
-# optimizer, compile, DDP
+# the weights to all processes; compile, DDP or shards; the optimizer
 
-model.to(device)
+model = raw_model = model.to(device) if master else model.to_empty(device=device)
+if distributed:
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), 0)
 model.activation_checkpointing, model.plain_head = activation_checkpointing, plain_head
 if train_layers:
     model.layers[train_layers : len(model.layers) - train_layers].requires_grad_(False)
+if compile:
+    for part in model.layers if shard else [model]:
+        part.compile()
+    # one graph, although DDP's buckets then wait for the whole of it
+    torch._dynamo.config.optimize_ddp = False
+if shard:  # a block's weights are gathered when it runs; all others are one part
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device_type, (world_size,))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
+    register_fsdp_forward_method(model, 'both_losses')
+elif distributed:
+    # one copy of the gradients, not two: buckets are views of them
+    device_ids = [device] if device_type == 'cuda' else None
+    # the buffers never change; torch 2.11 has the older name
+    names = inspect.signature(DDP).parameters
+    no_sync = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
+    model = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, init_sync=False, **no_sync)
 trained = [p for p in model.parameters() if p.requires_grad]
 matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
+
+
+def as_lies(tensor, p):
+    """A tensor of process 0, as large as the parameter p -> on all processes, whole or the shard that p is."""
+    tensor = tensor.to(device) if master else torch.empty_like(tensor, device=device)
+    if shard:
+        return distribute_tensor(tensor, p.device_mesh, p.placements)
+    if distributed:
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
 if ckpt:
     try:
+        for k, p in enumerate(matrices + others):
+            moments = ckpt['optimizer']['state'][k]
+            moments.update({name: as_lies(t, p) for name, t in moments.items() if t.dim()})
         optimizer.load_state_dict(ckpt['optimizer'])
     except (ValueError, KeyError, AttributeError) as e:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None
-raw_model, ckpt = model, None  # not wrapped by DDP: what is saved and evaluated; frees the checkpoint's memory
-if compile:
-    model.compile()
-if distributed:
-    # one copy of the gradients, not two: buckets are views of them
-    device_ids = [device] if device_type == 'cuda' else None
-    model = DDP(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    ckpt = None  # frees its memory
+# DDP's gradients stay in its buckets while micro-batches add to them; from the first on, after a backward of nothing
+in_buckets = distributed and not shard and accumulation > 1
+if in_buckets:
+    nothing = torch.zeros(micro_batch_size, block_size, raw_model.config.coordinates, dtype=torch.int64, device=device)
+    with autocast:
+        model(nothing, nothing).backward()
+    optimizer.zero_grad(set_to_none=False)
 
 # -----------------------------------------------------------------------------
 # the schedule, batches, validation
@@ -329,10 +432,12 @@ def evaluate():
     starts, whole = list(range(0, n, block_size)), n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
     batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
-    for batch in batches[rank::world_size]:
-        x, y = inputs_and_targets(read_batch(val_ids, batch))
+    for k in range(rank, math.ceil(len(batches) / world_size) * world_size, world_size):
+        x, y = inputs_and_targets(read_batch(val_ids, batches[k % len(batches)]))
         with autocast:
-            sums += torch.stack([nats.double().sum().cpu() for nats in raw_model.both_losses(x, y)])
+            nats = raw_model.both_losses(x, y)
+        if k < len(batches):  # shards need all processes; who has no batch any more only takes part
+            sums += torch.stack([n.double().sum().cpu() for n in nats])
     if distributed:
         sums = sums.to(device)
         dist.all_reduce(sums)
@@ -371,13 +476,16 @@ def spike_above_the_last(loss):
     return f'loss {loss:.4f} is a spike above {middle:.4f} +- {deviation:.4f}, the last {len(last_losses)} steps'
 
 
-received = []  # signals
+received = []  # signals, and when
 
 
 def stop_after_this_step(signum, frame):
-    """A second signal stops at once."""
-    received.append(signum)
-    signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
+    """A second signal stops at once, but within 5 s torchrun only hands on the one that its workers have already."""
+    now = time.monotonic()
+    received.append((signum, now))
+    if len(received) > 1 and not ((distributed or signum == signal.SIGTERM) and now - received[0][1] < 5):
+        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
+        signal.raise_signal(signum)
 
 
 # -----------------------------------------------------------------------------
@@ -389,7 +497,8 @@ if master:
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-    print(f'{device}, {dtype}, compile={compile}; {sequences}{"; the plain head" if plain_head else ""}')
+    how = f'compile={compile}{" for want of a C compiler" if device_type == "cuda" and not compiler else ""}'
+    print(f'{device}, {dtype}, {how}; {sequences}{"; sharded" * shard}{"; the plain head" * plain_head}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
     if train_layers:
@@ -420,20 +529,21 @@ with bar:
         mean_loss = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = inputs_and_targets(next(batches))
-            if distributed:  # gradients are exchanged once per update
+            if in_buckets:  # gradients are exchanged once per update; shards, in every pass: whole ones have no room
                 model.require_backward_grad_sync = k == accumulation - 1
             with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
                 micro_loss = model(x, y) / accumulation
             micro_loss.backward()
             mean_loss += micro_loss.detach()
-        stopping = received[-1] if received else 0
+        stopping = received[0][0] if received else 0
         if distributed:
             shared = torch.stack([mean_loss / world_size, torch.tensor(float(stopping), device=device)])
             dist.all_reduce(shared)
             mean_loss = shared[0]
             if shared[1].item() and not stopping:
                 stopping = signal.SIGTERM
-        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
+        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+        norm = (norm.full_tensor() if shard else norm).item()
         mean_loss = mean_loss.item()
         wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
         spike = spike_above_the_last(mean_loss)
@@ -441,7 +551,7 @@ with bar:
             raise InputError(f'step {step}: {wrong or spike}; stopped before the update, {checkpoints.kept()}')
         last_losses = [*last_losses[-99:], mean_loss]
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not in_buckets)
         speeds.append(tokens_per_step / (time.perf_counter() - began))
 
         done, best = step + 1, False
@@ -460,16 +570,16 @@ with bar:
                 log(step=done, tokens=tokens, **result)
                 numbers = 'validation loss {val_loss:.4f}, {val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
                 bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
-        if master and (validating or stopping):
+        if validating or stopping:
             state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
             state |= dict(model_config=asdict(raw_model.config), config=config, data_start_step=data_start_step)
             checkpoints.save(state | dict(best_val=best_val, last_losses=last_losses), best)
-        elif validating or stopping:
-            checkpoints.last_path, checkpoints.last_step = checkpoints.newest, done
         if stopping:
             break
     checkpoints.wait()
-
+if distributed:  # the first to end makes torchrun end the others, also a process 0 that is still writing
+    dist.barrier(group=host)
+    dist.destroy_process_group()
 if done < max_steps:
     if master:
         print(f'stopped by signal {stopping}; {checkpoints.kept()}', file=sys.stderr)
@@ -479,5 +589,3 @@ if master:
     print(f'{statistics.harmonic_mean(steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png')
     title = f'{out_dir}: {sum(raw_model.num_params()):,} parameters'
     plot.loss_curve(plot.read_log(out / 'log.jsonl'), title, out / 'loss.png')
-if distributed:
-    dist.destroy_process_group()

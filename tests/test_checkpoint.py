@@ -48,6 +48,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
         assert f'WARNING: {part}/ckpt.pt' in done.stderr and f"'{part}'" in done.stderr
         assert 'resumed at step 16' in done.stdout
         assert_same(weights(quick, part)['model'], weights(quick)['model'])
+    # processes that read no checkpoint go back as well
+    shutil.copy(quick / 'model/ckpt_000016.pt', quick / 'out/ckpt_000016.pt')
+    state['model']['norm.weight'][3] += 1
+    for name in ('ckpt_000024.pt', 'ckpt.pt'):
+        (quick / 'out' / name).unlink()
+    torch.save(state, quick / 'out/ckpt.pt')
+    args = ('cfg.py', '--init_from=resume', '--max_steps=18', '--lr_decay_steps=24')
+    processes = ranks(2, 'train.py', *args, cwd=quick)
+    (said, errors), others = (p.communicate(timeout=60) for p in processes)
+    assert [p.returncode for p in processes] == [0, 0] and others == ('', ''), (errors, others)
+    assert errors.count('WARNING') == 1 and 'resumed at step 16' in said
 
 
 def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):

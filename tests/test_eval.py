@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, SHARED, events, ok, random_model, real_documents
+from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents
 
 import eval as evaluation
 from bins import read_meta
@@ -47,7 +47,8 @@ def test_scorer_equals_log_probs(num_hashes):
             assert done == dict(enumerate(got))
             assert [g for _, g in got] == greedy
             assert np.allclose([logp for logp, _ in got], expected, atol=1e-9)
-        assert len(scorer.rows(requests)) < len(requests)
+        # where all rows have one continuation there is no mask
+        assert np.allclose([logp for logp, _ in scorer(requests[3:20:4])], expected[3:20:4], atol=1e-9)
     scorer, sizes = Scorer(m, None, 256, 10**6), []
     score = scorer.score
 
@@ -58,7 +59,9 @@ def test_scorer_equals_log_probs(num_hashes):
         return score(batch)
 
     scorer.score = in_small_memory
-    assert np.allclose([logp for logp, _ in scorer(requests)], expected, atol=1e-9) and sizes[0] > 2
+    assert np.allclose([logp for logp, _ in scorer(requests)], expected, atol=1e-9)
+    # continuations of a context are one row
+    assert 2 < sizes[0] < len(requests)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
     assert Scorer(m, 1, 256)([(contexts[1], [likeliest])])[0][1] is True
     for continuation, message in (([], 'empty continuation'), ([7] * 25, '25 tokens')):
@@ -110,8 +113,8 @@ def test_prepared_split(trained, mistral, tmp_path):
 def test_harness_text_and_generation(mistral):
     """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
     m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
-    scorer = Scorer(m, 1, 256)
-    lm = evaluation.harness(scorer, mistral)
+    scorer = Scorer(m, 1, 256, tok=mistral)
+    lm = evaluation.harness(scorer)
 
     def request(*args):
         return types.SimpleNamespace(args=args)
@@ -126,6 +129,16 @@ def test_harness_text_and_generation(mistral):
     assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
     with pytest.raises(InputError, match='greedy'):
         lm.generate_until([request('a', dict(until=[], temperature=0.7))])
+    # all of it in the precision that was asked for
+    low, passes, hidden_states = (
+        evaluation.harness(Scorer(m, 1, 256, dtype='bfloat16', tok=mistral)),
+        [],
+        m.hidden_states,
+    )
+    m.hidden_states = lambda *a, **k: passes.append(torch.is_autocast_enabled('cpu')) or hidden_states(*a, **k)
+    low.generate_until([request('a', dict(until=[], max_gen_toks=2))])
+    low.loglikelihood_rolling([request('a b c')])
+    assert len(passes) == 3 and all(passes)
     # interrupted at the second batch: the first one's result is kept
     kept, score = [], scorer.score
     lm.set_cache_hook(types.SimpleNamespace(add_partial=lambda kind, request, result: kept.append(request)))
@@ -192,7 +205,7 @@ def test_known_answers(tmp_path, mistral):
     class Known:
         """Scores continuations by their text."""
 
-        model = random_model()
+        model, tok = random_model(), mistral
 
         def __call__(self, requests, done):
             scores = [self.judge(mistral.decode(continuation)) for _, continuation in requests]
@@ -200,7 +213,7 @@ def test_known_answers(tmp_path, mistral):
 
     scores, known = {}, Known()
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
-        known.judge, lm = judge, evaluation.harness(known, mistral)
+        known.judge, lm = judge, evaluation.harness(known)
         got = evaluation.task_scores(*evaluation.run_tasks(list(evaluation.PAPER), lm, data_dir=tmp_path))
         scores[name] = [got[task]['score'] for task in evaluation.PAPER]
     assert scores['oracle'] == [1.0] * 11
@@ -218,7 +231,7 @@ def test_mubench_files(tmp_path, mistral):
     tasks = ['mubench_hellaswag_ar', 'mubench_mmlu_hi']
     for task in tasks:
         write_rows(tmp_path / f'{task}_test.jsonl', rows)
-    lm = evaluation.harness(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256), mistral)
+    lm = evaluation.harness(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256, tok=mistral))
     got = evaluation.task_scores(*evaluation.run_tasks(tasks, lm, data_dir=tmp_path))
     assert [(got[t]['documents'], got[t]['metric']) for t in tasks] == [(4, 'acc_norm')] * 2
     files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
@@ -260,12 +273,111 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     data = SHARED / 'data/eval' if (SHARED / 'data/eval').is_dir() else tmp_path
     scores = []
     for lm in (
-        evaluation.harness(Scorer(ours, mistral.bos, 256), mistral),
+        evaluation.harness(Scorer(ours, mistral.bos, 256, tok=mistral)),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
         raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in raw['results'].items()})
     assert scores[0] == scores[1] and len(scores[0]) == 2
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+# what each of the processes runs; rank 0 prints what comes of it
+WORK = """
+import json, os, types
+import torch.distributed as dist
+import eval as evaluation
+from checkpoint import open_model
+
+rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
+if world_size > 1:
+    dist.init_process_group('gloo')
+# of memory as little as the last rank has
+evaluation.tokens_in_memory = lambda model: 400 if rank == world_size - 1 else 9999
+opened, found = open_model('out'), {}
+texts = ['def main(): return 1', '', 'import os, sys', 'class A: pass # ' * 40, 'x = [y for y in range(10)]']
+requests = [types.SimpleNamespace(args=(text,)) for text in texts]
+pairs = [types.SimpleNamespace(args=(a, b)) for a in texts[2:] for b in (' None', ' import re', ' = 4 +')]
+prompts = [types.SimpleNamespace(args=(text, dict(until=['x'], max_gen_toks=8))) for text in texts]
+for dtype in ('float32', 'bfloat16'):
+    scorer = evaluation.Scorer(opened.model.eval(), opened.tok.bos, 3, dtype=dtype, tok=opened.tok)
+    while rank > 0 and scorer.take_part():
+        pass
+    if rank == 0:
+        lm = evaluation.harness(scorer)
+        lines = [lm.loglikelihood(pairs), lm.loglikelihood_rolling(requests), lm.generate_until(prompts)]
+        lines.append([part.tolist() for part in evaluation.sliding(scorer, 1, lm.tok_encode(texts[3]))])
+        found[dtype] = [scorer.tokens, *lines]
+        scorer.take_part([None] * world_size)
+if rank == 0:
+    print(json.dumps(found))
+"""
+# a patch of model.py: the second process has no room for two sequences at a time, or none at all
+SMALL = """
+import os, torch
+from model import MHF
+whole = MHF.hidden_states
+def in_small_memory(self, x, *args, **more):
+    if os.environ['RANK'] == '1' and len(x) > {room}:
+        print('no room for', len(x), flush=True)
+        raise {error}
+    return whole(self, x, *args, **more)
+MHF.hidden_states = in_small_memory
+"""
+
+
+def of_ranks(number, script, *args, **how):
+    """[(exit code, stdout, stderr)] of so many processes."""
+    processes = ranks(number, script, *args, **how)
+    said = [p.communicate(timeout=200) for p in processes]
+    return [(p.returncode, *s) for p, s in zip(processes, said, strict=True)]
+
+
+def test_processes_share_the_work(few, tmp_path):
+    """Scores, bits per byte or greedy texts depend on the number of processes, or on which has how much memory."""
+    script, small = tmp_path / 'work.py', SMALL.format(room=1, error='torch.OutOfMemoryError')
+    script.write_text(f'import sys\nsys.path.insert(0, {str(REPO)!r})\n{WORK}')
+    found = []
+    for number, patch in ((1, ''), (2, ''), (2, small), (3, '')):
+        done = of_ranks(number, str(script), cwd=few, patch=patch)
+        assert [code for code, _, _ in done] == [0] * number, done
+        assert ('no room for 3' in done[-1][1]) == bool(patch)
+        found.append(json.loads(done[0][1]))
+    one, two, halved, three = found
+    assert one == two == three
+    for dtype in one:
+        tokens, pairs, texts, written, (nats, _, _) = one[dtype]
+        assert tokens == halved[dtype][0] == 400 and len(pairs) == 9
+        close = dict(rel=1e-6 if dtype == 'float32' else 0.02)
+        assert (
+            texts[1] == 0 and texts[3] == pytest.approx(-sum(nats), **close) and len(set(texts)) == 5 and any(written)
+        )
+        assert [p for p, _ in halved[dtype][1]] == pytest.approx([p for p, _ in pairs], **close)
+        assert halved[dtype][2] == pytest.approx(texts, **close) and halved[dtype][4][0] == pytest.approx(nats, **close)
+        assert halved[dtype][3] == written
+
+
+def test_a_process_that_fails(few, tmp_path):
+    """What fails on one process leaves the others waiting for days, is not said, or is taken for the data's fault."""
+    (tmp_path / 'text.txt').write_text(real_documents()[0][:2000])
+    broken, crowded = (SMALL.format(room=0, error=e) for e in ("KeyError('broken card')", 'torch.OutOfMemoryError'))
+    write_rows(tmp_path / 'lambada_openai_test.jsonl', [dict(text=f'{word} and so on') for word in ('one', 'two')])
+    settings = ['--device=cpu', '--dtype=float32', '--out_dir=out', f'--save={tmp_path / "r.json"}', '--batch_size=1']
+    text = ['--tasks=bits_per_byte', f'--text={tmp_path / "text.txt"}']
+    for args, patch, says in (
+        (text, broken, "KeyError: 'broken card'"),
+        (['--tasks=lambada_openai', f'--data_dir={tmp_path}'], crowded, 'error: a single sequence does not fit cpu'),
+        # rank 0 alone reads the text
+        (['--tasks=bits_per_byte', '--text=out'], '', 'error: --text=out: not a folder of prepare.py'),
+    ):
+        (code, _, first), (other, _, second) = of_ranks(2, 'eval.py', *settings, *args, cwd=few, patch=patch)
+        assert (code, other, second) == (1, 0, '') and says in first
+        if says.startswith('error'):
+            assert first.strip().splitlines()[-1] == says
+        else:
+            assert 'rank 1' in first and 'in_small_memory' in first
 
 
 # -----------------------------------------------------------------------------

@@ -197,6 +197,7 @@ def test_out_of_memory(quick):
     lines = [line for line in done.stderr.splitlines() if 'error' in line]
     assert done.returncode == 1 and 'Traceback' not in done.stderr and len(lines) == 1, done.stderr
     assert all(w in lines[0] for w in ('2.00 GiB', '--micro_batch_size (now 4)', 'ckpt.pt is good, of step 24'))
+    assert 'python bench.py cfg.py --plan says how much' in lines[0]
 
 
 def test_damage_found_while_training(quick):
@@ -331,6 +332,39 @@ def test_other_data_on_request(quick):
 # signals and kills
 
 
+@pytest.mark.parametrize('case', ['echo', 'late', 'ctrl-c'])
+def test_a_second_signal(quick, case):
+    """
+    torchrun hands on the signal that its workers have had already, which costs the checkpoint; or a process ends while
+    the first still writes, which makes torchrun end that too. Or a second wish to stop is not obeyed at once.
+    """
+    # a step and a write that take long; `late` is a second signal that comes 80 s after the first
+    slow = IN_FORWARD.format(n=9, do="open(f'slow{os.getpid()}', 'w').close(); time.sleep(3)")
+    slow = f'import time, checkpoint\n{slow}\nwrite = checkpoint.Checkpoints._write\n'
+    slow += 'checkpoint.Checkpoints._write = lambda *args: (time.sleep(2), write(*args))\n'
+    slow += 'clock = time.monotonic; time.monotonic = lambda: 100 * clock()\n' if case == 'late' else ''
+    command, signum = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=24'), signal.SIGTERM
+    if case == 'ctrl-c':
+        processes, signum = [start(*command, cwd=quick, patch=slow)], signal.SIGINT
+    else:
+        processes = ranks(2, *command, '--micro_batch_size=2', cwd=quick, patch=slow)
+    while len(list(quick.glob('slow*'))) < len(processes) and processes[0].poll() is None:
+        time.sleep(0.02)
+    for _ in range(2):
+        for process in processes:
+            process.send_signal(signum)
+        time.sleep(0.8)
+    if case == 'echo':
+        processes[1].communicate(timeout=60)
+        # it has waited for the write
+        assert (quick / 'b/ckpt.pt').exists()
+        assert [code for code, *_ in waited(processes)] == [143, 143]
+        assert weights(quick, 'b')['step'] == steps(quick, 'b')[-1]['step'] < 24
+    else:
+        assert [code for code, *_ in waited(processes)] == [-signum] * len(processes)
+        assert not (quick / 'b/ckpt.pt').exists()
+
+
 @pytest.mark.parametrize('signum, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_writes_a_checkpoint(quick, signum, code):
     """A preempted run loses its steps, prints a traceback, or cannot go on with the same command."""
@@ -406,6 +440,102 @@ def test_any_world_size_sees_the_same_batches(quick):
     resumed, alone = steps(quick, 'micro'), steps(quick)[:8]
     assert [s['step'] for s in resumed] == [s['step'] for s in alone]
     assert [s['loss'] for s in resumed] == pytest.approx([s['loss'] for s in alone], abs=1e-3)
+
+
+# notes where gradients lie before each forward pass; compiles quickly, and fails where DDP cuts a graph at its buckets
+BUCKETS = """
+import json, os, torch
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+DDPOptimizer.compile_fn = None
+def compile(self):
+    self._compiled_call_impl = torch.compile(self._call_impl, backend='eager')
+torch.nn.Module.compile = compile
+forward, places = DDP.forward, []
+def noted(self, *args):
+    places.append([p.grad.data_ptr() if p.grad is not None else None for p in self.parameters()])
+    with open(f"places{os.environ['RANK']}", 'w') as f:
+        json.dump(places, f)
+    return forward(self, *args)
+DDP.forward = noted
+"""
+
+
+def test_gradients_stay_in_ddp_s_buckets(quick):
+    """With accumulation gradients are held twice, from the first step on; or DDP cuts a compiled graph into pieces."""
+    args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--eval_interval=24', '--compile', *until(3))
+    done = waited(ranks(2, 'train.py', *args, cwd=quick, patch=BUCKETS, CXX='sh'))
+    assert [code for code, *_ in done] == [0, 0] and 'FutureWarning' not in done[1][2], done
+    # one pass of nothing, after which DDP orders its buckets anew, and three steps of two
+    places = json.loads((quick / 'places1').read_text())
+    assert len(places) == 7 and None not in places[2] and all(p == places[2] for p in places[2:])
+    assert [s['loss'] for s in steps(quick, 'b')] == pytest.approx([s['loss'] for s in steps(quick)[:3]], rel=1e-4)
+
+
+def test_shards_train_as_copies_do(quick):
+    """--shard learns something else, writes a checkpoint that is not whole, or a run cannot change between the two."""
+    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--auto_resume')
+    processes = ranks(2, *args, '--out_dir=copies', *until(12), cwd=quick)
+    for last, shard in ((4, '--shard=True'), (8, '--shard=False'), (12, '--shard=True')):
+        processes += ranks(2, *args, '--out_dir=shards', shard, *until(last), cwd=quick)
+        assert [code for code, *_ in waited(processes)] == [0] * len(processes)
+    ours, copies = steps(quick, 'shards'), steps(quick, 'copies')
+    assert len(ours) == 12 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in copies], rel=1e-5)
+    assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in copies], rel=1e-4)
+    val = [[e['val_nats'] for e in events(quick, out) if 'val_nats' in e] for out in ('shards', 'copies')]
+    assert val[0] == pytest.approx(val[1], rel=1e-5)
+    # any world size goes on from it, also one
+    load_checkpoint(quick / 'shards/ckpt.pt', whole=True)
+    ok(*args, '--out_dir=shards', *until(13), cwd=quick)
+    assert steps(quick, 'shards')[12]['loss'] == pytest.approx(steps(quick)[12]['loss'], abs=1e-3)
+
+
+def pair(*args, cwd, other=None, patch='', **environment):
+    """Two processes as [(returncode, stdout, stderr)]; the second may have a folder, patch and variables of its own."""
+    told = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE='2')
+    first = start('train.py', 'cfg.py', *args, cwd=cwd, RANK='0', **told)
+    told |= environment
+    return waited([first, start('train.py', 'cfg.py', *args, cwd=other or cwd, patch=patch, RANK='1', **told)])
+
+
+def test_processes_agree_before_they_start(quick, tmp_path):
+    """
+    Where a machine does not see the shared disk, one process trains from scratch beside others that resume, or on other
+    text; or processes of two versions of torch, or of two runs, work together.
+    """
+    other = shutil.copytree(quick, tmp_path / 'other')
+    shutil.rmtree(other / 'out')
+    before = snapshot(tmp_path)
+    args = ('--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
+    old = "import torch; torch.__version__ = '2.0.1'"
+    done = [pair(*args, cwd=quick, other=other), pair(*args, cwd=other, other=quick), pair(*args, cwd=quick, patch=old)]
+    # another text, of which all else is the same
+    shutil.copytree(quick / 'out', other / 'out')
+    damage = json.loads((other / 'bins/meta.json').read_text())
+    damage['splits']['train']['shards'][0]['digest'] = '0'
+    (other / 'bins/meta.json').write_text(json.dumps(damage))
+    done.append(pair(*args, cwd=quick, other=other))
+    # the same names, and another checkpoint
+    shutil.rmtree(other)
+    shutil.copytree(quick, other)
+    shutil.copy(other / 'out/ckpt_000016.pt', other / 'out/ckpt.pt')
+    done.append(pair(*args, cwd=quick, other=other))
+    says = (
+        'checkpoints={} (process 0: {',
+        'init_from=resume (process 0: scratch)',
+        'torch=2.0.1 (',
+        'train bins=',
+        'ckpt.pt',
+    )
+    for ((code, _, errors), rest), expected in zip(done, says, strict=True):
+        assert code == 1 and errors.startswith('error: process 1 has ') and errors.count('\n') == 1, errors
+        # under torchrun one line says it for all
+        assert expected in errors and rest == (1, '', ''), (errors, rest)
+    done = pair('--timeout=100', '--micro_batch_size=2', '--out_dir=new', cwd=quick, WORLD_SIZE='4')
+    assert [code for code, *_ in done] == [1, 1] and all(errors.count('\n') == 1 for *_, errors in done), done
+    assert 'process 0 of 2 did not' in done[0][2] and '(process 1 is one of 4)' in done[0][2]
+    shutil.rmtree(other)
+    assert snapshot(tmp_path) == {k: v for k, v in before.items() if not k.startswith('other')}
 
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
