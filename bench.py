@@ -4,7 +4,7 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_tiny.py                                   # everything
     $ python bench.py config/mhf_100m.py --micro_batch_size=1 --parts=train,head
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
-    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, days and disk, nothing is allocated
+    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, the predicted step, days and disk
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
 step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal
@@ -15,27 +15,36 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import astuple, replace
+import weakref
+from collections import Counter
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+import loss as fast
 from bins import Bins, read_ahead, read_meta
 from checkpoint import pick_device
 from configurator import InputError, configure, did_you_mean
 from hashing import get_tokenizer, signature_table
-from loss import head_chunk, vocabulary_chunk
 from model import MHF, MHFConfig
 from prepare import tokenise, workers
 from sources import HUB, ReadState, Source, batches
@@ -50,7 +59,7 @@ json = False  # one JSON object instead of tables
 plan = False
 gpus = 8
 gpu = 'H100'
-mfu = 0.4  # share of the GPU's peak that training reaches
+gemm_share = 0.5  # of the data sheet's FLOP/s, what large bfloat16 products reach
 # the rest as in train.py
 dataset = 'fineweb-edu:sample-10BT'  # of the part prepare, which takes stdlib for what is on the hub
 tokenizer = 'mistral'
@@ -74,11 +83,14 @@ activation_checkpointing = False
 
 config = configure(globals())
 
-# memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, from the makers' data sheets
+# memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, memory and link to other GPUs (one direction) in 10^9 bytes/s,
+# from the makers' data sheets
 GPUS = {
-    'A100': (80, 312), 'A100-40GB': (40, 312), 'H100': (80, 989), 'H200': (141, 989),
-    'B200': (180, 2250), 'MI300X': (192, 1307), 'L40S': (48, 362), 'RTX4090': (24, 165),
+    'A100': (80, 312, 2039, 300), 'A100-40GB': (40, 312, 1555, 300), 'H100': (80, 989, 3350, 450),
+    'H200': (141, 989, 4800, 450), 'B200': (180, 2250, 8000, 900), 'MI300X': (192, 1307, 5300, 448),
+    'L40S': (48, 362, 864, 32), 'RTX4090': (24, 165, 1008, 32),
 }  # fmt: skip
+PRICED = ('body', 'head', 'optimizer')
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
 
@@ -97,92 +109,291 @@ def variants_of(tok):
     return dict(exact=exact, product=replace(exact, loss='product'), Standard=replace(exact, num_hashes=0))
 
 
-def flops_per_token(c, context):
-    """Forward FLOPs per token by part, at sequences of `context` tokens; training takes three times as many."""
+def flops_per_token(c):
+    """Of the model's training: what is computed twice, or as a product only to move it, does not count."""
     d, z, width = c.hidden_size, c.bottleneck, c.num_heads * c.head_dim
-    kv_width = c.num_kv_heads * c.head_dim
-    flops = dict(
-        decoder=c.num_layers * 2 * d * (2 * width + 2 * kv_width + 3 * c.intermediate_size),
-        attention=c.num_layers * 2 * 2 * width * (context + 1) / 2,
-        head=2 * c.coordinates * c.buckets * d,
-    )
-    if c.num_hashes:
-        flops['head'] += (c.num_hashes - 1) * (2 * c.num_buckets * d + 2 * 3 * d * z)  # soft embeddings and mixers
-        flops['encoder'] = c.num_hashes * 2 * z * (d + 1) + 2 * d * d
-    return flops
+    layer = 2 * d * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
+    forward = c.num_layers * (layer + 2 * width * (c.block_size + 1)) + 2 * c.coordinates * c.buckets * d
+    if c.num_hashes:  # the encoder; soft embeddings and mixers
+        forward += c.num_hashes * 2 * z * (d + 1) + 2 * d * d
+        forward += (c.num_hashes - 1) * (2 * c.num_buckets * d + 2 * 3 * d * z)
+    return 3 * forward
+
+
+# -----------------------------------------------------------------------------
+# a training step, counted on tensors without memory and priced by what a machine reaches
+
+
+class Op(NamedTuple):
+    """A kernel."""
+
+    part: str  # body or head
+    kind: str  # gemm, attention or attention_backward; exp, which is no memory speed on a CPU; or stream
+    flops: int
+    size: int  # bytes read and written
+
+
+LOOKUPS = ('index', 'index_select', 'gather', 'embedding', 'embedding_bag', 'embedding_bag_forward_only')
+
+
+class Trace(TorchDispatchMode):
+    """
+    Counts the kernels of what runs in it: `ops`, and `fused`, as if all between two matrix products were one kernel,
+    which reads and writes what others wrote and read. And memory: the new bytes in use (live), and most of them (peak).
+    """
+
+    def __init__(self, device_type):
+        super().__init__()
+        self.on_cuda, self.part, self.ops, self.fused = device_type == 'cuda', 'body', Counter(), Counter()
+        self.live = self.peak = self.region = self.region_size = 0
+        # of a storage: new bytes, the region (kernels between two products) that used it last, has no other one read it
+        self.stores = {}
+
+    def note(self, tensor, new):
+        """A tensor's storage as a number; a new one is in use until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.stores:
+            self.stores[key] = [new * storage.nbytes(), self.region if new else None, new]
+            self.live += self.stores[key][0]
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.freed, key)
+        return key
+
+    def freed(self, key):
+        self.live -= self.stores.pop(key)[0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        read = {self.note(t, False): bytes_of(t) for t in sorted(inputs, key=bytes_of)}
+        result = func(*args, **(kwargs or {}))
+        written = {self.note(t, True): bytes_of(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        name, in_place = func._overloadpacket.__name__.strip('_'), func._schema.is_mutable
+        if 'empty' in name or (not in_place and written.keys() <= read.keys()):
+            return result  # a view, which launches nothing
+        kind, flops, size = 'stream', 0, sum(read.values()) + sum(written.values())
+        if name in ('mm', 'addmm', 'bmm', 'baddbmm'):
+            b = [t for t in args if isinstance(t, torch.Tensor)][-1]
+            kind, flops = 'gemm', 2 * result.numel() * b.shape[-2]
+        elif name.startswith('scaled_dot_product'):
+            # two products, in backward four, of their causal half; a fused kernel's recomputation is not counted
+            backward = 'backward' in name
+            q, k = inputs[backward : backward + 2]
+            kind, flops = 'attention', 2 * q.numel() * (k.shape[-2] + 1)
+            if backward:
+                kind, flops = 'attention_backward', 2 * flops
+        elif name in LOOKUPS or (in_place and re.match('index_|scatter', name)):
+            # of what is indexed only what is touched: numbers, or rows
+            table, index = inputs[:2]
+            dim = args[1] if isinstance(args[1], int) else 0
+            rows = 1 if re.search('gather|scatter', name) else table.numel() // table.shape[dim]
+            touched = index.numel() * rows * table.element_size()
+            size += (1 + in_place) * (touched - bytes_of(table))
+        elif re.search('exp|softmax|silu', name):
+            kind = 'exp'
+            if self.on_cuda and name in ('softmax', 'log_softmax') and args[1] % inputs[0].dim() < inputs[0].dim() - 1:
+                # CUDA's kernel for other than the last dimension reads three times, in blocks of up to 1,024 columns,
+                # each on one of some 132 multiprocessors: (16384, 512) gets 1/132 of the bandwidth
+                blocks = math.prod(inputs[0].shape[: args[1]]) * -(-math.prod(inputs[0].shape[args[1] + 1 :]) // 1024)
+                size = int(2 * size * max(1, 132 / blocks))
+        op = Op(self.part, kind, flops, size)
+        self.ops[op] += 1
+        self.fuse(op, read, written)
+        return result
+
+    def fuse(self, op, read, written):
+        for key, size in read.items():
+            _, region, unread = store = self.stores[key]
+            if op.flops or region != self.region:
+                # what another region made is written, once, and what is changed in place is written again
+                self.region_size += size * (unread + (not op.flops) * (1 + (key in written)))
+                store[1:] = self.region, False
+        if op.flops:
+            self.end_region()
+            self.fused[op] += 1
+            for key in written:
+                self.stores[key][2] = False
+
+    def end_region(self):
+        if self.region_size:
+            self.fused[Op(self.part, 'stream', 0, self.region_size)] += 1
+        self.region, self.region_size = self.region + 1, 0
+
+
+def rms_norm_on_cuda(x, shape, weight, eps):
+    """One kernel each way, as layer_norm is, which saves as much; the CPU's is many."""
+    return F.layer_norm(x, shape, weight, None, eps)
+
+
+def add_products_on_cuda(total, pairs):
+    for a, b in pairs:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+
+
+def bytes_of(tensor):
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def trace(c, sequences, device_type, accumulate, checkpointing, free=None):
+    """What count() returns, of all layers."""
+    # of the size of any other
+    table = 1 + np.arange(c.vocab_size * c.coordinates).reshape(c.vocab_size, -1) % (c.buckets - 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = MHF(c, table)
+    model.activation_checkpointing, model.head_device = checkpointing, device_type
+    # a real one, because what the head reads from it depends on its numbers
+    model.replace_vocabulary(table, c.pad_id)
+    model.table()
+    as_on_device = contextlib.ExitStack()
+    if device_type == 'cuda':
+        model.head_chunk = fast.head_chunk(c.coordinates, c.buckets, torch.device('cuda'), free)
+        as_on_device.enter_context(mock.patch.object(F, 'rms_norm', rms_norm_on_cuda))
+        as_on_device.enter_context(mock.patch.object(fast, 'add_products', add_products_on_cuda))
+    P, n = sum(model.num_params()), sequences * c.block_size
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if accumulate else None
+        s = model.sign(torch.zeros(sequences, c.block_size + 1, dtype=torch.int64))
+        with as_on_device, Trace(device_type) as t:
+            with torch.autocast('cpu', torch.bfloat16):
+                h = model.hidden_states(s[:, :-1])
+                t.end_region()
+                sizes = dict(parameters=P, activations=t.live, peak_forward=t.peak)
+                t.part, t.peak = 'head', t.live
+                cut = h.detach().requires_grad_()
+                mean_loss = model.head_loss(cut.flatten(0, 1), s[:, 1:].flatten(0, 1)) / n
+            mean_loss.backward()
+            t.end_region()
+            sizes['peak_head'], t.part, t.peak = t.peak, 'body', t.live
+            h.backward(cut.grad)
+            t.end_region()
+            sizes |= dict(peak_backward=t.peak, peak_end=t.live)
+    # the norm reads gradients, clipping also writes them, AdamW reads four numbers of a parameter and writes three
+    for ops in (t.ops, t.fused):
+        ops[Op('optimizer', 'stream', 0, 40 * P)] = 1
+    return t.ops, t.fused, sizes
+
+
+def count(c, sequences, device_type, accumulate=False, checkpointing=False, free=None):
+    """
+    The kernels of a micro-batch of `sequences` x c.block_size tokens and of the update: {Op: how many}, the same fused,
+    and {sizes: bytes, and parameters}. From models of one and two layers: each other one adds the same.
+    """
+    how, more = (sequences, device_type, accumulate, checkpointing, free), c.num_layers - 1
+    counts = zip(*(trace(replace(c, num_layers=k), *how) for k in (1, 2)), strict=True)
+    return tuple({k: a.get(k, 0) + more * (b.get(k, 0) - a.get(k, 0)) for k in a | b} for a, b in counts)
+
+
+class Rates(NamedTuple):
+    """What a machine reaches: FLOP/s, bytes/s, and how long it takes to start a kernel."""
+
+    gemm: float
+    attention: float
+    attention_backward: float
+    exp: float
+    stream: float
+    launch: float
+    queued: bool
+
+
+def price(ops, rates, part):
+    """
+    Predicts the seconds of a part: a kernel takes as long as its FLOPs or its bytes, whichever is longer. A GPU's are
+    queued, so that starting them costs time only where it takes longer than they do; a CPU does one after the other.
+    """
+    total, flops, moved, launches = 0.0, 0.0, 0.0, 0
+    for op, n in ops.items():
+        if op.part == part:
+            arithmetic = op.flops / getattr(rates, op.kind) if op.flops else 0.0
+            memory = op.size / (rates.exp if op.kind == 'exp' else rates.stream)
+            total, launches = total + n * max(arithmetic, memory), launches + n
+            flops, moved = flops + n * arithmetic, moved + n * memory
+    start = launches * rates.launch
+    bounds = dict(FLOPs=flops, bytes=moved, starts=start)
+    seconds = max(total, start) if rates.queued else total + start
+    return dict(seconds=seconds, **bounds, launches=launches, bound=max(bounds, key=bounds.get))
 
 
 # -----------------------------------------------------------------------------
 # plan: what would it take?
 
 
-@functools.cache
-def saved_by_forward(fields):
-    """What all but the head of MHFConfig(*fields) keeps for backward: bytes a token, and of autocast's weights."""
-    c, storages = MHFConfig(*fields), {}
-
-    def note(t):
-        storages[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
-    with FakeTensorMode():
-        model = MHF(c)
-        x = torch.zeros(1, c.block_size, c.coordinates, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
-            model.hidden_states(x)
-    of_the_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    copies = 2 * sum(p.numel() for m in (model.encoder, model.layers) if m for p in m.parameters())
-    return (sum(s.nbytes() for k, s in storages.items() if k not in of_the_model) - copies) / c.block_size, copies
-
-
-def memory_plan(c, sequences, device_type='cuda'):
-    """Bytes by part on such a device, training micro-batches of `sequences` sequences of c.block_size tokens."""
-    with torch.device('meta'):
-        model = MHF(c)
-    P, n, d, E = sum(model.num_params()), sequences * c.block_size, c.hidden_size, model.embed.weight.numel()
-    (one, copies), (two, more) = (saved_by_forward(astuple(replace(c, num_layers=L))) for L in (1, 2))
-    layer, copies = two - one, copies + (c.num_layers - 1) * (more - copies)
-    # at the peak of activation checkpointing: the inputs of all layers, and what one of them keeps
-    of_layers = c.num_layers * 4 * d + layer if activation_checkpointing else c.num_layers * layer
-    activations = int(n * (one - layer + of_layers))
-    # of a chunk of tokens: o_i and p_i in bfloat16, and one at work
-    chunk, block = min(n, head_chunk(c.coordinates, c.buckets)), min(n, vocabulary_chunk(device_type))
-    logits = 2 * chunk * c.buckets * (2 * c.coordinates - (c.coordinates == 1))
-    # E in bfloat16, dE, h and dh, a part of dE in bfloat16, and a block's logits and probabilities
-    head = 2 * E + 4 * E + 8 * n * d + logits + 2 * E // c.coordinates + 4 * block * (c.vocab_size + 2 * E // d)
-    need = dict(parameters=4 * P, gradients=4 * P, optimizer=8 * P)
-    return need | {'bfloat16 copies of weights': copies, 'activations': activations, 'head': head}
+def memory_plan(sizes, accumulate):
+    """Bytes by what takes them, at the peak of a step of which count() gave the sizes."""
+    P, peak = sizes['parameters'], max(size for key, size in sizes.items() if key.startswith('peak'))
+    need = dict(parameters=4 * P, optimizer=8 * P, gradients=4 * P * accumulate, activations=sizes['activations'])
+    return need | {'head or backward': peak - sizes['activations']}
 
 
 def print_plan(variants):
-    """Memory, days and disk of a config, as a table -> the same as a dict."""
+    """Memory, the predicted step, days and disk of a config, as tables -> the same as a dict."""
     c = variants[loss if num_hashes else 'Standard']
-    memory, peak = GPUS[gpu]
+    memory, peak, bandwidth, link = GPUS[gpu]
     room = (memory - RESERVED) * 1e9
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
         raise InputError(f'batch_size={batch_size} is not a multiple of gpus={gpus}')
-    fits = max((m for m in candidates if sum(memory_plan(c, m).values()) <= room), default=0)
-    need = memory_plan(c, micro_batch_size)
-    total, step = sum(need.values()), batch_size * block_size
-    flops = 3 * sum(flops_per_token(c, block_size).values())
-    tokens, P = max_steps * step, need['parameters'] // 4
-    days = tokens * flops / (gpus * peak * 1e12 * mfu) / 86400
-    # ids, whatever the signatures
-    disk = tokens * (2 if c.vocab_size <= 65536 else 4)
+    if micro_batch_size not in candidates:
+        product = f'micro_batch_size={micro_batch_size} x gpus={gpus}'
+        largest = max(m for m in candidates if m <= micro_batch_size)
+        raise InputError(f'batch_size={batch_size} is not a multiple of {product}; use --micro_batch_size={largest}')
+    # gradients stay from one micro-batch to the next, and so do DDP's buckets, of which they are views
+    accumulate = batch_size > micro_batch_size
+
+    def plan_of(sequences, checkpointing=activation_checkpointing):
+        ops, fused, sizes = count(c, sequences, 'cuda', accumulate, checkpointing, room / 2)
+        return ops, fused, sizes, memory_plan(sizes, accumulate)
+
+    ops, fused, sizes, need = plan_of(micro_batch_size)
+    total, other = sum(need.values()), micro_batch_size // 2 or 2
+    # the same more for each sequence more
+    slope = (total - sum(plan_of(other)[-1].values())) / (micro_batch_size - other)
+    fits = max((m for m in candidates if total + (m - micro_batch_size) * slope <= room), default=0)
+    helps, P = '', sizes['parameters']
+    if total > room:
+        helps = f'; --micro_batch_size={fits} would'
+        if not fits:
+            checkpointed = sum(plan_of(1, True)[-1].values())
+            helps = f'; {"--activation_checkpointing" if checkpointed <= room else "--shard"} helps'
     say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
-    micro_batch = f'micro_batch_size={micro_batch_size} x {block_size:,} tokens'
-    say(f'\nmemory per GPU, {micro_batch}, bfloat16 autocast, DDP, not compiled')
+    say(f'\nmemory per GPU, micro-batches of {micro_batch_size} x {block_size:,} tokens, not compiled')
     for name, size in need.items():
         say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"fits" if total <= room else "DOES NOT FIT"}')
+    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"DOES NOT FIT" if helps else "fits"}{helps}')
     hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
     say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
-    say(f'\n{flops * step:.3g} FLOPs a step of {step:,} tokens, {flops / 1e9:.2f} G a token')
-    say(f'{days:.1f} days for {tokens / 1e9:.1f} B tokens at {mfu:.0%} of {peak} TFLOP/s each')
+
+    product, moved = gemm_share * peak * 1e12, bandwidth * 1e9
+    rates = Rates(product, product / 2, product / 2, moved, moved, 4e-6, queued=True)
+    ring = 2 * (gpus - 1) / gpus * 4 * P / (link * 1e9)
+    parts = {part: price(ops, rates, part) for part in PRICED}
+    parts |= {f'{part}, fused': price(fused, rates, part) for part in ('body', 'head')}
+    parts['all-reduce'] = dict(seconds=ring, FLOPs=0, bytes=ring, starts=0, launches=0, bound='link')
+    reached = f'products at {gemm_share:.0%} of {peak} TFLOP/s, attention at half of that, {bandwidth:,} GB/s'
+    say(f'\npredicted, never run: {reached}, 4 us a launch;')
+    say('fused: an estimate of what compiling reaches, where all between two products is one kernel')
+    say('                     ms   FLOPs   bytes  starts  launches  bound by')
+    for name, part in parts.items():
+        times = ''.join(f'{part[k] * 1e3:8.1f}' for k in ('seconds', 'FLOPs', 'bytes', 'starts'))
+        say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
+    head_ratio = parts['head']['seconds'] / parts['head']['FLOPs']
+    say(f'the head, eager, takes {head_ratio:.2f} times as long as its products')
+    accumulation, tokens = batch_size // (micro_batch_size * gpus), batch_size * block_size
+    flops, steps = flops_per_token(c), {}
+    for how, fused in (('eager', ''), ('compiled', ', fused')):
+        one = sum(parts[part + fused]['seconds'] for part in ('body', 'head'))
+        seconds = accumulation * one + parts['optimizer']['seconds'] + ring
+        speed, days = tokens / seconds, max_steps * seconds / 86400
+        mfu = flops * speed / (gpus * peak * 1e12)
+        steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
+        say(f'{how:<9} {accumulation} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
+        say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%} of {gemm_share:.0%} in reach, {days:.1f} days in all')
+    # ids, whatever the signatures
+    disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
     say(f'{disk / 1e9:,.0f} GB of disk for its bins')
     results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
-    return results | dict(flops_per_token=flops, days=days, disk_bytes=disk)
+    results |= dict(parts=parts, steps=steps, head_over_products=head_ratio)
+    return results | dict(flops_per_token=flops, disk_bytes=disk)
 
 
 # -----------------------------------------------------------------------------
@@ -235,14 +446,50 @@ class Machine:
         def read(key):
             return 1024 * int(status.read_text().split(key)[1].split()[0])
 
-        # gives what was freed back to the system, so that `before` is true
+        # gives back what was freed, and from now on at once what has 256 KiB, so that the system's figures are true
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+            ctypes.CDLL(None).mallopt(-3, 2**18)
         # the peak begins anew
         Path('/proc/self/clear_refs').write_text('5')
         before = read('VmRSS:')
         f()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(-3, 2**25)
         return read('VmHWM:') - before
+
+    def rates(self, c):
+        """Rates, measured at the sizes of a micro-batch of c."""
+        N, T, d = micro_batch_size, block_size, c.hidden_size
+
+        def random(*shape, dtype=self.dtype):
+            return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True)
+
+        x, w, y = random(N * T, d), random(c.intermediate_size, d), random(N * T, c.intermediate_size)
+        # of 32 MiB, more than the caches hold
+        a, b, to = torch.randn(3, 2**23, device=self.device)
+        q, k, v = (random(N, heads, T, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+
+        def products():
+            return x @ w.T, y @ w, y.T @ x
+
+        def attention():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        out, work, small = attention(), 2 * q.numel() * (T + 1), random(1)
+        launch = self.best_of(lambda: [small * small for _ in range(1000)]) / 1000
+        backward = self.best_of(lambda: torch.autograd.grad(out, (q, k, v), out, retain_graph=True))
+        with torch.no_grad():
+            gemm = 6 * x.numel() * len(w) / self.best_of(products)
+            forward, exp, stream = (
+                self.best_of(attention),
+                self.best_of(lambda: torch.exp(a, out=to)),
+                self.best_of(lambda: torch.mul(a, b, out=to)),
+            )
+        queued = self.device_type == 'cuda'
+        return Rates(
+            gemm, work / forward, 2 * work / backward, 2 * a.nbytes / exp, 3 * a.nbytes / stream, launch, queued
+        )
 
     def free_memory(self):
         if self.device_type == 'cuda':
@@ -318,18 +565,23 @@ def bench_train(machine, variants, tok, results):
 
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
-    say('                parameters  tokens/s  GFLOP/token  of GEMM rate  peak memory   planned')
-    rows = {}
+    rates = machine.rates(variants['exact'])
+    say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
+    rows, in_graphs = dict(rates=rates._asdict()), ('body', 'head') if rates.queued else ('body',)
     for name, model in models.items():
         seconds, memory = got[name]
-        flops = 3 * sum(flops_per_token(variants[name], block_size).values())
-        needs = memory_plan(variants[name], micro_batch_size, machine.device_type)
+        how = micro_batch_size, machine.device_type, False, activation_checkpointing
+        ops, fused, sizes = count(variants[name], *how)
+        parts = {part: price(fused if compiled and part in in_graphs else ops, rates, part) for part in PRICED}
+        predicted, flops = sum(part['seconds'] for part in parts.values()), flops_per_token(variants[name])
         # as measured: beyond these
+        needs = memory_plan(sizes, False)
         planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']
         P, speed, share = sum(model.num_params()), tokens / seconds, flops * tokens / seconds / results['gemm_flops']
         rows[name] = dict(parameters=P, tokens_per_s=speed, flops_per_token=flops, gemm_share=share)
-        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds)
-        figures = f'{P:>14,}{speed:>10,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
+        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds, predicted_seconds=predicted)
+        rows[name]['predicted_parts'] = parts
+        figures = f'{P:>14,}{speed:>10,.0f}{tokens / predicted:>11,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
         say(f'{name:<12}{figures}{gigabytes(memory):>13}{gigabytes(planned):>10}')
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
         flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
@@ -431,10 +683,13 @@ def bench_infer(machine, variants, tok, results):
         return measure(lambda: model(s[:, :-1], s[:, 1:]))
 
     got = {name: seconds for name, (seconds, _) in machine.in_turn(run, models).items()}
-    flops = {name: sum(flops_per_token(variants[name], block_size).values()) for name in models}
     say(f'\ninference: normalised P(w) of a sample of {block_size:,} tokens, weights in {machine.dtype_name}')
     say(f'MultiHashFormer {got["exact"] * 1e3:,.1f} ms, Standard {got["Standard"] * 1e3:,.1f} ms')
-    ratios = compared('exact / Standard', got['exact'] / got['Standard'], flops['exact'] / flops['Standard'])
+    ratios = compared(
+        'exact / Standard',
+        got['exact'] / got['Standard'],
+        flops_per_token(variants['exact']) / flops_per_token(variants['Standard']),
+    )
     # the paper's appendix
     published = 97.38 / 96.42
     say(f'published, 1B on one MI300X: 97.38 ms / 96.42 ms = {published:.2f}')
@@ -482,7 +737,7 @@ PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=
 
 
 def main():
-    for key in 'repeats new_tokens gpus mfu batch_size micro_batch_size block_size max_steps'.split():
+    for key in 'repeats new_tokens gpus gemm_share batch_size micro_batch_size block_size max_steps'.split():
         if config[key] <= 0:
             raise InputError(f'{key}={config[key]}: must be above 0')
     wanted = parts.split(',')

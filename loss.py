@@ -34,7 +34,7 @@ def head_chunk(H, B, device, free=None):
 
 def vocabulary_chunk(table):
     """Tokens whose V logits exist at a time. On a CPU, us a token by this number: 16: 154, 32: 42, 256: 131."""
-    return 32 if table.columns else max(64, 2**25 // len(table.rows))
+    return 32 if table.columns else max(64, 2**26 // len(table.rows))
 
 
 def softmax_chunk(table, n):
@@ -93,22 +93,22 @@ def token_scores(o, table):
         oT = torch.cat(o, dim=1).T @ torch.eye(len(o[0]), dtype=o[0].dtype)
         scores = F.embedding_bag(table.rows, at_least_float32(oT), mode='sum').T
     else:  # along a row, which a multiprocessor's L1 holds
-        scores = at_least_float32(o[0].index_select(1, table.signatures[0]))
-        for o_i, s in zip(o[1:], table.signatures[1:], strict=True):
-            scores += o_i.index_select(1, s)
+        terms = torch.cat(o, dim=1).index_select(1, table.rows.flatten()).unflatten(1, (-1, len(o)))
+        scores = terms.sum(-1, dtype=torch.promote_types(terms.dtype, torch.float32))
     return scores.index_fill_(1, table.gaps, -torch.inf) if len(table.gaps) else scores
 
 
 def normalise(scores, table):
     """Token logits (m, V), which may be overwritten -> P (m, V), and their logsumexp (m, 1)."""
-    top = scores.amax(-1, keepdim=True)
     if table.columns:  # in place, so that it stays in a cache
+        top = scores.amax(-1, keepdim=True)
         P = scores.sub_(top).exp_()
         total = P.sum(-1, keepdim=True)
         return P.div_(total), top + total.log()
     P = scores.softmax(-1)
     # of the likeliest token, the logit less log P
-    return P, top - P.amax(-1, keepdim=True).log()
+    largest, likeliest = P.max(-1, keepdim=True)
+    return P, scores.gather(1, likeliest) - largest.log()
 
 
 def bucket_sums(P, table, B):

@@ -320,6 +320,7 @@ BAD = [
     Bad('unknown gpu', 'bench.py --plan --gpu=H10', says="did you mean 'H100'"),
     Bad('head_tokens that are none', 'bench.py --head_tokens=1k', says='head_tokens=1k'),
     Bad('a batch that GPUs do not share', 'bench.py --plan --gpus=3', says='not a multiple of gpus=3'),
+    Bad('a micro-batch too large', 'bench.py --plan --micro_batch_size=48', says='use --micro_batch_size=32'),
 ]
 
 
