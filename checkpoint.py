@@ -57,6 +57,23 @@ def pick_device(device=None, dtype=None):
     return device, dtype
 
 
+def pick_compile(compile, device):
+    """
+    (whether to use torch.compile: what was asked for, else on a GPU where it finds a C compiler; '' or why it can't be
+    used). Raises InputError.
+    """
+    if compile not in (None, True, False):
+        raise InputError(f'compile={compile}: must be True or False')
+    cuda = torch.device(device).type == 'cuda'
+    # what it calls: triton's for a GPU, inductor's for a CPU
+    variable, *compilers = ('CC', 'gcc', 'clang') if cuda else ('CXX', 'g++', 'clang++')
+    found = any(map(shutil.which, os.environ.get(variable, '').split()[:1] or compilers))
+    missing = '' if found else f'no C compiler: {" or ".join(compilers)}, or what ${variable} names'
+    if compile and missing:
+        raise InputError(f'compile=True: {missing}; install one, or leave --compile out')
+    return cuda and found if compile is None else compile, missing
+
+
 # -----------------------------------------------------------------------------
 # the checkpoints of a run
 
@@ -475,6 +492,8 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
         model, ckpt = load_checkpoint(folder / 'ckpt.pt')
         name = f'{folder / "ckpt.pt"}, step {ckpt["step"]}'
         its_tokenizer, sha256 = ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
+    # on a GPU it would plan anew, for tens of milliseconds, for every length of prompts and of requests to score
+    torch.backends.cuda.enable_cudnn_sdp(False)
     tok, c = get_tokenizer(tokenizer or its_tokenizer or 'mistral'), model.config
     if sha256 and tokenizer_fingerprint(tok) != sha256:
         raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")

@@ -103,17 +103,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
 
-    def forward(self, x, rope, cache=None, start=0, mask=None):
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
         N, T, _ = x.shape
         q = self.q_proj(x).view(N, T, -1, self.head_dim)
         k = self.k_proj(x).view(N, T, -1, self.head_dim)
         v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, kv_heads, T, head_dim)
         q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
         k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
-        if cache is not None:  # (2, N, kv_heads, block_size, head_dim); after a prefill, one token at a time
-            cache[0, :, :, start : start + T], cache[1, :, :, start : start + T] = k, v
-            k, v = cache[0, :, :, : start + T], cache[1, :, :, : start + T]
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None, enable_gqa=True)
+        if cache is not None:  # (2, N, kv_heads, positions, head_dim)
+            k, v = (kept.index_copy_(2, positions, new) for kept, new in zip(cache, (k, v), strict=True))
+        if T == 1:  # a group's query heads are rows of their one key head
+            y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
+            return self.o_proj(y.reshape(N, 1, -1))
+        if mask is not None:  # CUDA's kernel for masks has no groups
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
 
 
@@ -136,8 +140,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = MLP(c)
 
-    def forward(self, x, rope, cache=None, start=0, mask=None):
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache, start, mask)
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -289,6 +293,9 @@ class MHF(nn.Module):
 
     def table(self):
         """The signature table as the head reads it (loss.Table), read again when it has changed."""
+        # a compiler knows no versions; before stream's compiled steps there was one that is not
+        if torch.compiler.is_compiling():
+            return self._table[-1]
         of, version_and_device, table = self._table
         now = self.signatures._version, self.head_device or self.signatures.device.type
         if of is not self.signatures or version_and_device != now:
@@ -309,17 +316,18 @@ class MHF(nn.Module):
 
     # ---- signatures in, loss out
 
-    def hidden_states(self, x, cache=None, start=0, states=None, positions=None, mask=None):
+    def hidden_states(self, x, cache=None, states=None, positions=None, mask=None):
         """
-        x (N, T, H) signatures -> h (N, T, d), after the final norm. cache: of new_cache, with the positions before
-        start. states: a list that receives each block's input (N, T, d). positions (N, T) and mask (N, 1, T, T), bool,
-        what each token attends to: both are given in place of start, start+1, ... and the causal triangle.
+        x (N, T, H) signatures -> h (N, T, d), after the final norm. states: a list that receives each block's input
+        (N, T, d). positions (N, T) and mask (N, 1, T, T), bool, what each token attends to: both are given in place of
+        0, 1, ... and the causal triangle. cache: of new_cache, or a slice of it, takes keys and values at positions
+        (T,); all of it is attended to, or what the mask says.
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
         e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2)
         if positions is None:
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
+            positions = torch.arange(x.shape[1], device=x.device)
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))
         for i, layer in enumerate(self.layers):
             if states is not None:
@@ -327,7 +335,7 @@ class MHF(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, use_reentrant=False)
             else:
-                e = layer(e, rope, None if cache is None else cache[i], start, mask)
+                e = layer(e, rope, mask, None if cache is None else cache[i], positions)
         return self.norm(e)
 
     def forward(self, x, y):
@@ -403,29 +411,59 @@ class MHF(nn.Module):
 
     # ---- generation
 
-    def new_cache(self, N):
-        """Room for the keys and values of N sequences: (layers, 2, N, kv_heads, block_size, head_dim)."""
+    def new_cache(self, N, length):
+        """Room for the keys and values of N sequences: (layers, 2, N, kv_heads, length, head_dim)."""
         c, w = self.config, self.embed.weight
         autocast = torch.is_autocast_enabled(w.device.type)
         dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        shape = (c.num_layers, 2, N, c.num_kv_heads, c.block_size, c.head_dim)
-        return torch.empty(shape, dtype=dtype, device=w.device)
+        shape = (c.num_layers, 2, N, c.num_kv_heads, min(length, c.block_size), c.head_dim)
+        # zeros, since what a mask hides is multiplied by 0
+        return torch.zeros(shape, dtype=dtype, device=w.device)
+
+    def next_token(self, ids, cache, positions, mask, temperature, top_k, top_p, noise):
+        """Token ids (N, T), what hidden_states and sample_token take besides -> the next token (N,)."""
+        h = self.hidden_states(self.sign(ids), cache, positions=positions, mask=mask)[:, -1]
+        return sample_token(self.next_token_logits(h), temperature, top_k, top_p, noise)
+
+    def compiled_step(self, N, length):
+        """
+        For streams of N sequences of up to `length` tokens, prompt included: (next_token as one graph, which CUDA
+        captures and replays without launching 700 kernels; the cache it writes to, one stream at a time).
+        """
+        cache = self.new_cache(N, length)
+        # without it a graph that writes to its arguments is not captured
+        torch._dynamo.mark_static_address(cache)
+        return torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False), cache
 
     @torch.no_grad()
-    def stream(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True):
+    def stream(
+        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, graph=None
+    ):
         """
         Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
-        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin.
+        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin. graph: of
+        compiled_step.
         """
-        block = self.config.block_size
-        ids = ids[:, -block:]
-        cache, start = (self.new_cache(len(ids)) if use_cache else None), 0
+        block, ids, position = self.config.block_size, ids[:, -self.config.block_size :], None
+        cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if use_cache and not graph else None
+        step, cache = graph or (self.next_token, cache)
+        noise = at_least_float32(self.embed.weight.new_empty(len(ids), self.config.vocab_size)) if temperature else None
         for _ in range(max_new_tokens):
+            if temperature:
+                noise.exponential_(generator=generator)
             if ids.shape[1] > block:
-                ids, start = ids[:, -(block + 1) // 2 :], 0
-            h = self.hidden_states(self.sign(ids[:, start:]), cache, start)[:, -1]
-            start = ids.shape[1] if use_cache else 0
-            token = sample_token(self.next_token_logits(h), temperature, top_k, top_p, generator)
+                ids, position = ids[:, -(block + 1) // 2 :], None
+            # a graph needs the same shapes every time; without one only what is there is read
+            seen = cache[..., : ids.shape[1], :] if use_cache else None
+            if position is None or not use_cache:
+                token = self.next_token(ids, seen, None, None, temperature, top_k, top_p, noise)
+                position = torch.full((1,), ids.shape[1] - 1, device=ids.device)
+            else:
+                position += 1
+                mask = (torch.arange(cache.shape[-2], device=ids.device) <= position)[None] if graph else None
+                args = cache if graph else seen, position, mask, temperature, top_k, top_p, noise
+                # what a captured graph returns is overwritten by its next replay
+                token = step(token[:, None], *args).clone()
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
 
@@ -434,10 +472,48 @@ class MHF(nn.Module):
         return torch.cat([ids, *[t[:, None] for t in self.stream(ids, max_new_tokens, **options)]], dim=1)
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+class Int8Linear(nn.Module):
+    """A Linear, or any weight (N, K), that is also kept in int8, with a scale a row: few rows wait for memory alone."""
+
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        self.weight, self.bias, w = weight, bias, weight.detach()
+        self.scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-30)
+        self.rounded = (w.float() / self.scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        # the kernel is slower for many rows, as of a prompt, and reads beyond the end of rows of other lengths
+        if len(rows) > 4 or x.shape[-1] % 32:
+            return F.linear(x, self.weight, self.bias)
+        y = torch.ops.aten._weight_int8pack_mm(rows, self.rounded, self.scale).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def to_int8(model):
+    """Makes the steps of generation read int8 weights; for a CPU."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child.out_features > 1:
+                setattr(module, name, Int8Linear(child.weight, child.bias))
+    decoder, E = model.mixers, model.head_weight.detach().chunk(model.config.coordinates)
+    E, ET = [Int8Linear(E_i) for E_i in E], [Int8Linear(E_i.T) for E_i in E[:-1]]
+
+    def cascade(c, _):  # HashDecoder.forward
+        o = []
+        for i, E_i in enumerate(E):
+            o.append(E_i(c))
+            c = decoder.mix(i, c, ET[i](softmax(o[i]))) if i < len(ET) else c
+        return o
+
+    decoder.forward = cascade
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     """
     Logits (N, V) -> sampled ids (N,). temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the fewest
-    whose probability reaches p. Raises InputError for settings that mean nothing.
+    whose probability reaches p. noise (N, V): of the exponential distribution; None draws it. Raises InputError for
+    settings that mean nothing.
     """
     V = logits.shape[-1]
     if not temperature >= 0:
@@ -455,9 +531,10 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the token that reaches top_p stays
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the token that reaches top_p stays
         p = torch.zeros_like(p).scatter(1, order, ordered)
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+    # multinomial does the same, but a GPU would have to wait for its checks of p
+    return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import pytest
 from conftest import ok, run, write_released
 
 from checkpoint import load_checkpoint
@@ -40,3 +41,18 @@ def test_seeds(trained):
     for seed in (2**64, -1):
         done = run(*args, f'--seed={seed}', cwd=trained)
         assert done.returncode == 1 and done.stderr == f'error: seed={seed}: must be from 0 to 2**64 - 1\n'
+
+
+def test_compiled(trained):
+    """--compile=True prints another text than without, or fails; also past a full context."""
+    if not any(map(shutil.which, ('g++', 'clang++'))):
+        pytest.skip('needs a C++ compiler')
+    args = ('sample.py', 'cfg.py', '--num_samples=2', '--temperature=0', '--dtype=float32', '--start=def main')
+    plain = ok(*args, '--max_new_tokens=90', cwd=trained).stdout
+    assert ok(*args, '--max_new_tokens=90', '--compile=True', cwd=trained).stdout == plain
+
+
+def test_no_compiler(trained):
+    """--compile=True without a C++ compiler is a traceback of inductor's."""
+    done = run('sample.py', 'cfg.py', '--compile=True', cwd=trained, CXX='nowhere/g++')
+    assert done.returncode == 1 and done.stderr.startswith('error: compile=True: no C compiler: g++ or clang++')
