@@ -483,8 +483,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x):
         rows = x.flatten(0, -2)
-        # the kernel is slower for many rows, as of a prompt, and reads beyond the end of rows of other lengths
-        if len(rows) > 4 or x.shape[-1] % 32:
+        # of many rows, as in a prompt, the kernel is slower
+        if len(rows) > 4:
             return F.linear(x, self.weight, self.bias)
         y = torch.ops.aten._weight_int8pack_mm(rows, self.rounded, self.scale).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
