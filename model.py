@@ -472,43 +472,6 @@ class MHF(nn.Module):
         return torch.cat([ids, *[t[:, None] for t in self.stream(ids, max_new_tokens, **options)]], dim=1)
 
 
-class Int8Linear(nn.Module):
-    """A Linear, or any weight (N, K), that is also kept in int8, with a scale a row: few rows wait for memory alone."""
-
-    def __init__(self, weight, bias=None):
-        super().__init__()
-        self.weight, self.bias, w = weight, bias, weight.detach()
-        self.scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-30)
-        self.rounded = (w.float() / self.scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
-
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        # of many rows, as in a prompt, the kernel is slower
-        if len(rows) > 4:
-            return F.linear(x, self.weight, self.bias)
-        y = torch.ops.aten._weight_int8pack_mm(rows, self.rounded, self.scale).unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias
-
-
-def to_int8(model):
-    """Makes the steps of generation read int8 weights; for a CPU."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and child.out_features > 1:
-                setattr(module, name, Int8Linear(child.weight, child.bias))
-    decoder, E = model.mixers, model.head_weight.detach().chunk(model.config.coordinates)
-    E, ET = [Int8Linear(E_i) for E_i in E], [Int8Linear(E_i.T) for E_i in E[:-1]]
-
-    def cascade(c, _):  # HashDecoder.forward
-        o = []
-        for i, E_i in enumerate(E):
-            o.append(E_i(c))
-            c = decoder.mix(i, c, ET[i](softmax(o[i]))) if i < len(ET) else c
-        return o
-
-    decoder.forward = cascade
-
-
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     """
     Logits (N, V) -> sampled ids (N,). temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the fewest

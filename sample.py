@@ -15,7 +15,7 @@ import torch
 
 from checkpoint import open_model, pick_compile, pick_device
 from configurator import InputError, configure
-from model import sample_token, to_int8
+from model import sample_token
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
 released = ''  # or a released model: a folder, or a hub id
@@ -30,7 +30,6 @@ seed = 1337
 tokenizer = ''  # '' is the one the checkpoint was trained with
 device = None  # cuda | cpu | mps; None takes cuda where it is there
 dtype = None  # bfloat16 | float32; None is bfloat16 where the hardware has it
-int8 = False  # on a CPU: weights in int8, 1.7 to 2 times as fast
 compile = None  # one graph a token: True | False; None is True on cuda where a C compiler is found
 config = configure(globals())
 
@@ -42,8 +41,6 @@ if not 0 <= seed < 2**64:
     raise InputError(f'seed={seed}: must be from 0 to 2**64 - 1')
 device, dtype = pick_device(device, dtype)
 compile, no_compiler = pick_compile(compile, device)
-if int8 and device != 'cpu':
-    raise InputError(f'int8=True is for a CPU, not for device={device}')
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
@@ -55,8 +52,6 @@ sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
 print(f'{name}; not compiled, {no_compiler}' if 'cuda' in device and no_compiler else name, file=sys.stderr)
 
 model.to(device, getattr(torch, dtype)).eval()
-if int8:
-    to_int8(model)
 context, prompt = model.config.block_size, [tok.bos, *tok.encode([start])[0]]
 if len(prompt) > context:
     print(f'the prompt has {len(prompt)} tokens, the context {context}: its end is used', file=sys.stderr)

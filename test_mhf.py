@@ -715,22 +715,6 @@ def test_one_graph_for_every_token(monkeypatch):
     assert torch.equal(*drawn) and len(graphs) == 2
 
 
-@pytest.mark.parametrize('H', [0, 3])
-def test_int8(H):
-    """--int8 leaves a matrix out, swaps rows and columns of a scale, or changes what is computed of many rows."""
-    m = random_model(num_hashes=H, num_layers=1, hidden_size=64, dtype=torch.float32)
-    for p in m.parameters():
-        p.data.mul_(0.3 if p.dim() > 1 else 1)
-    h, ids = torch.randn(2, 64), torch.randint(0, 300, (1, 9))
-    wanted, many = m.next_token_logits(h).log_softmax(-1), m.log_probs(ids)
-    few = m.log_probs(ids[:, :3])
-    model_module.to_int8(m)
-    with torch.no_grad():
-        assert 0 < relative(m.next_token_logits(h).log_softmax(-1), wanted) < 0.01
-        assert torch.equal(m.log_probs(ids), many) and 0 < relative(m.log_probs(ids[:, :3]), few) < 0.02
-    assert not any(type(module) is torch.nn.Linear and module.out_features > 1 for module in m.modules())
-
-
 def test_sampling_follows_p():
     """Sampling is from something else than P(w); top_k, top_p or temperature cut wrongly."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
