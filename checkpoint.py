@@ -103,11 +103,6 @@ def map_tensors(change, state):
     return [map_tensors(change, v) for v in state] if isinstance(state, list) else state
 
 
-def shape_alone(tensor):
-    """A tensor without its numbers, to be sent to other processes; a single number stays."""
-    return tensor.to('meta') if tensor.dim() else tensor
-
-
 def load_checkpoint(path, whole=False):
     """
     A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. The digest of the model is checked, that of the
