@@ -367,9 +367,8 @@ def fetched(path_or_hub_id, revision=None):
         raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
     import huggingface_hub
 
-    which = dict(
-        revision=revision or branch or None, allow_patterns=['config.json', 'tokenizer.model', 'model*.safetensors']
-    )
+    files = ['config.json', 'tokenizer.model', 'model*.safetensors']
+    which = dict(revision=revision or branch or None, allow_patterns=files)
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, **which))
     except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
@@ -424,9 +423,6 @@ def _from_released(released, weights, source):
     except RuntimeError as e:
         raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
     return model
-
-
-# -----------------------------------------------------------------------------
 
 
 class Opened(NamedTuple):

@@ -1,15 +1,7 @@
 """
-What the processes of one run, which torchrun starts, need of each other. train.py calls, in this order:
-
-    world = World()                                 # torchrun's variables; without them this process is alone
-    world.meet(device, backend, timeout)            # if it is not alone: all are there
-    world.agree(settings)                           # ... and have the same in mind
-    model, ckpt, *more = world.told_by_first(read)  # process 0 reads a checkpoint, the others hear what it holds
-    model = world.give_weights(model, device)       # from process 0 to all, on their devices
-    model = world.wrap(model, shard)                # copies that share their gradients (DDP), or shards
-    world.give_moments(state, parameters)           # the optimizer's, from process 0
-    total = world.sum(tensor)                       # in every step
-    world.leave()
+What the processes of one run need of each other: weights and settings of one kind, gradients and sums of all. train.py
+calls the methods of World in the order in which they stand here. Without torchrun a process is alone: meet() and
+agree() are not called, and the others give back what they are given.
 """
 
 import inspect
@@ -74,8 +66,7 @@ class World:
         What read() returns in process 0, an MHF or None, a checkpoint's dict or None, and more; elsewhere their tensors
         have only shapes. Its InputError ends all.
         """
-        model = ckpt = refused = None
-        more = []
+        model, ckpt, more, refused = None, None, [], None
         if self.rank == 0:
             try:
                 model, ckpt, *more = read()
@@ -124,14 +115,13 @@ class World:
         """Process 0's {k: {name: tensor}} -> in all, whole or the shards that the parameters are."""
         for k, p in enumerate(parameters):
             for name, tensor in state[k].items():
-                if not tensor.dim():
-                    continue
-                tensor = torch.empty_like(tensor, device=p.device) if self.rank else tensor.to(p.device)
-                if hasattr(p, 'placements'):
-                    tensor = dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
-                elif self.distributed:
-                    dist.broadcast(tensor, 0)
-                state[k][name] = tensor
+                if tensor.dim():
+                    tensor = torch.empty_like(tensor, device=p.device) if self.rank else tensor.to(p.device)
+                    if hasattr(p, 'placements'):
+                        tensor = dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
+                    elif self.distributed:
+                        dist.broadcast(tensor, 0)
+                    state[k][name] = tensor
 
     def sum(self, tensor, device=None):
         """Of all processes; on the device, where that is not the tensor's."""
