@@ -120,11 +120,6 @@ def map_tensors(change, state):
     return [map_tensors(change, v) for v in state] if isinstance(state, list) else state
 
 
-def shape_alone(tensor):
-    """A tensor without its numbers, to be sent to other processes; a single number stays."""
-    return tensor.to('meta') if tensor.dim() else tensor
-
-
 def load_checkpoint(path, whole=False):
     """
     A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. The digest of the model is checked, that of the
@@ -389,9 +384,8 @@ def fetched(path_or_hub_id, revision=None):
         raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
     import huggingface_hub
 
-    which = dict(
-        revision=revision or branch or None, allow_patterns=['config.json', 'tokenizer.model', 'model*.safetensors']
-    )
+    files = ['config.json', 'tokenizer.model', 'model*.safetensors']
+    which = dict(revision=revision or branch or None, allow_patterns=files)
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, **which))
     except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
@@ -446,9 +440,6 @@ def _from_released(released, weights, source):
     except RuntimeError as e:
         raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
     return model
-
-
-# -----------------------------------------------------------------------------
 
 
 class Opened(NamedTuple):

@@ -25,30 +25,30 @@ embedding's sum gradients there by atomic adds, whose order, and so the rounding
 """
 
 import contextlib
-import inspect
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, map_tensors, pick_device, save_pretrained, shape_alone
-from configurator import InputError, configure
+from checkpoint import Checkpoints, load_model, pick_device, save_pretrained
+from configurator import InputError, configure, declared
 from model import MHF, MHFConfig
+from processes import World
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
@@ -117,16 +117,30 @@ FIXED_ON_RESUME = (
 # -----------------------------------------------------------------------------
 # processes and device
 
-distributed = 'RANK' in os.environ  # set by torchrun
-try:
-    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-except ValueError:
-    rank, world_size = -1, -1
-if not 0 <= rank < world_size or distributed != ('WORLD_SIZE' in os.environ):
-    named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
-    raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
-master, out = rank == 0, Path(out_dir)
+world = World()
+master, out = world.rank == 0, Path(out_dir)
 checkpoints = Checkpoints(out_dir, keep, writes=master)
+
+
+def planned():
+    """What bench.py's plan says that this run needs, in words; nothing where it does not know, as of shards."""
+    if shard:
+        return ''
+    try:
+        from bench import GPUS
+
+        name = torch.cuda.get_device_name(device) if device_type == 'cuda' else ''
+        gpu = max((g for g in GPUS if set(g.split('-')) <= set(re.split('[ -]', name))), key=len, default='')
+        flags = {k: config[k] for k in declared('bench.py') if k in config} | dict(gpus=world.size, gpu=gpu or 'H100')
+        command = [sys.executable, Path(__file__).with_name('bench.py'), '--plan', '--json']
+        command += [f'--{k}={v}' for k, v in flags.items()]
+        # it needs no GPU, and this one is full
+        how = dict(capture_output=True, timeout=60, check=True, env=os.environ | dict(CUDA_VISIBLE_DEVICES=''))
+        plan = json.loads(subprocess.run(command, **how).stdout)['plan']
+        fits = f', largest micro_batch_size that fits {gpu}: {plan["largest_micro_batch_size"]}' if gpu else ''
+        return f'; by plan it needs {plan["total"] / 1e9:,.1f} GB{fits}'
+    except Exception:  # of any kind: the command is said all the same
+        return ''
 
 
 def explain_crash(error_class, e, traceback):
@@ -135,9 +149,9 @@ def explain_crash(error_class, e, traceback):
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
         less = f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard'
         plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
-        words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
+        words = f'not enough memory on {device} ({words}){planned()}; {less} needs less, {plan} says how much'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
-        words = f'process {rank} of {world_size} lost the others ({words})'
+        words = f'process {world.rank} of {world.size} lost the others ({words})'
     elif error_class is KeyboardInterrupt:
         words = 'interrupted'
     else:
@@ -178,14 +192,14 @@ if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
 if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
     raise InputError(f'backend=nccl is for GPUs, with a torch that has it; for device={device} use --backend=gloo')
-if shard and not distributed:
+if shard and not world.distributed:
     raise InputError('shard=True spreads the model over processes; start them by torchrun')
-if batch_size % (micro_batch_size * world_size):
-    fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world_size) == 0]
-    use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world_size}'
-    product = f'micro_batch_size={micro_batch_size} x {world_size} processes'
+if batch_size % (micro_batch_size * world.size):
+    fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world.size) == 0]
+    use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world.size}'
+    product = f'micro_batch_size={micro_batch_size} x {world.size} processes'
     raise InputError(f'batch_size={batch_size} does not divide by {product}; use {use}')
-accumulation = batch_size // (micro_batch_size * world_size)
+accumulation = batch_size // (micro_batch_size * world.size)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
@@ -214,66 +228,33 @@ train_ids, val_ids = bins.open_bins(config, meta, 'train'), bins.open_bins(confi
 num_blocks = (len(train_ids) - 1) // block_size
 if num_blocks < 1:
     raise InputError(f'block_size={block_size}: {bins.data_folder(config)} has {len(train_ids):,} training tokens')
-verified = bins.Verified((train_ids, val_ids), rank, world_size)  # in a thread, while training runs
+verified = bins.Verified((train_ids, val_ids), world.rank, world.size)  # in a thread, while training runs
 
 # -----------------------------------------------------------------------------
-# the processes meet, and agree on what they are about to do
+# the processes meet and agree; weights from elsewhere
 
-if distributed:
-    patience = timedelta(seconds=timeout)
-    try:
-        store, *_ = next(dist.rendezvous('env://', timeout=patience))
-        numbers = {}
-        for r in range(world_size) if master else (0, rank):  # process 0 keeps the store until all have read its number
-            if r == rank:
-                store.set(f'process {r} of', str(world_size))
-            numbers[r] = int(store.get(f'process {r} of'))
-        if others := [f'process {r} is one of {number}' for r, number in numbers.items() if number != world_size]:
-            raise ValueError(', '.join(others))
-        backend = backend or ('nccl' if device_type == 'cuda' and dist.is_nccl_available() else 'gloo')
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-        # for objects, and to wait for a checkpoint that takes long to write
-        host = dist.new_group(backend='gloo', timeout=timedelta(days=1))
-    except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
-        reason = f'did not meet the others within {timeout} s ({" ".join(str(e).split())[:200]})'
-        raise InputError(f'process {rank} of {world_size} {reason}; start all of them by torchrun') from None
+if world.distributed:
+    world.meet(device, backend, timeout)
     mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
     mine |= dict(init_from=init_from, device=device_type, dtype=dtype, torch=torch.__version__)
     mine |= dict(tokenizer=meta['tokenizer_sha256'], checkpoints=checkpoints.digests())
-    mine |= {f'{split} bins': meta['splits'][split]['sha256'] for split in bins.SPLITS}
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=host)
-    for r, theirs in enumerate(everyone):
-        differing = [f'{k}={theirs.get(k)} (process 0: {v})' for k, v in everyone[0].items() if theirs.get(k) != v]
-        if differing:
-            line = f'process {r} has {", ".join(differing)}; all need the same settings, files and torch'
-            raise InputError(line) if master else SystemExit(1)  # process 0 says it for all
+    world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in bins.SPLITS})
 
-# -----------------------------------------------------------------------------
-# weights from elsewhere: process 0 reads a checkpoint, or a folder or hub id, and tells the others
 
-model = ckpt = refused = None
-if master:
-    try:
-        if init_from == 'resume':
-            # ckpt.pt, or where it is damaged the newest that is whole
-            model, ckpt = checkpoints.newest_whole()
-        elif checkpoints.there():
-            raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
-        elif starts_from_model:
-            model, *_ = load_model(init_from)
-    except InputError as e:
-        refused = e
-if distributed:  # all but the weights, which follow on the device
-    shapes = ckpt and {k: map_tensors(shape_alone, v) for k, v in ckpt.items() if k != 'model'}
-    told = [(refused, model and model.config, shapes, checkpoints.last_path, checkpoints.last_step)]
-    dist.broadcast_object_list(told, group=host)
-    if not master:
-        refused, architecture, ckpt, checkpoints.last_path, checkpoints.last_step = told[0]
-        with torch.device('meta'):
-            model = architecture and MHF(architecture)
-if refused:
-    raise refused if master else SystemExit(1)
+def read_model():
+    """(model, the checkpoint's dict, its path and step), each None where there is none. Raises InputError."""
+    model = ckpt = None
+    if init_from == 'resume':
+        # ckpt.pt, or where it is damaged the newest that is whole
+        model, ckpt = checkpoints.newest_whole()
+    elif checkpoints.there():
+        raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
+    elif starts_from_model:
+        model, *_ = load_model(init_from)
+    return model, ckpt, checkpoints.last_path, checkpoints.last_step
+
+
+model, ckpt, checkpoints.last_path, checkpoints.last_step = world.told_by_first(read_model)
 source = checkpoints.last_path or init_from
 if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
     architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
@@ -281,10 +262,6 @@ if starts_from_model:  # the settings take its architecture, but for the context
     config |= architecture
 table = bins.table(config, meta)
 data = bins.identity(meta, table)
-
-# -----------------------------------------------------------------------------
-# the model
-
 start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
 if ckpt:
     then = ckpt['config'] | ckpt['data']
@@ -309,8 +286,8 @@ if model:
         raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
     if master and table is not None:
         ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
-        if (theirs != ours).any():
-            first = int(np.argmax((theirs != ours).any(1)))
+        if len(differing := np.flatnonzero((theirs != ours).any(1))):
+            first = differing[0]
             rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
             raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
 else:
@@ -327,61 +304,29 @@ checkpoints.make_folder()
 # -----------------------------------------------------------------------------
 # the weights to all processes; compile, DDP or shards; the optimizer
 
-model = raw_model = model.to(device) if master else model.to_empty(device=device)
-if distributed:
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), 0)
-model.activation_checkpointing, model.plain_head = activation_checkpointing, plain_head
+raw_model = world.give_weights(model, device)
+raw_model.activation_checkpointing, raw_model.plain_head = activation_checkpointing, plain_head
 if train_layers:
-    model.layers[train_layers : len(model.layers) - train_layers].requires_grad_(False)
+    raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
 if compile:
-    for part in model.layers if shard else [model]:
-        part.compile()
+    raw_model.compile(by_layer=shard)
     # one graph, although DDP's buckets then wait for the whole of it
     torch._dynamo.config.optimize_ddp = False
-if shard:  # a block's weights are gathered when it runs; all others are one part
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh(device_type, (world_size,))
-    for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh)
-    register_fsdp_forward_method(model, 'both_losses')
-elif distributed:
-    # one copy of the gradients, not two: buckets are views of them
-    device_ids = [device] if device_type == 'cuda' else None
-    # the buffers never change; torch 2.11 has the older name
-    names = inspect.signature(DDP).parameters
-    no_sync = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
-    model = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, init_sync=False, **no_sync)
+model = world.wrap(raw_model, shard)
 trained = [p for p in model.parameters() if p.requires_grad]
 matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
-
-
-def as_lies(tensor, p):
-    """A tensor of process 0, as large as the parameter p -> on all processes, whole or the shard that p is."""
-    tensor = tensor.to(device) if master else torch.empty_like(tensor, device=device)
-    if shard:
-        return distribute_tensor(tensor, p.device_mesh, p.placements)
-    if distributed:
-        dist.broadcast(tensor, 0)
-    return tensor
-
-
 if ckpt:
     try:
-        for k, p in enumerate(matrices + others):
-            moments = ckpt['optimizer']['state'][k]
-            moments.update({name: as_lies(t, p) for name, t in moments.items() if t.dim()})
+        world.give_moments(ckpt['optimizer']['state'], matrices + others)
         optimizer.load_state_dict(ckpt['optimizer'])
     except (ValueError, KeyError, AttributeError) as e:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None
     ckpt = None  # frees its memory
 # DDP's gradients stay in its buckets while micro-batches add to them; from the first on, after a backward of nothing
-in_buckets = distributed and not shard and accumulation > 1
+in_buckets = world.distributed and not shard and accumulation > 1
 if in_buckets:
     nothing = torch.zeros(micro_batch_size, block_size, raw_model.config.coordinates, dtype=torch.int64, device=device)
     with autocast:
@@ -421,7 +366,7 @@ def micro_batches():
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
         blocks = bins.blocks_of(step - data_start_step, batch_size, num_blocks, seed)
-        for micro in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+        for micro in blocks.reshape(accumulation, world.size, micro_batch_size)[:, world.rank]:
             yield read_batch(train_ids, micro * block_size)
 
 
@@ -432,16 +377,13 @@ def evaluate():
     starts, whole = list(range(0, n, block_size)), n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
     batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
-    for k in range(rank, math.ceil(len(batches) / world_size) * world_size, world_size):
+    for k in range(world.rank, math.ceil(len(batches) / world.size) * world.size, world.size):
         x, y = inputs_and_targets(read_batch(val_ids, batches[k % len(batches)]))
         with autocast:
             nats = raw_model.both_losses(x, y)
         if k < len(batches):  # shards need all processes; who has no batch any more only takes part
             sums += torch.stack([n.double().sum().cpu() for n in nats])
-    if distributed:
-        sums = sums.to(device)
-        dist.all_reduce(sums)
-    product, nats = (sums / n).tolist()
+    product, nats = (world.sum(sums, device) / n).tolist()
     bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
     return dict(val_loss=product if loss == 'product' and num_hashes else nats, val_nats=nats, val_bpb=bits)
 
@@ -483,7 +425,7 @@ def stop_after_this_step(signum, frame):
     """A second signal stops at once, but within 5 s torchrun only hands on the one that its workers have already."""
     now = time.monotonic()
     received.append((signum, now))
-    if len(received) > 1 and not ((distributed or signum == signal.SIGTERM) and now - received[0][1] < 5):
+    if len(received) > 1 and not ((world.distributed or signum == signal.SIGTERM) and now - received[0][1] < 5):
         signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
         signal.raise_signal(signum)
 
@@ -496,7 +438,7 @@ if master:
     c, (interface, decoder) = raw_model.config, raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
-    sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
+    sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
     how = f'compile={compile}{" for want of a C compiler" if device_type == "cuda" and not compiler else ""}'
     print(f'{device}, {dtype}, {how}; {sequences}{"; sharded" * shard}{"; the plain head" * plain_head}')
     epochs = max_steps * batch_size / num_blocks
@@ -536,15 +478,11 @@ with bar:
             micro_loss.backward()
             mean_loss += micro_loss.detach()
         stopping = received[0][0] if received else 0
-        if distributed:
-            shared = torch.stack([mean_loss / world_size, torch.tensor(float(stopping), device=device)])
-            dist.all_reduce(shared)
-            mean_loss = shared[0]
-            if shared[1].item() and not stopping:
-                stopping = signal.SIGTERM
+        shared = world.sum(torch.stack([mean_loss / world.size, mean_loss.new_full((), stopping)]))
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
         norm = (norm.full_tensor() if shard else norm).item()
-        mean_loss = mean_loss.item()
+        mean_loss, others_stop = shared.tolist()
+        stopping = stopping or (signal.SIGTERM if others_stop else 0)
         wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
         spike = spike_above_the_last(mean_loss)
         if wrong or (spike and stop_on_spike):
@@ -577,9 +515,7 @@ with bar:
         if stopping:
             break
     checkpoints.wait()
-if distributed:  # the first to end makes torchrun end the others, also a process 0 that is still writing
-    dist.barrier(group=host)
-    dist.destroy_process_group()
+world.leave()
 if done < max_steps:
     if master:
         print(f'stopped by signal {stopping}; {checkpoints.kept()}', file=sys.stderr)

@@ -197,6 +197,8 @@ def test_out_of_memory(quick):
     lines = [line for line in done.stderr.splitlines() if 'error' in line]
     assert done.returncode == 1 and 'Traceback' not in done.stderr and len(lines) == 1, done.stderr
     assert all(w in lines[0] for w in ('2.00 GiB', '--micro_batch_size (now 4)', 'ckpt.pt is good, of step 24'))
+    plan = json.loads(ok('bench.py', 'cfg.py', '--plan', '--json', '--gpus=1', cwd=quick).stdout)['plan']
+    assert f'by plan it needs {plan["total"] / 1e9:.1f} GB' in lines[0]
     assert 'python bench.py cfg.py --plan says how much' in lines[0]
 
 
@@ -472,13 +474,35 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
     assert [s['loss'] for s in steps(quick, 'b')] == pytest.approx([s['loss'] for s in steps(quick)[:3]], rel=1e-4)
 
 
+# a GPU's form of the head on a CPU; compiles quickly, and notes what
+COMPILED = """
+import os, torch
+from model import MHF
+compile, init = torch.compile, MHF.__init__
+def noted(f, **options):
+    with open(f"compiled{os.environ['RANK']}", 'a') as file:
+        print(f.__name__, file=file)
+    return compile(f, backend='aot_eager', **options)
+def of_a_gpu(self, *args):
+    init(self, *args)
+    self.head_device = 'cuda'
+torch.compile, MHF.__init__ = noted, of_a_gpu
+"""
+
+
 def test_shards_train_as_copies_do(quick):
-    """--shard learns something else, writes a checkpoint that is not whole, or a run cannot change between the two."""
+    """
+    --shard learns something else, also compiled, or compiles no head; it writes a checkpoint that is not whole, or a
+    run cannot change between the two.
+    """
     args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--auto_resume')
-    processes = ranks(2, *args, '--out_dir=copies', *until(12), cwd=quick)
-    for last, shard in ((4, '--shard=True'), (8, '--shard=False'), (12, '--shard=True')):
-        processes += ranks(2, *args, '--out_dir=shards', shard, *until(last), cwd=quick)
-        assert [code for code, *_ in waited(processes)] == [0] * len(processes)
+    processes, compiled = ranks(2, *args, '--out_dir=copies', *until(12), cwd=quick), dict(patch=COMPILED, CXX='sh')
+    for last, how, more in ((4, ['--shard'], {}), (8, [], {}), (12, ['--shard', '--compile'], compiled)):
+        processes += ranks(2, *args, '--out_dir=shards', *how, *until(last), cwd=quick, **more)
+        done = waited(processes)
+        assert [code for code, *_ in done] == [0] * len(processes), done[-1][2]
+    layers = weights(quick, 'shards')['config']['num_layers']
+    assert (quick / 'compiled1').read_text().split() == ['chunk_gradients', *['_call_impl'] * layers]
     ours, copies = steps(quick, 'shards'), steps(quick, 'copies')
     assert len(ours) == 12 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in copies], rel=1e-5)
     assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in copies], rel=1e-4)
