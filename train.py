@@ -29,7 +29,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -45,7 +44,7 @@ from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, pick_device, save_pretrained
+from checkpoint import Checkpoints, load_model, pick_compile, pick_device, save_pretrained
 from configurator import InputError, configure, declared
 from model import MHF, MHFConfig
 from processes import World
@@ -178,16 +177,7 @@ for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
 for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
     if not 0 <= config[key] < limit:
         raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
-if compile not in (None, True, False):
-    raise InputError(f'compile={compile}: must be True or False')
-# triton calls a C compiler for a GPU, inductor a C++ compiler for a CPU
-variable, names = ('CC', 'gcc clang') if device_type == 'cuda' else ('CXX', 'g++ clang++')
-compiler = next(filter(shutil.which, os.environ.get(variable, names).split()), None)
-if compile and not compiler:
-    missing = f'no C compiler, neither {os.environ.get(variable, names).replace(" ", " nor ")}'
-    raise InputError(f'compile=True: {missing}; install one, name it by ${variable}, or leave --compile out')
-if compile is None:
-    compile = device_type == 'cuda' and compiler is not None
+compile, no_compiler = pick_compile(compile, device)
 if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
 if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
@@ -439,7 +429,7 @@ if master:
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
-    how = f'compile={compile}{" for want of a C compiler" if device_type == "cuda" and not compiler else ""}'
+    how = f'compile={compile}{f" ({no_compiler})" if device_type == "cuda" and no_compiler else ""}'
     print(f'{device}, {dtype}, {how}; {sequences}{"; sharded" * shard}{"; the plain head" * plain_head}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
