@@ -32,6 +32,9 @@ class World:
 
     def meet(self, device, backend, timeout):
         """Waits `timeout` seconds for all, and checks that they are as many as each was told. Raises InputError."""
+        # one graph, although DDP's buckets then wait for the whole of it; it is here that all import dynamo at once, a
+        # second that they would else take in turn: process 0 in DDP, the others in a model on meta
+        torch._dynamo.config.optimize_ddp = False
         patience, gpu = timedelta(seconds=timeout), torch.device(device).type == 'cuda'
         try:
             store, *_ = next(dist.rendezvous('env://', timeout=patience))

@@ -300,8 +300,6 @@ if train_layers:
     raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
 if compile:
     raw_model.compile(by_layer=shard)
-    # one graph, although DDP's buckets then wait for the whole of it
-    torch._dynamo.config.optimize_ddp = False
 model = world.wrap(raw_model, shard)
 trained = [p for p in model.parameters() if p.requires_grad]
 matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
