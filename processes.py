@@ -38,12 +38,13 @@ class World:
         patience, gpu = timedelta(seconds=timeout), torch.device(device).type == 'cuda'
         try:
             store, *_ = next(dist.rendezvous('env://', timeout=patience))
-            numbers = {}
-            # process 0 keeps the store until all have read its number
-            for r in (0, self.rank) if self.rank else range(self.size):
-                if r == self.rank:
-                    store.set(f'process {r} of', str(self.size))
-                numbers[r] = int(store.get(f'process {r} of'))
+            numbers = {self.rank: self.size}
+            # process 0, which keeps the store, tells the others before it asks them; they ask before they tell
+            if self.rank:
+                numbers[0] = int(store.get('process 0 of'))
+            store.set(f'process {self.rank} of', str(self.size))
+            if self.rank == 0:
+                numbers |= {r: int(store.get(f'process {r} of')) for r in range(1, self.size)}
             if others := [f'process {r} is one of {number}' for r, number in numbers.items() if number != self.size]:
                 raise ValueError(', '.join(others))
             backend = backend or ('nccl' if gpu and dist.is_nccl_available() else 'gloo')
