@@ -409,8 +409,8 @@ class MHF(nn.Module):
         return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     def next_token_logits(self, h):
-        """h (n, d) -> token logits (n, V), float32 or better."""
-        return token_logits(self.mixers(h, self.head_weight), self.table())
+        """h (n, d) -> token logits (n, V), float32 or better; no gradients."""
+        return token_logits(self.mixers(h, fast.E_for_matmul(self.head_weight)), self.table())
 
     # ---- generation
 
