@@ -112,10 +112,13 @@ def normalise(scores, table):
 
 
 def bucket_sums(P, table, B):
-    """P of tokens (m, V) -> of each coordinate (m, B): the sum of P(w) over the tokens w with s_i(w) = b."""
+    """P of tokens (m, V) -> (m, H*B): of each bucket b of coordinate i, the sum of P(w) over w with s_i(w) = b."""
     if table.columns:
-        return F.embedding_bag(table.ids, P.T, table.begins, mode='sum').T.split(B, dim=1)
-    return [P.new_zeros(len(P), B).index_add_(1, s, P) for s in table.signatures]
+        return F.embedding_bag(table.ids, P.T, table.begins, mode='sum').T
+    sums = P.new_zeros(len(P), len(table.begins))
+    for of_coordinate, s in zip(sums.split(B, dim=1), table.signatures, strict=True):
+        of_coordinate.index_add_(1, s, P)
+    return sums
 
 
 def exact_nll(o, y, table, gradient=False):
@@ -127,6 +130,7 @@ def exact_nll(o, y, table, gradient=False):
     if table.identity:  # one coordinate, whose buckets are the tokens: the same without gathers
         return product_nll(o, y, table, gradient)
     nll, m, B = [], vocabulary_chunk(table), o[0].shape[1]
+    rows = y + B * torch.arange(len(o), device=y.device)
     for k in range(0, len(y), m):
         block, targets = [o_i[k : k + m] for o_i in o], y[k : k + m].split(1, dim=1)
         target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(block, targets, strict=True))
@@ -135,12 +139,11 @@ def exact_nll(o, y, table, gradient=False):
         P, logsumexp = normalise(scores, table)
         nll.append((logsumexp - target)[:, 0])
         if gradient:
-            for o_i, y_i, g in zip(block, targets, bucket_sums(P, table, B), strict=True):
-                g.scatter_add_(1, y_i, torch.full_like(target, -1.0))
-                if table.columns:  # back to rows, in the same way
-                    torch.mm(torch.eye(len(g), dtype=o_i.dtype), g.to(o_i.dtype), out=o_i)
-                else:
-                    o_i.copy_(g)
+            g = bucket_sums(P, table, B).scatter_add_(1, rows[k : k + m], -torch.ones_like(target).expand(-1, len(o)))
+            if table.columns:  # back to rows, as they came
+                g = torch.eye(len(g), dtype=o[0].dtype) @ g.to(o[0].dtype)
+            for o_i, g_i in zip(block, g.split(B, dim=1), strict=True):
+                o_i.copy_(g_i)
     return torch.cat(nll)
 
 
