@@ -227,16 +227,20 @@ class Machine:
         def read(key):
             return 1024 * int(status.read_text().split(key)[1].split()[0])
 
-        # gives back what was freed, and from now on at once what has 256 KiB, so that the system's figures are true
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-            ctypes.CDLL(None).mallopt(-3, 2**18)
+        def give_back_from(mapped, at_the_end):  # bytes; M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+                ctypes.CDLL(None).mallopt(-3, mapped)
+                ctypes.CDLL(None).mallopt(-1, at_the_end)
+
+        # what is freed is given back at once, so that the system's figures are true
+        give_back_from(2**18, 2**17)
         # the peak begins anew
         Path('/proc/self/clear_refs').write_text('5')
         before = read('VmRSS:')
         f()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(-3, 2**25)
+        # as both are after a while if nobody sets them: else each step would wait for its memory
+        give_back_from(2**25, 2**26)
         return read('VmHWM:') - before
 
     def rates(self, c):
