@@ -446,7 +446,7 @@ class Opened(NamedTuple):
     model: MHF
     tok: object  # of hashing.get_tokenizer
     name: str  # what it is, for people
-    folder: Path  # where its results go
+    source: str  # where it came from: a folder, or a hub id with its revision
 
 
 def load_model(source):
@@ -476,12 +476,13 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
             raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
         out_dir = max(found, key=lambda p: p.stat().st_mtime).parent
     if released:
-        folder, name = Path(), f'{released}, a released model'
-        model, its_tokenizer, sha256 = load_model(f'{released}@{revision}' if revision else released)
+        source = f'{released}@{revision}' if revision else released
+        model, its_tokenizer, sha256 = load_model(source)
+        name = f'{source}, a released model'
     else:
-        folder = Path(out_dir)
-        model, ckpt = load_checkpoint(folder / 'ckpt.pt')
-        name = f'{folder / "ckpt.pt"}, step {ckpt["step"]}'
+        source = str(out_dir)
+        model, ckpt = load_checkpoint(Path(out_dir) / 'ckpt.pt')
+        name = f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}'
         its_tokenizer, sha256 = ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
     # on a GPU it would plan anew, for tens of milliseconds, for every length of prompts and of requests to score
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -496,4 +497,4 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
         if (model.signatures[: len(ours), j].numpy() != ours).any():
             other = f"another signature table than tokenizer '{tok.name}' gives"
             raise InputError(f'{released} has {other}; name its own with --tokenizer')
-    return Opened(model, tok, name, folder)
+    return Opened(model, tok, name, source)

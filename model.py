@@ -440,30 +440,41 @@ class MHF(nn.Module):
 
     @torch.no_grad()
     def stream(
-        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, graph=None
-    ):
+        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, graph=None,
+        lengths=None,
+    ):  # fmt: skip
         """
         Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
         context is full its older half is dropped. use_cache=False recomputes everything: the slow twin. graph: of
-        compiled_step.
+        compiled_step. lengths (N,): row n is its last lengths[n] ids; those before them are padding, which nobody sees.
         """
-        block, ids, position = self.config.block_size, ids[:, -self.config.block_size :], None
+        block, ids, position, first = self.config.block_size, ids[:, -self.config.block_size :], None, None
         cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if use_cache and not graph else None
         step, cache = graph or (self.next_token, cache)
         noise = at_least_float32(self.embed.weight.new_empty(len(ids), self.config.vocab_size)) if temperature else None
-        for _ in range(max_new_tokens):
+        for made in range(max_new_tokens):
             if temperature:
                 noise.exponential_(generator=generator)
             if ids.shape[1] > block:
                 ids, position = ids[:, -(block + 1) // 2 :], None
             # a graph needs the same shapes every time; without one only what is there is read
-            seen = cache[..., : ids.shape[1], :] if use_cache else None
+            seen, mask = cache[..., : ids.shape[1], :] if use_cache else None, None
             if position is None or not use_cache:
-                token = self.next_token(ids, seen, None, None, temperature, top_k, top_p, noise)
+                if lengths is not None:
+                    # rope knows distances alone, so a padded row needs no positions of its own
+                    first = (ids.shape[1] - made - lengths).clamp(min=0)[:, None, None, None]
+                    there = torch.arange(ids.shape[1], device=ids.device)
+                    here = there[:, None]
+                    mask = (there >= first) & (there <= here) | (there == here)  # (N, 1, T, T)
+                token = self.next_token(ids, seen, None, mask, temperature, top_k, top_p, noise)
                 position = torch.full((1,), ids.shape[1] - 1, device=ids.device)
             else:
                 position += 1
-                mask = (torch.arange(cache.shape[-2], device=ids.device) <= position)[None] if graph else None
+                if graph or lengths is not None:
+                    there = torch.arange(cache.shape[-2] if graph else ids.shape[1], device=ids.device)
+                    mask = there[None] <= position
+                    if lengths is not None:
+                        mask = mask & (there >= first)
                 args = cache if graph else seen, position, mask, temperature, top_k, top_p, noise
                 # what a captured graph returns is overwritten by its next replay
                 token = step(token[:, None], *args).clone()

@@ -688,6 +688,21 @@ def test_cached_generation_equals_uncached(H, groups):
     assert torch.equal(m.generate(fast, 20, temperature=0), ids)
 
 
+@pytest.mark.parametrize('H', [3, 0])
+def test_padded_generation(H):
+    """What stands before a shorter prompt of a batch changes its text, with the cache, without it, or in one graph."""
+    m, prompts = random_model(num_hashes=H), [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
+    alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
+    lengths = torch.tensor([9, 1, 4])
+    for padding in (0, 7):
+        ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=padding) for p in prompts])
+        for how in ({}, dict(use_cache=False), dict(graph=(m.next_token, m.new_cache(3, 24)))):
+            assert torch.equal(m.generate(ids, 15, temperature=0, lengths=lengths, **how)[:, 9:], alone)
+    # past a full context
+    kept = m.generate(ids, 40, temperature=0, lengths=lengths)
+    assert torch.equal(kept, m.generate(ids, 40, temperature=0, lengths=lengths, use_cache=False))
+
+
 def test_one_graph_for_every_token(monkeypatch):
     """
     The compiled step is compiled again for a longer prompt, a later token or another stream, says something else than

@@ -5,17 +5,27 @@ import shutil
 import types
 from pathlib import Path
 
+import lm_eval
 import numpy as np
 import pytest
 import torch
 from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents
+from datasets import load_dataset
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import (
+    get_file_task_name,
+    get_latest_filename,
+    get_results_filenames,
+    get_sample_results_filenames,
+    make_table,
+)  # fmt: skip
 
 import eval as evaluation
 from bins import read_meta
-from checkpoint import from_pretrained
+from checkpoint import from_pretrained, load_checkpoint, save_pretrained
 from configurator import InputError
-from eval import Scorer
 from hashing import tokenizer_fingerprint
+from scorer import MHFLM, Scorer
 
 # one process builds lm-eval's index of its tasks, which takes it 6 seconds
 pytestmark = pytest.mark.xdist_group('eval')
@@ -114,7 +124,7 @@ def test_harness_text_and_generation(mistral):
     """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
     m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
     scorer = Scorer(m, 1, 256, tok=mistral)
-    lm = evaluation.harness(scorer)
+    lm = MHFLM(scorer)
 
     def request(*args):
         return types.SimpleNamespace(args=args)
@@ -127,14 +137,18 @@ def test_harness_text_and_generation(mistral):
     assert lm.generate_until([request('a few words', dict(until=[], max_gen_toks=6))]) == [said]
     stop = said[len(said) // 2]
     assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
-    with pytest.raises(InputError, match='greedy'):
-        lm.generate_until([request('a', dict(until=[], temperature=0.7))])
+    # a batch of prompts of different lengths, in any order, says what each says alone
+    texts = ('a', 'a few words', '', 'few')
+    prompts = [request(text, dict(until=stop, max_gen_toks=n)) for n in (6, 3) for text in texts]
+    assert lm.generate_until(prompts) == [lm.generate_until([p])[0] for p in prompts]
+    sampling = dict(until=[], max_gen_toks=6, do_sample=True, temperature=2.0)
+    drawn = [lm.generate_until([request('a', sampling)] * 3) for _ in range(2)]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
+    assert len(set(lm.generate_until([request('a', dict(sampling, top_k=1))] * 3))) == 1
+    with pytest.raises(InputError, match='num_beams'):
+        lm.generate_until([request('a', dict(until=[], num_beams=4))])
     # all of it in the precision that was asked for
-    low, passes, hidden_states = (
-        evaluation.harness(Scorer(m, 1, 256, dtype='bfloat16', tok=mistral)),
-        [],
-        m.hidden_states,
-    )
+    low, passes, hidden_states = MHFLM(Scorer(m, 1, 256, dtype='bfloat16', tok=mistral)), [], m.hidden_states
     m.hidden_states = lambda *a, **k: passes.append(torch.is_autocast_enabled('cpu')) or hidden_states(*a, **k)
     low.generate_until([request('a', dict(until=[], max_gen_toks=2))])
     low.loglikelihood_rolling([request('a b c')])
@@ -213,16 +227,21 @@ def test_known_answers(tmp_path, mistral):
 
     scores, known = {}, Known()
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
-        known.judge, lm = judge, evaluation.harness(known)
-        got = evaluation.task_scores(*evaluation.run_tasks(list(evaluation.PAPER), lm, data_dir=tmp_path))
-        scores[name] = [got[task]['score'] for task in evaluation.PAPER]
+        known.judge, lm = judge, MHFLM(known)
+        got, notes = evaluation.run_tasks(['paper'], lm, data_dir=tmp_path)
+        scores[name] = [r[evaluation.main_score(task, r)] for task, r in got['results'].items()]
     assert scores['oracle'] == [1.0] * 11
     # the constant model takes the first choice, or where scores are divided by length, the longest
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
-    for task, paper in evaluation.PAPER.items():
-        assert (got[task]['shots'], got[task]['metric']) == (paper['shots'], paper['metric'])
-    notes = dict(sciq='local: validation split for test', social_iqa='local: shots from validation, not train')
-    assert {t: r['note'] for t, r in got.items() if r['note']} == notes
+    assert got['n-shot'] == {task: paper['shots'] for task, paper in evaluation.PAPER.items()}
+    assert got['versions']['race_v2'] == 2
+    notes = evaluation.unlike(got, notes)
+    assert notes['sciq'] == ['validation split for test', '4 of 1,000 documents']
+    assert notes['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
+    # lm-eval's own tasks are as they were
+    again, notes = evaluation.run_tasks(['arc_easy'], lm, data_dir=tmp_path)
+    assert again['n-shot'] == dict(arc_easy=0)
+    assert evaluation.unlike(again, notes) == dict(arc_easy=['12 of 2,376 documents', '0 shots, 5 in the paper'])
 
 
 def test_mubench_files(tmp_path, mistral):
@@ -231,9 +250,11 @@ def test_mubench_files(tmp_path, mistral):
     tasks = ['mubench_hellaswag_ar', 'mubench_mmlu_hi']
     for task in tasks:
         write_rows(tmp_path / f'{task}_test.jsonl', rows)
-    lm = evaluation.harness(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256, tok=mistral))
-    got = evaluation.task_scores(*evaluation.run_tasks(tasks, lm, data_dir=tmp_path))
-    assert [(got[t]['documents'], got[t]['metric']) for t in tasks] == [(4, 'acc_norm')] * 2
+    lm = MHFLM(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256, tok=mistral))
+    got, notes = evaluation.run_tasks(tasks, lm, data_dir=tmp_path)
+    metrics = [[k for k in got['results'][t] if k.endswith(',none') and '_stderr' not in k] for t in tasks]
+    assert metrics == [['acc,none', 'acc_norm,none'], ['acc,none']]
+    assert evaluation.unlike(got, notes) == {t: ['a local file of 4 documents'] for t in tasks}
     files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
     assert len(files) == 16
     for file in files:
@@ -273,7 +294,7 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     data = SHARED / 'data/eval' if (SHARED / 'data/eval').is_dir() else tmp_path
     scores = []
     for lm in (
-        evaluation.harness(Scorer(ours, mistral.bos, 256, tok=mistral)),
+        MHFLM(Scorer(ours, mistral.bos, 256, tok=mistral)),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
         raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
@@ -289,24 +310,25 @@ WORK = """
 import json, os, types
 import torch.distributed as dist
 import eval as evaluation
+import scorer as scoring
 from checkpoint import open_model
 
 rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
 if world_size > 1:
     dist.init_process_group('gloo')
 # of memory as little as the last rank has
-evaluation.tokens_in_memory = lambda model: 400 if rank == world_size - 1 else 9999
+scoring.tokens_in_memory = lambda model: 400 if rank == world_size - 1 else 9999
 opened, found = open_model('out'), {}
 texts = ['def main(): return 1', '', 'import os, sys', 'class A: pass # ' * 40, 'x = [y for y in range(10)]']
 requests = [types.SimpleNamespace(args=(text,)) for text in texts]
 pairs = [types.SimpleNamespace(args=(a, b)) for a in texts[2:] for b in (' None', ' import re', ' = 4 +')]
 prompts = [types.SimpleNamespace(args=(text, dict(until=['x'], max_gen_toks=8))) for text in texts]
 for dtype in ('float32', 'bfloat16'):
-    scorer = evaluation.Scorer(opened.model.eval(), opened.tok.bos, 3, dtype=dtype, tok=opened.tok)
+    scorer = scoring.Scorer(opened.model.eval(), opened.tok.bos, 3, dtype=dtype, tok=opened.tok)
     while rank > 0 and scorer.take_part():
         pass
     if rank == 0:
-        lm = evaluation.harness(scorer)
+        lm = scoring.MHFLM(scorer)
         lines = [lm.loglikelihood(pairs), lm.loglikelihood_rolling(requests), lm.generate_until(prompts)]
         lines.append([part.tolist() for part in evaluation.sliding(scorer, 1, lm.tok_encode(texts[3]))])
         found[dtype] = [scorer.tokens, *lines]
@@ -364,7 +386,7 @@ def test_a_process_that_fails(few, tmp_path):
     (tmp_path / 'text.txt').write_text(real_documents()[0][:2000])
     broken, crowded = (SMALL.format(room=0, error=e) for e in ("KeyError('broken card')", 'torch.OutOfMemoryError'))
     write_rows(tmp_path / 'lambada_openai_test.jsonl', [dict(text=f'{word} and so on') for word in ('one', 'two')])
-    settings = ['--device=cpu', '--dtype=float32', '--out_dir=out', f'--save={tmp_path / "r.json"}', '--batch_size=1']
+    settings = ['--device=cpu', '--dtype=float32', '--out_dir=out', f'--output_path={tmp_path}', '--batch_size=1']
     text = ['--tasks=bits_per_byte', f'--text={tmp_path / "text.txt"}']
     for args, patch, says in (
         (text, broken, "KeyError: 'broken card'"),
@@ -384,6 +406,22 @@ def test_a_process_that_fails(few, tmp_path):
 # the command
 
 
+def newest(folder):
+    """What is in the newest results' file under it."""
+    found = [str(p) for p in Path(folder).glob('**/results_*.json')]
+    return json.loads(Path(get_latest_filename(get_results_filenames(found))).read_text())
+
+
+def command(monkeypatch, **settings):
+    """What eval.py writes, given these settings, in this process, which has lm-eval's index already."""
+    with monkeypatch.context() as patch:
+        for key, value in settings.items():
+            patch.setattr(evaluation, key, value)
+            patch.setitem(evaluation.config, key, value)
+        evaluation.main()
+    return newest(settings['output_path'])
+
+
 def test_eval(trained, tmp_path, monkeypatch, capsys):
     """The command's numbers depend on the batch, the cache or the number of processes; or are not those of train.py."""
     out = tmp_path / 'out, of this run'
@@ -393,32 +431,95 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     text, bins = tmp_path / 'text.txt', trained / 'bins'
     text.write_text(real_documents()[0][:2000])
     settings = dict(device='cpu', dtype='float32', out_dir=str(out), data_dir=str(tmp_path), text=f'{text},{bins}')
-    settings['tasks'] = 'arc_easy,record,bits_per_byte,card660'
+    settings |= dict(tasks='arc_easy,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
 
-    def in_process(**more):
-        for key, value in (settings | more).items():
-            monkeypatch.setattr(evaluation, key, value)
-        evaluation.main()
-        return json.loads((out / 'results.json').read_text()), capsys.readouterr()
-
-    one, shown = in_process(batch_size=1, plot=True)
-    assert 'arc_easy' in shown.out and 'bits_per_byte' in shown.out and 'scoring: ' in shown.err
-    assert (out / 'results.png').stat().st_size > 5000
-    again, shown = in_process(batch_size=256, plot=False)
+    one, shown = command(monkeypatch, **settings, batch_size=1, plot=True), capsys.readouterr()
+    for said in ('|arc_easy|', 'bits_per_byte', 'published: 100M H3B10K', '12 of 2,376 documents', '1B H3B10K'):
+        assert said in shown.out
+    assert 'scoring: ' in shown.err and 'fatal' not in shown.err
+    assert next(tmp_path.glob('results/**/*.png')).stat().st_size > 5000
+    again, shown = command(monkeypatch, **settings, batch_size=256), capsys.readouterr()
     # everything was in the cache
     assert 'scoring: ' not in shown.err
-    args = [f'--{key}={value}' for key, value in settings.items()]
-    ok('eval.py', *args, '--batch_size=16', '--save=many.json', cwd=tmp_path, torchrun=['--nproc_per_node=2'])
-    many = json.loads((tmp_path / 'many.json').read_text())
-    assert set(one['tasks']) == {'arc_easy', 'record'} and one['tasks']['arc_easy']['documents'] == 12
+    args = [f'--{key}={value}' for key, value in (settings | dict(output_path='many')).items()]
+    ok('eval.py', *args, '--batch_size=16', cwd=tmp_path, torchrun=['--nproc_per_node=2'])
+    many = newest(tmp_path / 'many')
+    assert set(one['results']) == {'arc_easy', 'record'} and one['n-samples']['arc_easy']['effective'] == 12
+    assert one['n-shot'] == dict(arc_easy=0, record=0) and one['bos'] and len(one['task_hashes']) == 2
     for other in (many, again):
         assert other['card660'] == pytest.approx(one['card660'], rel=1e-4)
         for path in map(str, (text, bins)):
             assert other['bits_per_byte'][path] == pytest.approx(one['bits_per_byte'][path], rel=1e-5)
-        assert {t: r['score'] for t, r in other['tasks'].items()} == {t: r['score'] for t, r in one['tasks'].items()}
+        assert {t: r for t, r in other['results'].items()} == {t: r for t, r in one['results'].items()}
     held_out, values = read_meta(bins)['splits']['val'], one['bits_per_byte'][str(bins)]
     assert values['bytes'] == held_out['bytes'] and values['tokens'] == held_out['tokens'] - 1
     # windows that overlap see more context than those of train.py's validation, which do not
     validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
     assert validated - 0.5 < values['nats_per_token'] < validated + 0.02
-    assert not list(Path(tmp_path).glob('out/*'))
+
+
+GROUP = 'group: of_mine\ntask:\n  - gsm8k\n  - group: inner\n    task: [nq_open]\n'
+GROUP += 'aggregate_metric_list:\n  - metric: exact_match\n    filter_list: [strict-match, remove_whitespace]\n'
+
+
+def test_nothing_disappears(few, tmp_path, monkeypatch, capfd, caplog):
+    """A filter's score, a group, a version, a sample is lost; lm-eval's own tools cannot read what was written."""
+    write_rows(tmp_path / 'gsm8k_test.jsonl', [dict(question=f'1 + {k}?', answer=f'#### {1 + k}') for k in range(4)])
+    write_rows(tmp_path / 'gsm8k_train.jsonl', [dict(question=f'2 + {k}?', answer=f'#### {2 + k}') for k in range(9)])
+    write_rows(tmp_path / 'nq_open_validation.jsonl', [dict(question='who', answer=['me', 'I'])] * 3)
+    write_rows(tmp_path / 'nq_open_train.jsonl', [dict(question='what', answer=['it'])] * 3)
+    rows = [dict(prompt='The sky is', choices=[' blue', ' a wall'], label=k) for k in (0, 1, 1)]
+    write_rows(tmp_path / 'mubench_mmlu_ar_test.jsonl', rows)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/group.yaml').write_text(GROUP)
+    monkeypatch.chdir(few)
+    settings = dict(out_dir='out', tasks='of_mine,mubench_mmlu_ar', data_dir=str(tmp_path), device='cpu', limit=0.5)
+    settings |= dict(include_path=str(tmp_path / 'mine'), gen_kwargs='max_gen_toks=4', log_samples=True, write_out=True)
+    found, done = command(monkeypatch, **settings, output_path=str(tmp_path / 'r')), capfd.readouterr()
+    for said in ('strict-match', 'flexible-extract', 'remove_whitespace', '|of_mine', 'a local file of 4 documents'):
+        assert said in done.out, said
+    # the prompt of --write_out
+    assert 'Question: 2 + ' in caplog.text and 'fatal' not in done.err
+    shown = make_table(found)
+    assert shown in done.out and shown.count('exact_match') == 5
+    filters = {'exact_match,strict-match', 'exact_match,flexible-extract'}
+    assert filters < set(found['results']['gsm8k']) and set(found['groups']) == {'of_mine'}
+    assert (found['versions']['gsm8k'], found['n-samples']['gsm8k']['effective']) == (3.0, 2)
+    assert found['configs']['gsm8k']['generation_kwargs']['max_gen_toks'] == 4
+    assert found['model_source'] == 'mhf' and found['model_name'] == 'out' and len(found['task_hashes']) == 3
+    files = [str(p) for p in tmp_path.glob('r/out/*.jsonl')]
+    samples = {get_file_task_name(Path(f).name): load_dataset('json', data_files=f, split='train') for f in
+               get_sample_results_filenames(files)}  # fmt: skip
+    assert {task: len(rows) for task, rows in samples.items()} == dict(gsm8k=4, nq_open=2, mubench_mmlu_ar=2)
+    assert samples['gsm8k'][0]['doc']['question'] == '1 + 0?'
+
+
+def test_driven_by_lm_eval(few, tmp_path, monkeypatch):
+    """lm-eval's own function, given the model's name, gets other scores than the command."""
+    small_tasks(tmp_path)
+    monkeypatch.chdir(few)
+    settings = dict(out_dir='out', tasks='piqa', data_dir=str(tmp_path), device='cpu', dtype='float32')
+    ours = command(monkeypatch, **settings, output_path=str(tmp_path / 'r'))
+    data = dict(data_files=dict(validation=str(tmp_path / 'piqa_validation.jsonl')))
+    task = load_yaml(evaluation.task_manager().task_index['piqa'].yaml_path)
+    task |= dict(task='piqa', dataset_path='json', dataset_kwargs=data, training_split=None)
+    how = dict(model_args=dict(out_dir='out', dtype='float32'), device='cpu', batch_size=3, bootstrap_iters=9)
+    theirs = lm_eval.simple_evaluate('mhf', tasks=[task], task_manager=evaluation.task_manager(), **how)
+    assert theirs['results']['piqa']['acc,none'] == ours['results']['piqa']['acc,none']
+    with pytest.raises(InputError, match='nowhere'):
+        lm_eval.simple_evaluate('mhf', model_args='out_dir=nowhere', tasks=[task], device='cpu')
+
+
+def test_bos(trained, tmp_path, monkeypatch):
+    """bos is given to a released model, which lm-eval gave none, or not to one trained here; or its setting is deaf."""
+    small_tasks(tmp_path)
+    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'model', 'mistral')
+    monkeypatch.chdir(trained)
+    found, settings = {}, dict(data_dir=str(tmp_path), tasks='piqa', device='cpu', dtype='float32', log_samples=True)
+    for name, model in dict(own=dict(out_dir='out'), released=dict(released=str(tmp_path / 'model'))).items():
+        for bos in (None, True, False):
+            command(monkeypatch, **settings, **model, bos=bos, output_path=str(tmp_path / name))
+            samples = sorted(tmp_path.glob(f'{name}/**/samples_*.jsonl'))[-1].read_text()
+            found[name, bos] = [json.loads(line)['resps'] for line in samples.splitlines()]
+    assert found['own', None] == found['own', True] == found['released', True]
+    assert found['released', None] == found['released', False] == found['own', False] != found['own', True]
