@@ -38,6 +38,7 @@ from checkpoint import open_model, pick_device
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
 from plot import bars
+from sources import ReadState, Source, batches
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -267,6 +268,7 @@ def windows(ids, T):
 def harness(scorer):
     """The model as lm-eval wants it."""
     from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class Harness(TemplateLM):
         eot_token_id = scorer.tok.bos
@@ -280,8 +282,11 @@ def harness(scorer):
             return scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            texts = [[scorer.tok.bos, *self.tok_encode(request.args[0])] for request in requests]
-            parts = [(k, window) for k, ids in enumerate(texts) for window in windows(ids, self.max_length)]
+            """As all models of lm-eval: in windows that do not overlap, bos before the first, a token before others."""
+            how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+            texts = [self.tok_encode(request.args[0]) for request in requests]
+            rolling = ((k, window) for k, ids in enumerate(texts) for window in get_rolling_token_windows(ids, **how))
+            parts = [(k, make_disjoint_window(window)) for k, window in rolling]
             results, left = [0.0] * len(texts), Counter(k for k, _ in parts)
             for part, (logp, _, _) in scorer.by_token([window for _, window in parts], None, 'text'):
                 k = parts[part][0]
@@ -431,21 +436,30 @@ def prepared_split(folder, tok):
     return Bins(folder, split)[:].tolist(), split['bytes']
 
 
+def text_file(path, tok):
+    """(token ids, bytes of text) of all documents of a file, as prepare.py makes bins of them. Raises InputError."""
+    source, ids, size = Source(str(path)), [], 0
+    with tqdm(desc='encode', total=source.size, unit='B', unit_scale=True, delay=1, **BAR) as bar:
+        source.moved = bar.update
+        # of these none is held out
+        for batch, _ in batches(source, ReadState(tails=False), val_fraction=1, val_bytes=0):
+            texts = [text for text, _ in batch]
+            size += sum(len(text.encode()) for text in texts)
+            ids += [i for document in tok.encode(texts) for i in (tok.bos, *document)]
+    if not ids:
+        raise InputError(f'--text={path}: no text in it')
+    return ids, size
+
+
 def bits_per_byte(scorer, tok, path, first_new):
-    """Of the text or prepared folder `path`. Where ids from first_new on occur, also the top-1 accuracy at those."""
-    if Path(path).is_dir():
-        (first, *ids), size = prepared_split(Path(path), tok)
-    else:
-        try:
-            content = Path(path).read_bytes().decode('utf-8')
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f'--text={path}: {e}') from None
-        if not content.strip():
-            raise InputError(f'--text={path}: no text in it')
-        first, ids, size = tok.bos, tok.encode([content])[0], len(content.encode())
+    """
+    Of a file or of the held-out split of a prepared folder: documents back to back, bos before each, as in training, in
+    windows that overlap by half. Where ids from first_new on occur, also the top-1 accuracy at those.
+    """
+    (first, *ids), size = (prepared_split if Path(path).is_dir() else text_file)(Path(path), tok)
     nats, right, confidence = sliding(scorer, first, ids)
-    mean, new = nats.mean().item(), torch.tensor(ids) >= first_new
-    results = dict(tokens=len(nats), bytes=size, nats_per_token=mean)
+    mean, new, T = nats.mean().item(), torch.tensor(ids) >= first_new, scorer.model.config.block_size
+    results = dict(tokens=len(nats), bytes=size, window=T, stride=T - T // 2, nats_per_token=mean)
     results |= dict(bits_per_byte=nats.sum().item() / math.log(2) / size, perplexity=math.exp(min(mean, 700)))
     results |= dict(top1_accuracy=right.mean().item(), expected_calibration_error=calibration_error(right, confidence))
     if new.any():
