@@ -51,9 +51,6 @@ init_from = ''  # the folder to write the grown model into, in the released layo
 whole = False  # the model takes any other vocabulary, that of `tokenizer`, in place of its own; nothing is learned
 config = configure(globals())
 
-# -----------------------------------------------------------------------------
-# the tokenizer
-
 # of a language's documents, and of their bytes: less than prepare.py's share of val_bytes for each of 4 sources
 HELD_OUT, HELD_OUT_BYTES = 0.05, 400_000
 
@@ -280,8 +277,7 @@ def main():
                 path.write_text(''.join(rows), encoding='utf-8', newline='\n')
             was, now = zip(*saved.values(), strict=True)
             groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
-            title = 'what new tokens save'
-            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', title, '%.2f')
+            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', fmt='%.2f')
             file.write_bytes(larger.sp.serialized_model_proto())
         if before:
             save_pretrained(model, init_from, tokenizer)

@@ -302,7 +302,8 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=32768, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.2,
     )).eval()  # fmt: skip
     theirs.save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path).eval()
