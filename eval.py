@@ -6,7 +6,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5 --log_samples         # any task, group or tag of lm-eval
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
-    $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.txt,en.txt
+    $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.jsonl,en.jsonl
     $ python eval.py --tasks=card660 --data_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
@@ -35,13 +35,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lm_eval.utils import make_table, sanitize_model_name
+from tqdm import tqdm
 
 from bins import Bins, read_meta
 from checkpoint import digest_of_state, open_model, pick_device
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
 from plot import bars
-from scorer import MHFLM, Scorer, windows
+from scorer import BAR, MHFLM, Scorer
+from sources import ReadState, Source, batches
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -52,7 +54,8 @@ before = ''  # an out_dir, released folder or hub id: the model before an expans
 # on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
-text = ''  # of bits_per_byte: text files, or folders of prepare.py, whose held-out split is read, separated by commas
+# of bits_per_byte, several separated by commas: .txt, .jsonl, .parquet, packed or not; the held-out split of bins
+text = ''
 # settings of lm-eval, by its names
 num_fewshot = None  # examples before the question; None is what the task says
 limit = None  # documents per task, or below 1 the share of them
@@ -236,6 +239,15 @@ def commit():
 # text and rare words
 
 
+def windows(ids, T):
+    """Token ids -> requests for all but the first; from the second request on, each sees half a context T or more."""
+    n = len(ids) - 1
+    for begin in range(0, max(min(n, 1), n - T // 2), T - T // 2):
+        # the half that the window before has scored
+        scored = begin + 1 + (T // 2 if begin else 0)
+        yield ids[begin:scored], ids[scored : begin + T + 1]
+
+
 def sliding(scorer, bos, ids):
     """Token ids (n,) -> of each of them: nats, is it the likeliest, probability of the likeliest; three (n,)."""
     parts = dict(scorer.by_token(list(windows([bos, *ids], scorer.model.config.block_size)), None, 'text'))
@@ -262,21 +274,30 @@ def prepared_split(folder, tok):
     return Bins(folder, split)[:].tolist(), split['bytes']
 
 
+def text_file(path, tok):
+    """(token ids, bytes of text) of all documents of a file, as prepare.py makes bins of them. Raises InputError."""
+    source, ids, size = Source(str(path)), [], 0
+    with tqdm(desc='encode', total=source.size, unit='B', unit_scale=True, delay=1, **BAR) as bar:
+        source.moved = bar.update
+        # of these none is held out
+        for batch, _ in batches(source, ReadState(tails=False), val_fraction=1, val_bytes=0):
+            texts = [text for text, _ in batch]
+            size += sum(len(text.encode()) for text in texts)
+            ids += [i for document in tok.encode(texts) for i in (tok.bos, *document)]
+    if not ids:
+        raise InputError(f'--text={path}: no text in it')
+    return ids, size
+
+
 def bits_per_byte(scorer, tok, path, first_new):
-    """Of the text or prepared folder `path`. Where ids from first_new on occur, also the top-1 accuracy at those."""
-    if Path(path).is_dir():
-        (first, *ids), size = prepared_split(Path(path), tok)
-    else:
-        try:
-            content = Path(path).read_bytes().decode('utf-8')
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f'--text={path}: {e}') from None
-        if not content.strip():
-            raise InputError(f'--text={path}: no text in it')
-        first, ids, size = tok.bos, tok.encode([content])[0], len(content.encode())
+    """
+    Of a file or of the held-out split of a prepared folder: documents back to back, bos before each, as in training, in
+    windows that overlap by half. Where ids from first_new on occur, also the top-1 accuracy at those.
+    """
+    (first, *ids), size = (prepared_split if Path(path).is_dir() else text_file)(Path(path), tok)
     nats, right, confidence = sliding(scorer, first, ids)
-    mean, new = nats.mean().item(), torch.tensor(ids) >= first_new
-    results = dict(tokens=len(nats), bytes=size, nats_per_token=mean)
+    mean, new, T = nats.mean().item(), torch.tensor(ids) >= first_new, scorer.model.config.block_size
+    results = dict(tokens=len(nats), bytes=size, window=T, stride=T - T // 2, nats_per_token=mean)
     results |= dict(bits_per_byte=nats.sum().item() / math.log(2) / size, perplexity=math.exp(min(mean, 700)))
     results |= dict(top1_accuracy=right.mean().item(), expected_calibration_error=calibration_error(right, confidence))
     if new.any():

@@ -14,11 +14,15 @@ Adds the tokens of new languages to a tokenizer, and to a trained model: a Multi
 SentencePiece learns merges of its own from each text. Those that the base does not have are ranked by the tokens they
 save in the text, and the best go after the base's pieces: with the lowest priorities, so that a text without them is
 split as before. A grown MultiHashFormer has a longer table and the same parameters; a Standard model has a row more for
-each new token, the mean of the rows of its old pieces. The documents that prepare.py holds out of a file by the same
-val_fraction are held out here too, at most 400 kB of each text, and written beside the tokenizer for eval.py.
+each new token, the mean of the rows of its old pieces.
+
+Every 20th document is held out, up to 400 kB of each text, and written beside the tokenizer as .jsonl. For eval.py to
+measure text that was not trained on, prepare.py must hold out these too: it does where it reads the same texts, without
+--part, with val_fraction=0.05, as config/expand_*.py have it.
 """
 
 import io
+import json
 import re
 import shutil
 import sys
@@ -40,7 +44,6 @@ base = 'mistral'  # to expand: mistral, or a .model file
 texts = ''  # one language each: what prepare.py reads, separated by commas, with @ and a number of tokens
 num_new_tokens = 5118  # of a language without @; three make the paper's 15,354
 text_bytes = 30000000  # of a language to learn from, at most
-val_fraction = 0.005
 tokenizer = 'expanded.model'  # the file to write, or to use where it is there
 # the model
 before = ''  # to grow: an out_dir, a folder in the released layout, or a hub id[@revision]; '' is none
@@ -48,10 +51,8 @@ init_from = ''  # the folder to write the grown model into, in the released layo
 whole = False  # the model takes any other vocabulary, that of `tokenizer`, in place of its own; nothing is learned
 config = configure(globals())
 
-# -----------------------------------------------------------------------------
-# the tokenizer
-
-HELD_OUT_BYTES = 400_000  # of a language
+# of a language's documents, and of their bytes: less than prepare.py's share of val_bytes for each of 4 sources
+HELD_OUT, HELD_OUT_BYTES = 0.05, 400_000
 
 
 def languages():
@@ -74,18 +75,16 @@ def languages():
 def read(source):
     """The documents to learn from, and those held out, two lists of str."""
     documents, held, size = [], [], 0
-    for batch, _ in batches(Source(source), ReadState(), val_fraction, HELD_OUT_BYTES):
-        for text, is_held_out in batch:
-            (held if is_held_out else documents).append(text)
-            size += 0 if is_held_out else len(text.encode())
+    for batch, _ in batches(Source(source), ReadState(), HELD_OUT, HELD_OUT_BYTES):
+        documents += [text for text, is_held_out in batch if text and not is_held_out]
+        held += [text for text, is_held_out in batch if text and is_held_out]
+        size += sum(len(text.encode()) for text, is_held_out in batch if not is_held_out)
         if size >= text_bytes:
             break
-    if not any(documents):
-        raise InputError(f'{source}: no text in it')
-    if not any(held):
-        many = f'{source}: none of the {len(documents):,} documents that were read is held out'
-        raise InputError(f'{many}; raise val_fraction={val_fraction} or text_bytes')
-    return [t for t in documents if t], [t for t in held if t]
+    if not documents or not held:
+        read = f'{len(documents):,} documents to learn from, {len(held)} held out'
+        raise InputError(f'{source}: too little text: {read}; take more of it, or raise text_bytes={text_bytes:,}')
+    return documents, held
 
 
 def last_merge(piece, rank):
@@ -187,10 +186,8 @@ def learn(tok, wanted):
         characters, size = sum(map(len, held[name])), sum(len(text.encode()) for text in held[name])
         was, now, got = sum(map(len, olds)), sum(map(len, news)), len(chosen.get(name, ()))
         saved[name] = was / characters, now / characters
-        print(
-            f'{name:<14}{got:>11,}{was / characters:>11.3f} -> {now / characters:<9.3f}'
-            f'{size / was:>11.2f} -> {size / now:<9.2f}{1 - now / was:>14.1%}'
-        )
+        tokens = f'{was / characters:>11.3f} -> {now / characters:<9.3f}{size / was:>11.2f} -> {size / now:<9.2f}'
+        print(f'{name:<14}{got:>11,}{tokens}{1 - now / was:>14.1%}')
         if got < number:
             print(f'{name}: the text gives {got:,} of the {number:,} tokens asked for')
     return larger, held, saved
@@ -251,15 +248,11 @@ def main():
         raise InputError(f"tokenizer='{tokenizer}': the file to write must end with .model")
     if before and init_from in ('', 'scratch', 'resume'):
         raise InputError(f"init_from='{init_from}': name the folder to write the grown model into, --init_from=FOLDER")
-    if not 0 < val_fraction < 1:
-        raise InputError(f'val_fraction={val_fraction}: must be between 0 and 1')
-    held_files = {name: file.with_name(f'{file.stem}_{name}.txt') for name in wanted}
+    held_files = {name: file.with_name(f'{file.stem}_{name}.jsonl') for name in wanted}
     outputs = [file, file.with_suffix('.png'), *held_files.values()] if learns else []
     outputs += [Path(init_from)] if before else []
-    for path in outputs:
-        if path.exists():
-            setting = '--init_from' if path == Path(init_from) else '--tokenizer'
-            raise InputError(f'{path} is there already; delete it, or choose another {setting}')
+    if there := [path for path in outputs if path.exists()]:
+        raise InputError(f'{there[0]} is there already; delete it, or choose another --tokenizer or --init_from')
     tok = get_tokenizer(base)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base='{base}' is no SentencePiece tokenizer, only those can be expanded; mistral is one")
@@ -280,11 +273,11 @@ def main():
             path.parent.mkdir(parents=True, exist_ok=True)
         if learns:
             for name, path in held_files.items():
-                path.write_text('\n\n'.join(held[name]) + '\n', encoding='utf-8')
+                rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in held[name]]
+                path.write_text(''.join(rows), encoding='utf-8', newline='\n')
             was, now = zip(*saved.values(), strict=True)
             groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
-            title = 'what new tokens save'
-            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', title, '%.2f')
+            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', fmt='%.2f')
             file.write_bytes(larger.sp.serialized_model_proto())
         if before:
             save_pretrained(model, init_from, tokenizer)

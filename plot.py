@@ -76,6 +76,8 @@ def bars(labels, groups, path, ylabel, title='', fmt=None, errors=None):
             ax.bar_label(drawn, fmt=fmt, fontsize=8)
     many = len(labels) > 5 or any(len(label) > 14 for label in labels)
     ax.set_xticks(range(len(labels)), labels, rotation=45 if many else 0, ha='right' if many else 'center')
+    # room for the legend
+    ax.margins(y=0.05 + 0.1 * len(groups))
     save(fig, ax, path, ylabel=ylabel, title=title)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from checkpoint import open_model, pick_device
@@ -223,15 +224,6 @@ class Scorer:
         return [min([text, *(text.split(stop)[0] for stop in until)], key=len) for text in said]
 
 
-def windows(ids, T):
-    """Token ids -> requests for all but the first; from the second request on, each sees half a context T or more."""
-    n = len(ids) - 1
-    for begin in range(0, max(min(n, 1), n - T // 2), T - T // 2):
-        # the half that the window before has scored
-        scored = begin + 1 + (T // 2 if begin else 0)
-        yield ids[begin:scored], ids[scored : begin + T + 1]
-
-
 @register_model('mhf')
 class MHFLM(TemplateLM):
     """
@@ -260,11 +252,13 @@ class MHFLM(TemplateLM):
         return self.scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        scorer = self.scorer
-        texts = [[scorer.tok.bos, *self.tok_encode(request.args[0])] for request in requests]
-        parts = [(k, window) for k, ids in enumerate(texts) for window in windows(ids, self.max_length)]
+        """As all models of lm-eval: in windows that do not overlap, bos before the first, a token before others."""
+        how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        rolling = ((k, window) for k, ids in enumerate(texts) for window in get_rolling_token_windows(ids, **how))
+        parts = [(k, make_disjoint_window(window)) for k, window in rolling]
         results, left = [0.0] * len(texts), Counter(k for k, _ in parts)
-        for part, (logp, _, _) in scorer.by_token([window for _, window in parts], None, 'text'):
+        for part, (logp, _, _) in self.scorer.by_token([window for _, window in parts], None, 'text'):
             k = parts[part][0]
             results[k] += logp.sum().item()
             left[k] -= 1

@@ -48,6 +48,7 @@ UNPACK = {
     '.zst': lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
 }
 UNREADABLE = (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+SKIP = 'prepare.py goes on after it with --on_error=skip'
 # UTF-32's mark may begin with UTF-16's
 MARKS = {b'\xff\xfe\0\0': 'UTF-32', b'\0\0\xfe\xff': 'UTF-32', b'\xff\xfe': 'UTF-16', b'\xfe\xff': 'UTF-16'}
 
@@ -58,14 +59,10 @@ def mixture(dataset):
         return [(dataset, None)]
     sources = []
     for item in dataset.split(','):
-        name, _, tokens = item.rpartition('@')
-        try:
-            number = float(tokens)
-        except ValueError:
-            number = 0
-        if not name or not 1 <= number < 1e15:
+        found = re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item)
+        if not found or not 1 <= float(found[2]) < 1e15:
             raise InputError(f"dataset '{item}': each of a mixture ends with @ and its number of tokens, like @2e9")
-        sources.append((name, int(number)))
+        sources.append((found[1], int(float(found[2]))))
     return sources
 
 
@@ -131,7 +128,7 @@ class Source:
                 row = json.loads(line) if line.strip() else dict(text='')
             except (ValueError, RecursionError) as e:
                 if not self.skip_errors:
-                    raise InputError(f'{path}, line {n}: not JSON ({e}); --on_error=skip goes on after it') from None
+                    raise InputError(f'{path}, line {n}: not JSON ({e}); {SKIP}') from None
                 yield '', dict(unreadable=1)
                 continue
             fields = row if isinstance(row, dict) else [type(row).__name__]
@@ -270,7 +267,7 @@ def documents(source, file=0, row=0, piece=0):
             if source.on_hub and not isinstance(e, ValueError):
                 raise InputError(f'{path}, row {n + 1}: the network does not give it {reason}') from None
             if not source.skip_errors:
-                raise InputError(f'{path}, row {n + 1} cannot be read {reason}; --on_error=skip goes on') from None
+                raise InputError(f'{path}, row {n + 1} cannot be read {reason}; {SKIP}') from None
             yield '', dict(unreadable=1), (f + 1, 0, 0)
         row = 0
 

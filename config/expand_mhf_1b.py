@@ -1,5 +1,6 @@
 # Vocabulary expansion of the paper's 1B H4B16K: 15,354 new tokens, 32,768 -> 48,122, and no new parameter.
-# 16,000 steps x 256 sequences x 2,048 tokens = 8.4 B tokens, 2 B of each of 4 languages; bins of 16 GB.
+# 16,000 steps x 256 sequences x 2,048 tokens = 8.389 B tokens, one epoch of 2.1 B of each of 4 languages, whose 48,122
+# tokens take 2 bytes each: bins of 16.8 GB.
 from config.mhf_1b import *
 
 # a model trained here; the released one: --before=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
@@ -10,7 +11,9 @@ tokenizer = 'out/tokenizer/ar_zh_hi.model'
 out_dir = 'out/expand_mhf_1b'
 base = 'mistral'
 texts = 'fineweb-2:arb_Arab,fineweb-2:cmn_Hani,fineweb-2:hin_Deva'
-dataset = 'fineweb-2:arb_Arab@2e9,fineweb-2:cmn_Hani@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu:sample-100BT@2e9'
+dataset = ','.join(f'{_source}@2.1e9' for _source in (*texts.split(','), 'fineweb-edu:sample-10BT'))
+# expand.py's, so that nothing of what it holds out is trained on; val_bytes is the most that is held out
+val_fraction = 0.05
 
 # the first two and the last two; always E, hash encoder and decoder, and the final norm
 train_layers = 2

@@ -1,4 +1,5 @@
-# The paper's 3B H4B16K expanded; the released model: --before=klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32
+# The paper's 3B H4B16K expanded; the released model:
+# --before=klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32@checkpoint-200000
 from config.expand_mhf_1b import *
 
 before = 'out/mhf_3b'

@@ -1,4 +1,4 @@
-# The paper's 1B Standard+2L expanded; the released model: --before=klein9692/raw-1b_add2L
+# The paper's 1B Standard+2L expanded; the released model: --before=klein9692/raw-1b_add2L@checkpoint-200000
 from config.expand_standard_1b import *
 
 before = 'out/standard_1b_2l'

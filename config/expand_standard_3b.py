@@ -1,4 +1,4 @@
-# The paper's 3B Standard expanded; the released model: --before=klein9692/raw-3b
+# The paper's 3B Standard expanded; the released model: --before=klein9692/raw-3b@checkpoint-200000
 from config.expand_mhf_3b import *
 
 before = 'out/standard_3b'

@@ -12,12 +12,13 @@ base = 'mistral'
 _text = '../shared/data/text'
 texts = f'{_text}/ar.jsonl.xz,{_text}/zh.jsonl.xz,{_text}/hi.jsonl.xz'
 dataset = ','.join(f'{_text}/{_name}.jsonl.xz@3e5' for _name in ('ar', 'zh', 'hi', 'english_edu'))
+# expand.py's, so that nothing of what it holds out is trained on
 val_fraction = 0.05
 # of the four the first and the last; always E, hash encoder and decoder, and the final norm
 train_layers = 1
 
 # eval.py, sample.py
 tasks = 'bits_per_byte'
-text = ','.join(f'out/tokenizer/tiny_ar_zh_hi_{_name}.txt' for _name in ('ar', 'zh', 'hi'))
+text = ','.join(f'out/tokenizer/tiny_ar_zh_hi_{_name}.jsonl' for _name in ('ar', 'zh', 'hi'))
 plot = True
 start = 'The '

@@ -138,11 +138,12 @@ RESUME = 'train.py cfg.py --init_from=resume '
 MORE = RESUME + '--max_steps=30 '
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--texts=docs.jsonl '
-FEW = EXPAND + '--texts=long.jsonl --val_fraction=0.03 --text_bytes=1000'
+FEW = EXPAND + '--texts=long.jsonl --text_bytes=1000'
 GROW = DOCS + '--init_from=grown '
 SHORTER = 'expand.py --before=out --init_from=grown --tokenizer=x.model'
 REPLACE = 'expand.py --whole --before=small --init_from=grown --tokenizer=tekken'
 EVAL = 'eval.py --out_dir=out '
+TEXT = EVAL + '--tasks=bits_per_byte --text='
 
 BAD = [
     # settings
@@ -279,13 +280,13 @@ BAD = [
     # expand.py
     Bad('expand by nothing', EXPAND, says='texts is empty'),
     Bad('expand by a file that is not there', EXPAND + '--texts=xx.jsonl', says='xx.jsonl'),
-    Bad('expand by an empty file', EXPAND + '--texts=e.txt', 'e.txt: no text', file('e.txt', b'')),
+    Bad('expand by an empty file', EXPAND + '--texts=e.txt', 'e.txt: too little text', file('e.txt', b'')),
     Bad('expand by one text twice', EXPAND + '--texts=docs.jsonl,docs.jsonl', says="'docs.jsonl' twice"),
     Bad('expand by too many tokens', EXPAND + '--texts=docs.jsonl@2000000000', says='at most 1,000,000'),
     Bad('expand by some tokens', EXPAND + '--texts=docs.jsonl@some', says="'docs.jsonl@some'"),
-    Bad('expand without held-out text', FEW, 'is held out; raise val_fraction=0.03', few),
-    Bad('expand with a val_fraction', DOCS + '--val_fraction=0', says='val_fraction=0'),
-    Bad('expand over a held-out text', DOCS, 'new_docs.txt is there already', file('new_docs.txt', b'precious')),
+    Bad('expand without held-out text', FEW, 'learn from, 0 held out; take more of it, or raise text_bytes=1,000', few),
+    Bad('expand with a val_fraction', DOCS + '--val_fraction=0.1', says='prepare.py has it'),
+    Bad('expand over a held-out text', DOCS, 'new_docs.jsonl is there already', file('new_docs.jsonl', b'precious')),
     Bad('expand over a file', DOCS, 'new.model is there already', file('new.model', b'precious')),
     Bad('expand into another kind of file', 'expand.py --texts=docs.jsonl --tokenizer=new.json', says='new.json'),
     Bad('expand below a file', 'expand.py --texts=docs.jsonl --tokenizer=docs.jsonl/x.model', says='docs.jsonl/x'),
@@ -306,7 +307,11 @@ BAD = [
     Bad('no folder of data', EVAL + '--data_dir=nowhere', says='no such folder'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says='needs --text'),
     Bad('text that is not there', EVAL + '--tasks=bits_per_byte --text=no.txt', says='no.txt'),
-    Bad('an empty text', EVAL + '--tasks=bits_per_byte --text=e.txt', 'no text in it', file('e.txt', b' \n')),
+    Bad('an empty text', TEXT + 'e.txt', 'no text in it', file('e.txt', b' \n')),
+    Bad('text without text', TEXT + 'e.jsonl', 'are: body, id', file('e.jsonl', b'{"body": "x", "id": 1}')),
+    Bad('text of parquet without text', TEXT + 'x.parquet', 'content, url', bad_parquet),
+    Bad('text that is cut off', TEXT + 'e.jsonl.xz', 'e.jsonl.xz', file('e.jsonl.xz', lzma.compress(noise)[:-20])),
+    Bad('text of another kind', TEXT + 'e.pdf', 'e.pdf: expected .txt', file('e.pdf', b'%PDF')),
     Bad('not card660', EVAL + '--tasks=card660 --data_dir=bins', says='dataset.tsv'),
     Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing/ckpt.pt'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="another vocabulary than the 'mistral'"),

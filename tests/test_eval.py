@@ -1,15 +1,21 @@
 """eval.py: scores against log_probs, lm-eval's tasks on small local files, the command itself."""
 
+import gzip
 import json
+import lzma
+import math
 import shutil
 import types
 from pathlib import Path
 
 import lm_eval
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents
+import zstandard
+from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents, write_jsonl
 from datasets import load_dataset
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import (
@@ -114,6 +120,39 @@ def test_prepared_split(trained, mistral, tmp_path):
         evaluation.prepared_split(trained / 'bins', other)
     with pytest.raises(InputError, match='not a folder of prepare.py'):
         evaluation.prepared_split(tmp_path, mistral)
+
+
+TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
+
+
+def text_files(folder):
+    """The same documents in all kinds of files, and the folder of prepare.py whose held-out split they are."""
+    rows = ''.join(json.dumps(dict(id=k, text=text)) + '\n' for k, text in enumerate(TEXTS)).encode()
+    packed = {'': bytes, '.gz': gzip.compress, '.xz': lzma.compress, '.zst': zstandard.compress}
+    for suffix, pack in packed.items():
+        (folder / f't.jsonl{suffix}').write_bytes(pack(rows))
+    pq.write_table(pa.table(dict(text=TEXTS, score=[3.5] * 5)), folder / 't.parquet')
+    # every second is held out
+    write_jsonl(folder / 'both.jsonl', [text for held_out in filter(str.strip, TEXTS) for text in ('x', held_out)])
+    ok('prepare.py', '--dataset=both.jsonl', '--val_fraction=0.5', '--data_dir=d', '--num_workers=1', cwd=folder)
+    return [*(f't.jsonl{suffix}' for suffix in packed), 't.parquet']
+
+
+def test_text_by_documents(tmp_path, mistral):
+    """A file's markup is measured, its documents are run together, or it has other numbers than in training."""
+    scorer = Scorer(random_model(vocab_size=32768, num_buckets=300), None, 256)
+    files = text_files(tmp_path)
+    folder = evaluation.bits_per_byte(scorer, mistral, str(tmp_path / 'd'), 32768)
+    texts = [text.strip() for text in TEXTS if text.strip()]
+    ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
+    assert folder['tokens'] == len(ids) - 1 and folder['bytes'] == sum(len(text.encode()) for text in texts)
+    nats, _, _ = evaluation.sliding(scorer, ids[0], ids[1:])
+    assert folder['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / folder['bytes'])
+    for name in files:
+        assert evaluation.bits_per_byte(scorer, mistral, str(tmp_path / name), 32768) == folder, name
+    # a .txt is one document
+    (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
+    assert evaluation.text_file(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -277,13 +316,15 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
             return list(mistral.encode([string])[0])
 
         def _loglikelihood_tokens(self, requests, *args, **kwargs):
-            with_bos = [(key, [mistral.bos, *context], ids) for key, context, ids in requests]
+            # windows of a text have no key, and their own prefix
+            with_bos = [(key, [mistral.bos, *context] if key else context, ids) for key, context, ids in requests]
             return super()._loglikelihood_tokens(with_bos, *args, **kwargs)
 
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=32768, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        initializer_range=0.2,
     )).eval()  # fmt: skip
     theirs.save_pretrained(tmp_path)
     ours = from_pretrained(tmp_path).eval()
@@ -292,14 +333,22 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     small_tasks(tmp_path)
     # real text, if it is there
     data = SHARED / 'data/eval' if (SHARED / 'data/eval').is_dir() else tmp_path
-    scores = []
+    # of less than a window, of a window and a token, and of several
+    texts, ids = ['a few words'], mistral.encode([real_documents()[0]])[0]
+    texts += [mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300)]
+    scores, rolled = [], []
     for lm in (
         MHFLM(Scorer(ours, mistral.bos, 256, tok=mistral)),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
         raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in raw['results'].items()})
+        rolled.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
     assert scores[0] == scores[1] and len(scores[0]) == 2
+    assert rolled[0] == pytest.approx(rolled[1], rel=1e-5)
+    # windows that overlap by half give something else
+    nats, _, _ = evaluation.sliding(Scorer(ours, 1, 256), 1, mistral.encode(texts[-1:])[0])
+    assert -nats.sum().item() != pytest.approx(rolled[0][-1], rel=1e-3)
 
 
 # -----------------------------------------------------------------------------
@@ -330,7 +379,7 @@ for dtype in ('float32', 'bfloat16'):
     if rank == 0:
         lm = scoring.MHFLM(scorer)
         lines = [lm.loglikelihood(pairs), lm.loglikelihood_rolling(requests), lm.generate_until(prompts)]
-        lines.append([part.tolist() for part in evaluation.sliding(scorer, 1, lm.tok_encode(texts[3]))])
+        lines += [[p.tolist() for p in evaluation.sliding(scorer, 1, lm.tok_encode(texts[k]))] for k in (0, 3)]
         found[dtype] = [scorer.tokens, *lines]
         scorer.take_part([None] * world_size)
 if rank == 0:
@@ -370,14 +419,14 @@ def test_processes_share_the_work(few, tmp_path):
     one, two, halved, three = found
     assert one == two == three
     for dtype in one:
-        tokens, pairs, texts, written, (nats, _, _) = one[dtype]
+        tokens, pairs, texts, written, (short, _, _), (nats, _, _) = one[dtype]
         assert tokens == halved[dtype][0] == 400 and len(pairs) == 9
         close = dict(rel=1e-6 if dtype == 'float32' else 0.02)
-        assert (
-            texts[1] == 0 and texts[3] == pytest.approx(-sum(nats), **close) and len(set(texts)) == 5 and any(written)
-        )
+        # in one window; in many that overlap or do not
+        assert texts[1] == 0 and texts[0] == pytest.approx(-sum(short), **close) and texts[3] != -sum(nats)
+        assert len(set(texts)) == 5 and any(written)
         assert [p for p, _ in halved[dtype][1]] == pytest.approx([p for p, _ in pairs], **close)
-        assert halved[dtype][2] == pytest.approx(texts, **close) and halved[dtype][4][0] == pytest.approx(nats, **close)
+        assert halved[dtype][2] == pytest.approx(texts, **close) and halved[dtype][5][0] == pytest.approx(nats, **close)
         assert halved[dtype][3] == written
 
 

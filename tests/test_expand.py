@@ -7,13 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import events, ok, random_model, real_documents, run, shared, snapshot, weights, write_jsonl
+from conftest import REPO, events, ok, random_model, real_documents, run, shared, snapshot, weights, write_jsonl
 
 import expand
+from bins import Bins, read_meta
 from checkpoint import from_pretrained, load_checkpoint, save_pretrained
-from configurator import read_config
+from configurator import declared, read_config
 from hashing import extend_table, get_tokenizer, signature_table
 from model import MHF, MHFConfig
+from sources import mixture
 from test_mhf import SAYINGS
 
 pytestmark = pytest.mark.xdist_group('expand')
@@ -62,13 +64,47 @@ def test_expanded_tokenizer(expansion, mistral):
         assert [tok.decode(i) for i in tok.encode(texts)] == texts
     assert tok.split(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
     for name, how in LANGUAGES.items():
-        held = (expansion / f'three_{name}.txt').read_text().strip().split('\n\n')
-        # those that prepare.py holds out
-        assert held == invented_language(*how)[9::10]
+        held = held_out(expansion / f'three_{name}.jsonl')
+        # whatever val_fraction is
+        assert held == invented_language(*how)[19::20]
         assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
         saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
         assert float(saved[1]) >= 25
     assert (expansion / 'three.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def held_out(path):
+    return [json.loads(line)['text'] for line in path.read_text(encoding='utf-8').splitlines()]
+
+
+def test_held_out_text_is_not_trained_on(expansion, mistral):
+    """The configs of expansions train on documents of which eval.py says what the expansion brought."""
+    files = list((REPO / 'config').glob('expand_*.py'))
+    for settings in map(read_config, files):
+        sources = mixture(settings['dataset'])
+        each = settings.get('val_bytes', declared('prepare.py')['val_bytes']) // len(sources)
+        assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
+        # the same texts, and English
+        assert settings['texts'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
+    assert len(files) == 7
+    ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
+       '--data_dir=held', '--num_workers=1', cwd=expansion)  # fmt: skip
+    splits = read_meta(expansion / 'held')['splits']
+    ids = [Bins(expansion / 'held', splits[split])[:].tolist() for split in ('train', 'val')]
+    trained_on, kept = (set(map(str.strip, mistral.decode(part).split('.'))) for part in ids)
+    for name in ('ar', 'zh'):
+        sentences = {text.strip(' .') for text in held_out(expansion / f'three_{name}.jsonl')}
+        assert sentences and sentences <= kept and not sentences & trained_on
+
+
+def test_the_paper_s_expansions_are_one_epoch():
+    """16,000 steps read some text twice, or the bins are not of 2 bytes a token."""
+    for file in (REPO / 'config').glob('expand_*_[13]b*.py'):
+        settings = read_config(file)
+        tokens = [number for _, number in mixture(settings['dataset'])]
+        blocks = (sum(tokens) - 1) // settings['block_size']
+        assert settings['max_steps'] * settings['batch_size'] <= blocks and len(tokens) == 4
+        assert 3 * declared('expand.py')['num_new_tokens'] + 32768 == 48122
 
 
 def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
@@ -95,7 +131,7 @@ def test_expand_again_and_on_real_text(expansion, tmp_path):
     assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
     assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
     files = ','.join(str(shared(f'data/text/{n}.jsonl.xz')) for n in LANGUAGES)
-    args = (f'--texts={files}', '--val_fraction=0.05', '--text_bytes=1000000', '--tokenizer=real.model')
+    args = (f'--texts={files}', '--text_bytes=1000000', '--tokenizer=real.model')
     done = ok('expand.py', *args, cwd=tmp_path)
     assert '32,768 -> 48,122 tokens' in done.stdout
     assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
@@ -126,14 +162,15 @@ def test_expand_a_model(expansion, mistral):
     assert refused.returncode == 1 and 'train_layers=1 (now 0)' in refused.stderr
 
     done = ok('eval.py', '--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', '--plot', '--device=cpu',
-              '--text=three_hi.txt,three_docs.txt', cwd=expansion)  # fmt: skip
-    results = json.loads((next(expansion.glob('results/expanded/results_*.json'))).read_text())
-    for name, now in results['bits_per_byte'].items():
-        then = results['before']['bits_per_byte'][name]
+              '--text=three_hi.jsonl,three_docs.jsonl', cwd=expansion)  # fmt: skip
+    files = [next(expansion.glob(f'results/{model}/results_*.json')) for model in ('base', 'expanded')]
+    before, after = (json.loads(file.read_text())['bits_per_byte'] for file in files)
+    for name, now in after.items():
+        then = before[name]
         assert now['bytes'] == then['bytes'] and 'new_tokens' not in then
         assert ('new_tokens' in now) == ('docs' not in name)
         assert f'{name}: {then["bits_per_byte"]:.4f} -> {now["bits_per_byte"]:.4f} bits per byte' in done.stdout
-    assert (expansion / 'expanded/results_text.png').stat().st_size > 5000
+    assert files[1].with_name(f'{files[1].stem}_text.png').stat().st_size > 5000
 
 
 def test_expand_a_standard_model(expansion, mistral):
@@ -186,7 +223,7 @@ def test_tables_of_ablations_grow(H, num_lsh, unique):
     assert (expand.table_like(model, old + new, 2) == extend_table(table, new, **how)).all()
 
 
-NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--val_fraction=0.1', '--init_from=new')
+NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--init_from=new')
 
 
 @pytest.mark.parametrize('before', ['grown', 'out --base=three.model', 'bare', 'small'])
