@@ -223,21 +223,17 @@ class JsonTokenizer:
             role[key] = next((ids[t] for t in (token, *names) if t in ids and (t == token or t in added)), None)
         self.bos, self.pad = role['bos'], next((i for i in (role['pad'], role['eos']) if i is not None), role['bos'])
         if self.bos is None:
-            none = f'nor any of {", ".join(ROLES["bos"])}'
-            raise ValueError(f'it has no bos: no bos_token in a tokenizer_config.json beside it, {none}')
+            raise ValueError('it has no bos; a tokenizer_config.json beside it may name a bos_token')
 
     def encode(self, texts):
         return [found.ids for found in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids):
-        return self.json.decode([int(i) for i in ids if int(i) not in (self.bos, self.pad)])
+        return self.json.decode([int(i) for i in ids])
 
 
 def from_hub(name, files, revision=None, enough=()):
-    """
-    The folder with these files of a hub id, user/name[@revision]; where it has the files `enough` already, the hub is
-    not asked. Raises InputError.
-    """
+    """The folder with these files of user/name[@revision]; `enough` are not fetched anew. Raises InputError."""
     import huggingface_hub
 
     repo, _, branch = name.partition('@')
@@ -258,8 +254,7 @@ def get_tokenizer(name):
     """
     The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
     any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
-    or a Hugging Face tokenizer.json: the file, or its hub id user/name[@revision]. What is not here is downloaded at
-    first use. Raises InputError.
+    or a tokenizer.json, also by its hub id user/name[@revision]; one download at first use. Raises InputError.
     """
     import mistral_common
     import tiktoken
@@ -269,7 +264,7 @@ def get_tokenizer(name):
     if name in known:
         hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
     elif Path(name).is_dir():
-        raise InputError(f"tokenizer '{name}' is a folder; name the file in it, --tokenizer={name}/tokenizer.json")
+        raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
     elif not name.endswith(('.model', '.json')):
         if '/' not in name:
             others = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
