@@ -502,7 +502,8 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
     if sha256 and facts['tokenizer_sha256'] != sha256:
         raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")
     if not only_tokens(model, facts['vocab_size'], facts['gaps']):
-        raise InputError(f"tokenizer '{tok.name}' has {len(tok.tokens)} tokens, the model {c.vocab_size}: not its own")
+        sizes = f'has {len(tok.tokens)} tokens, the model {c.vocab_size}'
+        raise InputError(f"tokenizer '{tok.name}' {sizes}: not its own, which --tokenizer names")
     j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
     if released and j < c.num_hashes - 1:
         ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
