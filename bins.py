@@ -53,7 +53,9 @@ def data_folder(config):
     if re.search(r'[^\w:.-]', name):
         name = f'{name.split("/")[-1]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
     name = re.sub(r'[^\w.-]+', '-', name)
-    return Path('data') / f'{name}_{Path(config["tokenizer"]).name.removesuffix(".model")}'
+    # of a tokenizer that is called tokenizer.json its folder's name
+    tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
+    return Path('data') / f'{name}_{tokenizer}'
 
 
 def meta_files(folder):

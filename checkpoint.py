@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from bins import replace_durably
+from bins import replace_durably, tokenizer_facts
 from configurator import InputError, wrong_type
-from hashing import get_tokenizer, signature_table, tokenizer_fingerprint
+from hashing import JSON_FILES, from_hub, get_tokenizer, signature_table
 from model import MHF, MHFConfig, check_table
 
 
@@ -312,8 +312,8 @@ RELEASED_NAMES = {
 def save_pretrained(model, folder, tokenizer):
     """
     Writes the authors' released format into a new folder: config.json, with the name of the tokenizer, and
-    model.safetensors; a tokenizer that is a .model file goes beside them as tokenizer.model. from_pretrained reads
-    back the same bits. Raises InputError.
+    model.safetensors; a tokenizer that is a file goes beside them as tokenizer.model or tokenizer.json. from_pretrained
+    reads back the same bits. Raises InputError.
     """
     from safetensors.torch import save_file
 
@@ -337,8 +337,11 @@ def save_pretrained(model, folder, tokenizer):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(weights, temporary / 'model.safetensors', metadata=dict(format='pt'))
-        if tokenizer.endswith('.model'):
-            shutil.copyfile(tokenizer, temporary / 'tokenizer.model')
+        if (kind := Path(tokenizer).suffix) in ('.model', '.json'):
+            shutil.copyfile(tokenizer, temporary / f'tokenizer{kind}')
+        for path in map(Path(tokenizer).with_name, JSON_FILES[1:] if kind == '.json' else ()):
+            if path.exists():
+                shutil.copyfile(path, temporary / path.name)
         (temporary / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
         os.rename(temporary, folder)
     except BaseException as e:  # a full disk, or Ctrl-C
@@ -377,20 +380,10 @@ def fetched(path_or_hub_id, revision=None):
     folder = Path(path_or_hub_id)
     if folder.is_dir():
         return folder
-    path_or_hub_id, _, branch = str(path_or_hub_id).partition('@')
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
-    if path_or_hub_id.count('/') != 1 or path_or_hub_id.startswith(('.', '/', '~')):
-        raise InputError(f'{path_or_hub_id}: no such folder, and not a hub id (user/name)')
-    import huggingface_hub
-
-    files = ['config.json', 'tokenizer.model', 'model*.safetensors']
-    which = dict(revision=revision or branch or None, allow_patterns=files)
-    try:
-        return Path(huggingface_hub.snapshot_download(path_or_hub_id, **which))
-    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
-        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f"'{path_or_hub_id}' could not be fetched from the hub {reason}") from None
+    files = ['config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
+    return from_hub(str(path_or_hub_id), files, revision)
 
 
 def _from_released(released, weights, source):
@@ -458,11 +451,30 @@ def load_model(source):
         model, ckpt = load_checkpoint(Path(source) / 'ckpt.pt')
         return model, ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
     folder = fetched(source)
-    model, beside = from_pretrained(folder), folder / 'tokenizer.model'
+    model = from_pretrained(folder)
+    # ours have one of them; the authors' tokenizer.json has the tokens that a tokenizer.model beside it may lack
+    for beside in ('tokenizer.json', 'tokenizer.model'):
+        if (folder / beside).exists():
+            return model, str(folder / beside), None
     named = json.loads((folder / 'config.json').read_text()).get('tokenizer')
-    if beside.exists():
-        return model, str(beside), None
-    return model, named if isinstance(named, str) and not named.endswith('.model') else None, None
+    return model, named if isinstance(named, str) and not named.endswith(('.model', '.json')) else None, None
+
+
+def only_tokens(model, V, gaps):
+    """
+    Ids that are no tokens of a tokenizer of V ids get no probability: its gaps, and those from V on. False if they are
+    tokens of the model, whose tokenizer is another: they have signatures, or are too many rows of a Standard model.
+    """
+    beyond, own = len(model.is_token) - V, model.signatures[V:]
+    if beyond < 0:
+        return False
+    model.is_token[V:] = False
+    model.is_token[gaps] = False
+    if model.config.num_hashes == 0:
+        # what rounds it up: the authors to a multiple of 128; Qwen3's 151,669 tokens have 151,936 rows
+        return beyond < max(128, V // 100)
+    # nothing is read of a model that is elsewhere
+    return own.is_meta or not own.any()
 
 
 def open_model(out_dir='', released='', revision='', tokenizer=''):
@@ -487,10 +499,12 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
     # on a GPU it would plan anew, for tens of milliseconds, for every length of prompts and of requests to score
     torch.backends.cuda.enable_cudnn_sdp(False)
     tok, c = get_tokenizer(tokenizer or its_tokenizer or 'mistral'), model.config
-    if sha256 and tokenizer_fingerprint(tok) != sha256:
+    facts = tokenizer_facts(tok)
+    if sha256 and facts['tokenizer_sha256'] != sha256:
         raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")
-    if len(tok.tokens) > c.vocab_size:
-        raise InputError(f"tokenizer '{tok.name}' has {len(tok.tokens)} tokens, the model {c.vocab_size}: not its own")
+    if not only_tokens(model, facts['vocab_size'], facts['gaps']):
+        sizes = f'has {len(tok.tokens)} tokens, the model {c.vocab_size}'
+        raise InputError(f"tokenizer '{tok.name}' {sizes}: not its own, which --tokenizer names")
     j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
     if released and j < c.num_hashes - 1:
         ours = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]

@@ -9,6 +9,7 @@ Signatures and tokenizers: everything that turns a token's *string* into hash ID
 import base64
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import mmh3
@@ -184,37 +185,102 @@ class TiktokenTokenizer:
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
 
 
+# a Hugging Face tokenizer's files; the last two say which token has which role, else these added tokens have it
+JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
+ROLES = dict(
+    bos=('<s>', '<|begin_of_text|>', '<bos>', '<|begin▁of▁sentence|>', '<|startoftext|>', '<|endoftext|>'),
+    eos=('</s>', '<|end_of_text|>', '<eos>', '<|end▁of▁sentence|>', '<|endoftext|>'),
+    pad=('<pad>', '<|pad|>', '[PAD]'),
+)
+
+
+class JsonTokenizer:
+    """
+    A Hugging Face tokenizer.json: a token's string is what the file calls it ('▁the', 'Ġthe', '<0x0A>'). Where there is
+    no pad, eos takes its role. Special tokens written out in a text are encoded as plain text.
+    """
+
+    def __init__(self, name, file):
+        import tokenizers
+
+        # prepare.py has a process for each core, and threads do not survive a fork
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+        self.name, self.json = name, tokenizers.Tokenizer.from_file(str(file))
+        self.json.encode_special_tokens = True
+        # a file may say that texts are cut off
+        self.json.no_truncation()
+        self.json.no_padding()
+        ids, said, role = self.json.get_vocab(), {}, {}
+        if (largest := max(ids.values(), default=-1)) >= 1 << 24:
+            raise ValueError(f'it has an id {largest}')
+        self.tokens = [self.json.id_to_token(i) for i in range(largest + 1)]
+        for path in map(Path(file).with_name, JSON_FILES[1:]):
+            said |= json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+        added = {token.content for token in self.json.get_added_tokens_decoder().values()}
+        for key, names in ROLES.items():
+            token = said.get(f'{key}_token')
+            token = token['content'] if isinstance(token, dict) else token
+            role[key] = next((ids[t] for t in (token, *names) if t in ids and (t == token or t in added)), None)
+        self.bos, self.pad = role['bos'], next((i for i in (role['pad'], role['eos']) if i is not None), role['bos'])
+        if self.bos is None:
+            raise ValueError('it has no bos; a tokenizer_config.json beside it may name a bos_token')
+
+    def encode(self, texts):
+        return [found.ids for found in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids):
+        return self.json.decode([int(i) for i in ids])
+
+
+def from_hub(name, files, revision=None, enough=()):
+    """The folder with these files of user/name[@revision]; `enough` are not fetched anew. Raises InputError."""
+    import huggingface_hub
+
+    repo, _, branch = name.partition('@')
+    revision = revision or branch or None
+    if repo.count('/') != 1 or repo.startswith(('.', '/', '~')):
+        raise InputError(f'{name}: no such folder, and not a hub id (user/name)')
+    try:
+        cached = [huggingface_hub.try_to_load_from_cache(repo, file, revision=revision) for file in enough]
+        if cached and all(isinstance(path, str) for path in cached):
+            return Path(cached[0]).parent
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
+        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        raise InputError(f"'{name}' could not be fetched from the hub {reason}") from None
+
+
 def get_tokenizer(name):
     """
     The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
-    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base': one download at first use), or a SentencePiece file
-    *.model, like those of expand.py. Raises InputError.
+    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
+    or a tokenizer.json, also by its hub id user/name[@revision]; one download at first use. Raises InputError.
     """
     import mistral_common
     import tiktoken
 
-    data = Path(mistral_common.__file__).parent / 'data'
-    if name == 'mistral':
-        return SentencePieceTokenizer(name, model_file=str(data / 'mistral_instruct_tokenizer_240323.model.v3'))
-    if name.endswith('.model'):
-        try:
-            return SentencePieceTokenizer(name, model_file=name)
-        except (OSError, RuntimeError) as e:
-            unread = f"tokenizer '{name}' is no readable SentencePiece model ({' '.join(str(e).split())[:200]})"
-            raise InputError(f'{unread}; --tokenizer names another') from None
-    if name == 'tekken':
-        return _tekken(data / 'tekken_240911.json')
+    data, file, hint = Path(mistral_common.__file__).parent / 'data', name, '--tokenizer names another'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    if name not in known:
-        raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {', '.join(known)})")
+    if name in known:
+        hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
+    elif Path(name).is_dir():
+        raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
+    elif not name.endswith(('.model', '.json')):
+        if '/' not in name:
+            others = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
+            raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {others})")
+        file = from_hub(name, JSON_FILES, enough=JSON_FILES[::2]) / JSON_FILES[0]
     try:
-        return TiktokenTokenizer(name, tiktoken.get_encoding(name))
-    except Exception as e:  # requests' many errors, or a broken cache: all mean that the file could not be had
-        reason = ' '.join(str(e).split())[:200]
-        raise InputError(
-            f"tokenizer '{name}' could not be downloaded ({type(e).__name__}: {reason}); connect once, or set "
-            'TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
-        ) from None
+        if name == 'mistral':
+            return SentencePieceTokenizer(name, model_file=str(data / 'mistral_instruct_tokenizer_240323.model.v3'))
+        if name == 'tekken':
+            return _tekken(data / 'tekken_240911.json')
+        if name in known:
+            return TiktokenTokenizer(name, tiktoken.get_encoding(name))
+        return SentencePieceTokenizer(name, model_file=name) if name.endswith('.model') else JsonTokenizer(name, file)
+    except Exception as e:  # requests' many errors, a broken cache, a file that is cut off, or of another kind
+        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
 
 def _tekken(path):

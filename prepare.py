@@ -46,7 +46,8 @@ from sources import ReadState, Source, batches, mixture
 # of .txt .jsonl .parquet, the first two also .gz .xz .zst; several with commas, as a mixture with @tokens each
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-tokenizer = 'mistral'  # mistral | tekken | gpt2 | cl100k_base | o200k_base | any of tiktoken's | a file *.model
+# mistral | tekken | gpt2, or any of tiktoken's | a file *.model or tokenizer.json | the latter's user/name[@revision]
+tokenizer = 'mistral'
 on_error = 'stop'  # stop | skip: count what cannot be read, and go on after it
 # held-out text: every round(1/val_fraction)-th document until val_bytes; of fewer documents than that, the tail of each
 val_fraction = 0.005

@@ -182,7 +182,7 @@ def offline(*_, **__):
 def test_tokenizer_that_cannot_be_downloaded(monkeypatch):
     """Without a network the user sees requests' traceback instead of one line."""
     monkeypatch.setattr(tiktoken, 'get_encoding', offline)
-    with pytest.raises(InputError, match=r"^tokenizer 'gpt2' could not be downloaded \(OSError: no network.*mistral$"):
+    with pytest.raises(InputError, match=r"^tokenizer 'gpt2' could not be loaded \(OSError: no network.*mistral$"):
         get_tokenizer('gpt2')
 
 

@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, pick_compile, pick_device, save_pretrained
+from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device, save_pretrained
 from configurator import InputError, configure, declared
 from model import MHF, MHFConfig
 from processes import World
@@ -272,7 +272,7 @@ if ckpt:
 if model:
     model.config.block_size, model.config.loss = block_size, loss
     V, theirs = meta['vocab_size'], model.signatures
-    if len(theirs) < V:
+    if not only_tokens(model, V, meta['gaps']):
         raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
     if master and table is not None:
         ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()

@@ -84,6 +84,13 @@ def tokenizer_with(*pieces, without=0):
     return setup
 
 
+def tokenizer_json(special='<s>', id=1, cut=None):
+    """x.json is a tokenizer of two tokens, or its first bytes."""
+    model = dict(type='WordLevel', vocab={'word': 0, special: id}, unk_token='word')
+    added = dict(id=id, content=special, special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
+    return file('x.json', json.dumps(dict(version='1.0', added_tokens=[added], model=model)).encode()[:cut])
+
+
 def released(**changes):
     """small/ is a released model with another table than mistral's, or a Standard model."""
     how = dict(num_buckets=256, dtype=torch.float32) | changes
@@ -155,8 +162,19 @@ BAD = [
     Bad('setting of another script', TRAIN + '--temperature=1', says='sample.py has it'),
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
-    Bad('a tokenizer that is not there', PREPARE + '--tokenizer=no.model', says="'no.model' is no readable"),
-    Bad('a damaged tokenizer', PREPARE + '--tokenizer=e.model', "'e.model' is no", file('e.model', b'model')),
+    Bad('a tokenizer that is not there', PREPARE + '--tokenizer=no.model', says="'no.model' could not be loaded"),
+    Bad('a damaged tokenizer', PREPARE + '--tokenizer=e.model', "'e.model' could not", file('e.model', b'model')),
+    Bad('a tokenizer.json cut off', PREPARE + '--tokenizer=x.json', "'x.json' could not", tokenizer_json(cut=99)),
+    Bad(
+        'a tokenizer.json of another kind', PREPARE + '--tokenizer=x.json', "'x.json' could not", file('x.json', b'[]')
+    ),
+    Bad('a tokenizer.json without bos', PREPARE + '--tokenizer=x.json', 'it has no bos', tokenizer_json('<pad>')),
+    Bad(
+        'a tokenizer.json of huge ids', PREPARE + '--tokenizer=x.json', f'id {2**32 - 1}', tokenizer_json(id=2**32 - 1)
+    ),
+    Bad('a tokenizer that is a folder', PREPARE + '--tokenizer=bins', says="'bins' is a folder; name the file"),
+    Bad('a tokenizer on no hub', PREPARE + '--tokenizer=user/name@v1', says="'user/name@v1' could not be fetched"),
+    Bad('a tokenizer of no name', PREPARE + '--tokenizer=./user/name', says='not a hub id (user/name)'),
     Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
     Bad('an old piece again', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('▁the')),
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
@@ -291,6 +309,7 @@ BAD = [
     Bad('expand into another kind of file', 'expand.py --texts=docs.jsonl --tokenizer=new.json', says='new.json'),
     Bad('expand below a file', 'expand.py --texts=docs.jsonl --tokenizer=docs.jsonl/x.model', says='docs.jsonl/x'),
     Bad('expand what is no SentencePiece', DOCS + '--base=tekken', says="base='tekken'"),
+    Bad('expand a tokenizer.json', DOCS + '--base=x.json', "base='x.json' is no SentencePiece", tokenizer_json()),
     Bad('expand until a prefix is full', GROW + '--before=full --num_new_tokens=300', 'prefix () is full', full_table),
     Bad('grow a model of another table', GROW + '--before=small', 'those of base=', released(vocab_size=32768)),
     Bad('grow a model that is not there', GROW + '--before=nowhere', says='nowhere: no such folder'),

@@ -1,0 +1,268 @@
+"""A Hugging Face tokenizer.json: as a tokenizer of its own, and beside a released model."""
+
+import json
+import lzma
+import os
+import shutil
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from conftest import ok, random_model, real_documents, shared, weights, write_jsonl, write_released
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+import expand
+from bins import data_folder
+from checkpoint import load_model, open_model
+from configurator import InputError
+from hashing import get_tokenizer, signature_table, tokenizer_fingerprint
+from test_mhf import SAYINGS, offline
+
+# what Llama's and Mistral's files prepend a space with, the older ones and the present
+LAYOUTS = ('normalizer', 'metaspace')
+
+
+def write_json(path, tok, layout='normalizer', limit=None):
+    """The tokenizer.json of a SentencePiece tokenizer, whose texts end after `limit` tokens."""
+    pieces = ModelProto.FromString(tok.sp.serialized_model_proto()).pieces
+    ids, ranked = {p.piece: i for i, p in enumerate(pieces)}, []
+    # runs of spaces have one score
+    normal = {p.piece: (-p.score, ids[p.piece]) for p in pieces if p.type == p.NORMAL}
+    for piece, rank in normal.items():
+        parts = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+        ranked += [(rank, ids[a], ids[b], (a, b)) for a, b in parts if a in normal and b in normal]
+    merges = [pair for *_, pair in sorted(ranked)]
+    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
+    if layout == 'normalizer':
+        made.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace('▁', prepend_scheme='first', split=False)
+    steps = decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)
+    made.decoder = decoders.Sequence(list(steps))
+    made.post_processor = processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
+    made.add_special_tokens([p.piece for p in pieces if p.type in (p.CONTROL, p.UNKNOWN)])
+    if limit:
+        made.enable_truncation(limit)
+        made.enable_padding(length=limit)
+    path.parent.mkdir(exist_ok=True)
+    made.save(str(path))
+    return str(path)
+
+
+def real_texts(name):
+    with lzma.open(shared(f'data/text/{name}.jsonl.xz'), 'rt', encoding='utf-8') as lines:
+        return [json.loads(line)['text'] for line, _ in zip(lines, range(100), strict=False)]
+
+
+def larger_by(mistral, **documents):
+    return expand.expanded(mistral, documents, dict.fromkeys(documents, 200))[0]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_json_equals_sentencepiece(tmp_path, mistral, layout):
+    """
+    A tokenizer.json's ids, strings or roles are others than those of the model it was made from, texts are cut off or
+    begin with a bos of its own, special tokens are read out of plain text, or text is not given back.
+    """
+    larger = larger_by(mistral, some=SAYINGS * 20)
+    tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout, limit=5))
+    assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
+    assert (tok.bos, tok.pad) == (larger.bos, larger.pad) and tokenizer_fingerprint(tok) == tokenizer_fingerprint(
+        larger
+    )
+    texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
+    if layout == 'metaspace':
+        # takes a space that a text begins with for its own
+        texts = [text.strip(' ') for text in texts]
+    ids = tok.encode(texts)
+    assert ids == larger.encode(texts) and max(map(max, filter(None, ids))) >= len(mistral.tokens)
+    assert [tok.decode([tok.bos, *i]) for i in ids] == [text.replace('▁', ' ') for text in texts]
+    table = signature_table(tok.tokens, 3, 256, pad_id=tok.pad)
+    assert (table[: len(mistral.tokens)] == signature_table(mistral.tokens, 3, 256, pad_id=2)).all()
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_json_equals_sentencepiece_on_real_text(tmp_path, mistral, layout):
+    """The same on real Arabic, Chinese, Hindi and web documents, and tokens learnt from the former."""
+    documents = {name: real_texts(name) for name in ('ar', 'zh', 'hi')}
+    larger = larger_by(mistral, **documents)
+    tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout))
+    assert len(tok.tokens) == len(mistral.tokens) + 600
+    for texts in (*documents.values(), real_texts('fineweb_300')):
+        ids = tok.encode(texts)
+        assert ids == larger.encode(texts) and [tok.decode(i) for i in ids] == texts
+
+
+def test_byte_level_json(tmp_path, monkeypatch):
+    """Tokens of a byte-level file are not called what it calls them, or ids that it leaves out are tokens."""
+    monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = dict(vocab_size=300, initial_alphabet=alphabet, special_tokens=['<|endoftext|>'], show_progress=False)
+    made.train_from_iterator(real_documents()[:3], tokenizers.trainers.BpeTrainer(**how))
+    written = json.loads(made.to_str())
+    written['model']['vocab']['Ġthe'], written['model']['merges'] = 310, written['model']['merges'] + [['Ġt', 'he']]
+    (tmp_path / 'x.json').write_text(json.dumps(written))
+    tok = get_tokenizer(str(tmp_path / 'x.json'))
+    assert tok.tokens[300:] == [None] * 10 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
+    ids = tok.encode([' the', *SAYINGS, 'x<|endoftext|>'] * 50)
+    assert ids[0] == [310] and 0 not in ids[-1]
+    assert [tok.decode(i) for i in ids] == [' the', *SAYINGS, 'x<|endoftext|>'] * 50
+    # else the library has threads, in each of prepare.py's processes
+    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false'
+
+
+def test_roles_of_a_json(tmp_path, mistral):
+    """Another token than the files beside a tokenizer.json say begins documents, or is padding."""
+    path = write_json(tmp_path / 'tokenizer.json', mistral)
+    beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
+    for config, special, roles in (
+        ({}, {}, (1, 2)),
+        (dict(bos_token='[INST]', pad_token=None), {}, (3, 2)),
+        (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3)),
+        (dict(bos_token=None, pad_token='no such token'), dict(pad_token=dict(content='<unk>')), (1, 2)),
+        ({}, dict(bos_token='[INST]', pad_token=dict(content='<unk>')), (3, 0)),
+    ):
+        for file, content in zip(beside, (config, special), strict=True):
+            file.write_text(json.dumps(content))
+        tok = get_tokenizer(path)
+        assert (tok.bos, tok.pad) == roles, (config, special)
+    written = json.loads((tmp_path / 'tokenizer.json').read_text())
+    written['added_tokens'] = [token for token in written['added_tokens'] if token['content'] not in ('<s>', '</s>')]
+    (tmp_path / 'none.json').write_text(json.dumps(written | dict(post_processor=None)))
+    beside[1].unlink()
+    with pytest.raises(InputError, match='it has no bos; a tokenizer_config.json'):
+        get_tokenizer(str(tmp_path / 'none.json'))
+
+
+def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
+    """A hub id is not fetched at its revision, more than JSON is, or again by each process."""
+    import huggingface_hub
+
+    asked, cache = [], {}
+    write_json(tmp_path / 'tokenizer.json', mistral)
+
+    def download(repo, revision=None, allow_patterns=None):
+        asked.append((repo, revision))
+        assert all(pattern.endswith('.json') and '*' not in pattern for pattern in allow_patterns)
+        return str(tmp_path)
+
+    def cached(repo, file, revision=None):
+        return cache.get((repo, file, revision))
+
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    monkeypatch.setattr(huggingface_hub, 'try_to_load_from_cache', cached)
+    assert get_tokenizer('user/name@v1').tokens == mistral.tokens and asked == [('user/name', 'v1')]
+    (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "[INST]"}')
+    for file in ('tokenizer.json', 'tokenizer_config.json'):
+        cache['user/name', file, None] = str(tmp_path / file)
+    assert get_tokenizer('user/name').bos == 3 and len(asked) == 1
+    get_tokenizer('user/name@v2')
+    assert asked[1:] == [('user/name', 'v2')]
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    with pytest.raises(InputError, match=r"^'user/other' could not be fetched from the hub \(OSError: no network\)$"):
+        get_tokenizer('user/other')
+
+
+def test_data_of_two_json(tmp_path):
+    """Two files that are called tokenizer.json have one folder of bins."""
+    names = dict.fromkeys(
+        ('a/tokenizer.json', 'b/tokenizer.json', 'b/tokenizer.model', 'a/three.model', 'user/name@v1')
+    )
+    names = {name: data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name)).name for name in names}
+    assert list(names.values()) == [f'stdlib_{name}' for name in ('a', 'b', 'b', 'three', 'name@v1')]
+
+
+# -----------------------------------------------------------------------------
+# beside a released model
+
+
+def released(folder, tok, rows, H, signed=None):
+    """A released model of so many rows, of which the first are signed as tok's tokens (or as `signed`)."""
+    m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
+    if H:
+        table = torch.zeros(rows, H, dtype=torch.int64)
+        own = signature_table(signed or tok.tokens, H, 256, pad_id=2)
+        table[: len(own)] = torch.tensor(own.astype('int64'))
+        m.replace_vocabulary(table, pad_id=2)
+    return write_released(folder, m)
+
+
+@pytest.fixture(scope='module')
+def larger(mistral, tmp_path_factory):
+    """A tokenizer of a few more tokens than mistral, beside its tokenizer.json."""
+    tok = larger_by(mistral, some=SAYINGS * 20)
+    tok.json = write_json(tmp_path_factory.mktemp('larger') / 'tokenizer.json', tok)
+    return tok
+
+
+@pytest.mark.parametrize('H', [3, 0])
+def test_released_with_a_json(tmp_path, larger, mistral, H):
+    """
+    An expanded released model is opened with another tokenizer than the one beside it, its padding rows have a
+    probability, or it is opened with a tokenizer that lacks its tokens.
+    """
+    V = len(larger.tokens)
+    folder = released(tmp_path / 'm', larger, -(-V // 128) * 128, H)
+    shutil.copy(larger.json, folder)
+    # of the model that it was expanded from
+    (folder / 'tokenizer.model').write_bytes(mistral.sp.serialized_model_proto())
+    opened = open_model(released=str(folder))
+    assert opened.tok.tokens == larger.tokens and opened.tok.name == str(folder / 'tokenizer.json')
+    p = opened.model.log_probs(torch.tensor([[1, V - 1]])).exp()[0, -1]
+    assert (p[:V] > 0).all() and not p[V:].any() and len(p) > V
+    # the rest is no rounding
+    folder = released(tmp_path / 'n', larger, V + (1 if H else 400), H, [*larger.tokens, 'one more'])
+    for name in (larger.json, 'mistral'):
+        with pytest.raises(InputError, match=rf'has {V if name == larger.json else 32768} tokens, the model \d+: not'):
+            open_model(released=str(folder), tokenizer=name)
+
+
+def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
+    """Ids that the tokenizer.json of a Standard model leaves out have a probability."""
+    written = json.loads(open(larger.json).read())
+    last = max(written['model']['vocab'], key=written['model']['vocab'].get)
+    written['model']['vocab'][last] += 3
+    folder = released(tmp_path / 'm', larger, len(larger.tokens) + 50, 0)
+    (folder / 'tokenizer.json').write_text(json.dumps(written))
+    opened, V = open_model(released=str(folder)), len(larger.tokens)
+    assert opened.tok.tokens[V - 1 :] == [None] * 3 + [last]
+    assert (~opened.model.is_token).nonzero()[:, 0].tolist() == [*range(V - 1, V + 2), *range(V + 3, V + 50)]
+
+
+def test_json_through_the_scripts(few, tmp_path, larger):
+    """
+    prepare.py's processes split otherwise than one does, train.py gives padding rows of a released model a probability,
+    or what it exports cannot be opened without the files elsewhere.
+    """
+    folder = shutil.copytree(few, tmp_path / 'work')
+    shutil.copy(larger.json, folder / 'tok.json')
+    (folder / 'tokenizer_config.json').write_text('{"bos_token": "[INST]"}')
+    texts = [*SAYINGS, *(text[:500] for text in real_documents())] * 3
+    write_jsonl(folder / 'more.jsonl', texts)
+    args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
+    done = ok('prepare.py', *args, '--dataset=more.jsonl', '--num_workers=2', cwd=folder)
+    assert not done.stderr
+    tok, V = get_tokenizer(str(folder / 'tok.json')), len(larger.tokens)
+    shards = [np.load(folder / f'more/{split}_000000.bin') for split in ('train', 'val')]
+    ids = [i for text in texts for i in [tok.bos, *larger.encode([text.strip()])[0]]]
+    assert sorted(np.concatenate(shards)) == sorted(ids)
+    released(folder / 'given', larger, -(-V // 128) * 128, 0)
+    ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
+    is_token = weights(folder, 'grown')['model']['is_token']
+    assert is_token[:V].all() and not is_token[V:].any() and len(is_token) > V
+    ok('train.py', *args, '--init_from=resume', '--out_dir=grown', '--export=out_given', cwd=folder)
+    for name in ('tok.json', 'tokenizer_config.json'):
+        (folder / name).unlink()
+    model, name, _ = load_model(folder / 'out_given')
+    tok = get_tokenizer(name)
+    assert tok.tokens == larger.tokens and tok.bos == 3
+    assert 'sample 2 of 2' in ok('sample.py', 'cfg.py', '--released=out_given', cwd=folder).stdout
+    # expand.py takes the whole vocabulary of any file
+    done = ok(
+        'expand.py', '--before=out', '--init_from=new', '--whole', '--tokenizer=out_given/tokenizer.json', cwd=folder
+    )
+    assert f'32,768 -> {V:,} tokens: 0 new parameters' in done.stdout and (folder / 'new/tokenizer.json').exists()
