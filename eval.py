@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -183,16 +184,6 @@ def run_tasks(
             raise InputError(f"unknown task '{name}'{did_you_mean(name, [*OURS, *index])}")
     of_paper = PAPER if 'paper' in names else {}
     names = list(dict.fromkeys(n for name in names for n in (PAPER if name == 'paper' else [name])))
-    for name in dict.fromkeys(tasks_of(index, names)):
-        if name not in of_paper and not data_dir:
-            continue
-        task = dict(load_yaml(index[name].yaml_path))
-        if name in of_paper:
-            task['num_fewshot'] = PAPER[name]['shots']
-        if data_dir:
-            changes, notes[name] = local_data(name, task, data_dir)
-            task |= changes
-        index[name] = replace(index[name], yaml_path=None, cfg=task)
     # in the results; where this repository is no checkout, git would complain
     lm_eval.evaluator.get_git_commit_hash = commit
     # lm-eval's name
@@ -202,9 +193,21 @@ def run_tasks(
     how |= {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
     how |= dict(confirm_run_unsafe_code=confirm_run_unsafe_code, use_cache=cache, bootstrap_iters=1000)
     try:
+        for name in dict.fromkeys(tasks_of(index, names)):
+            if name not in of_paper and not data_dir:
+                continue
+            task = dict(load_yaml(index[name].yaml_path))
+            if name in of_paper:
+                task['num_fewshot'] = PAPER[name]['shots']
+            if data_dir:
+                changes, notes[name] = local_data(name, task, data_dir)
+                task |= changes
+            index[name] = replace(index[name], yaml_path=None, cfg=task)
         return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=True, **how), notes
     except InputError:
         raise
+    except sqlite3.Error as e:
+        raise InputError(f'{file} cannot be written ({e}); name another folder with --output_path') from None
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
     except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError, ImportError) as e:
         if not resumed:
@@ -219,10 +222,10 @@ def unlike(results, notes):
     """{task: what is not as on the hub or in the paper's evaluation}."""
     for task, count in results['n-samples'].items():
         number, paper, shots = count['effective'], PAPER.get(task), results['n-shot'].get(task, 0)
-        if paper and number != paper['documents']:
-            notes.setdefault(task, []).append(f'{number:,} of {paper["documents"]:,} documents')
-        elif task in notes and not paper:
+        if task in notes and not paper:
             notes[task].append(f'a local file of {count["original"]:,} documents')
+        if number != (whole := paper['documents'] if paper else count['original']):
+            notes.setdefault(task, []).append(f'{number:,} of {whole:,} documents')
         if paper and shots != paper['shots']:
             notes.setdefault(task, []).append(f'{shots} shots, {paper["shots"]} in the paper')
     return {task: note for task, note in notes.items() if note}
@@ -354,6 +357,11 @@ def show(results):
     print(results['name'])
     if results['results']:
         print(f'\n{make_table(results)}')
+        if 'groups' in results:
+            print(make_table(results, 'groups'))
+        how = {key: value for key in ('limit', 'num_fewshot', 'gen_kwargs') if (value := results['settings'][key])}
+        how = ', '.join([f'bos={results["bos"]}', *(f'{key}={value}' for key, value in how.items())])
+        print(f'lm-eval {results["lm_eval_version"]}, {how}')
     beside = {task: r for task, r in results['results'].items() if task in PAPER}
     if beside:
         which = f'published: {results["published"]["model"]}'
@@ -366,8 +374,7 @@ def show(results):
         counts = f'{version:>8}{key.split(",")[0]:>10}{shots:>7}{documents:>11,}{100 * r[key]:>8.2f}{error:>8}'
         print(f'{task:<18}{counts}{results["published"][PAPER[task]["column"]]:>13.2f}')
     if beside:
-        here = 'with' if results['bos'] else 'without'
-        print(f'published: lm-eval 0.4.8, without bos; here: {results["lm_eval_version"]}, {here} bos before a context')
+        print('published: lm-eval 0.4.8, bos=False')
     for task, note in results['notes'].items():
         print(f'{task}: {"; ".join(note)}')
     for path, values in results.get('bits_per_byte', {}).items():
@@ -556,4 +563,8 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print('interrupted; the same command goes on from the answers that are known', file=sys.stderr)
+        sys.exit(130)

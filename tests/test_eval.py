@@ -5,6 +5,7 @@ import json
 import lzma
 import math
 import shutil
+import sys
 import types
 from pathlib import Path
 
@@ -301,6 +302,41 @@ def test_mubench_files(tmp_path, mistral):
         written = file.read_text()
         assert f'task: {file.stem}\n' in written and f'Dataset_lighteval_{language}\n' in written
         assert task in written.lower()
+
+
+def test_tasks_of_ours_are_lm_eval_s(tmp_path, mistral, monkeypatch):
+    """A task file of ours asks otherwise than lm-eval's own, or has its prompt under another version."""
+    small_tasks(tmp_path)
+    blank = dict(question='He was  _  .', answer='A', options=['b', 'cc', 'd', 'e'])
+    race = [blank, dict(blank, question='Who?'), dict(blank, question='Why?', answer='B')]
+    write_rows(tmp_path / 'race_high_test.jsonl', [dict(article='Text.', problems=str(race))])
+    # what lm-eval's ReCoRD imports for its scores is gone from transformers
+    for module in ('transformers.data.metrics', 'transformers.data.metrics.squad_metrics'):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    lm, asked, versions = MHFLM(types.SimpleNamespace(tok=mistral, model=random_model())), {}, {}
+    tasks = Path(lm_eval.__file__).parent / 'tasks'
+    for ours, theirs in dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race').items():
+        for who, file in dict(ours=REPO / f'eval_tasks/{ours}.yaml', theirs=tasks / f'{theirs}.yaml').items():
+            task = load_yaml(file)
+            versions[ours, who] = task['metadata']['version']
+            task |= evaluation.local_data(ours, task, tmp_path)[0] | dict(num_fewshot=0)
+
+            def ask(requests, key=(ours, who)):
+                asked[key] = [r.args for r in requests]
+                raise InterruptedError
+
+            lm.loglikelihood = ask
+            with pytest.raises(InterruptedError):
+                lm_eval.simple_evaluate(lm, tasks=[task], task_manager=evaluation.task_manager())
+    for task in ('record', 'social_iqa'):
+        assert asked[task, 'ours'] == asked[task, 'theirs'] and len(asked[task, 'ours']) > 9
+        assert versions[task, 'ours'] == versions[task, 'theirs']
+    # the paper's lm-eval kept of such a question the blank alone
+    (old, _), (new, _) = asked['race_v2', 'ours'][0], asked['race_v2', 'theirs'][0]
+    assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
+    assert (
+        old == new.replace('He was b', ' _  .b') and versions['race_v2', 'ours'] == versions['race_v2', 'theirs'] - 1
+    )
 
 
 def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
