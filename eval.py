@@ -464,19 +464,22 @@ def measure(opened, names, first_new, with_bos, device, dtype):
     of_each = [sha256] * scorer.world_size
     if scorer.world_size > 1:
         dist.all_gather_object(of_each, sha256)
-    while scorer.rank > 0:
-        if len(set(of_each)) > 1 or scorer.take_part() is None:
-            return None
     if len(set(of_each)) > 1:
+        # one of them says it
+        if scorer.rank:
+            sys.exit(1)
         found = ', '.join(f'{s[:8]} on rank {r}' for r, s in enumerate(of_each))
         raise InputError(f'{opened.name}: the processes opened different weights: {found}')
+    while scorer.rank > 0:
+        if scorer.take_part() is None:
+            return None
     tracker, row = EvaluationTracker(output_path), nearest_published(model.config, model.num_params()[1])
     about = dict(pretrained=opened.source, sha256=sha256, tokenizer=tok.name, bos=with_bos, dtype=dtype)
     tracker.general_config_tracker.log_experiment_args('mhf', about, None, None, False)
     results, samples = {'results': {}, 'configs': {}, 'versions': {}, 'notes': {}}, {}
     try:
         if lm_tasks := [t for t in names if t not in OURS[1:]]:
-            code = b''.join((HERE / f).read_bytes() for f in ('eval.py', 'model.py', 'loss.py', 'hashing.py'))
+            code = b''.join((HERE / f).read_bytes() for f in ('scorer.py', 'model.py', 'loss.py', 'hashing.py'))
             identity = json.dumps([about, tokens, importlib.metadata.version('lm-eval')]).encode() + code
             cache = where(opened.source)[0] / f'cache_{hashlib.sha256(identity).hexdigest()[:12]}'
             keys = 'data_dir num_fewshot limit gen_kwargs include_path write_out confirm_run_unsafe_code seed'.split()
@@ -497,6 +500,7 @@ def measure(opened, names, first_new, with_bos, device, dtype):
     packages = {p: importlib.metadata.version(p) for p in ('torch', 'lm-eval', 'datasets')}
     results |= dict(name=opened.name, bos=with_bos, published=dict(model=row, **PUBLISHED[row]), packages=packages)
     results |= dict(settings=config, lm_eval_version=packages['lm-eval'], model_name=opened.source)
+    results |= dict(device=device, dtype=dtype)
     return results, samples, tracker
 
 
@@ -506,10 +510,10 @@ def main():
         raise InputError("tasks is empty; leave it out for the paper's tasks")
     if 'paper' in names and num_fewshot is not None:
         raise InputError(f"num_fewshot={num_fewshot}: the paper's tasks have their own; name the tasks one by one")
-    for key in ('limit', 'num_fewshot'):
-        value = config[key]
-        if value is not None and (type(value) not in (int, float) or value < 0 or value == 0 and key == 'limit'):
-            raise InputError(f'{key}={value!r}: must be a number above 0, or left out')
+    if limit is not None and (type(limit) not in (int, float) or limit <= 0):
+        raise InputError(f'limit={limit!r}: must be a number of documents, or below 1 their share')
+    if num_fewshot is not None and (type(num_fewshot) is not int or num_fewshot < 0):
+        raise InputError(f'num_fewshot={num_fewshot!r}: must be 0 or a larger whole number')
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
     if batch_size < 1:

@@ -465,6 +465,7 @@ class MHF(nn.Module):
                     first = (ids.shape[1] - made - lengths).clamp(min=0)[:, None, None, None]
                     there = torch.arange(ids.shape[1], device=ids.device)
                     here = there[:, None]
+                    # padding sees itself: of nothing at all, a softmax may be nan
                     mask = (there >= first) & (there <= here) | (there == here)  # (N, 1, T, T)
                 token = self.next_token(ids, seen, None, mask, temperature, top_k, top_p, noise)
                 position = torch.full((1,), ids.shape[1] - 1, device=ids.device)

@@ -334,9 +334,7 @@ def test_tasks_of_ours_are_lm_eval_s(tmp_path, mistral, monkeypatch):
     # the paper's lm-eval kept of such a question the blank alone
     (old, _), (new, _) = asked['race_v2', 'ours'][0], asked['race_v2', 'theirs'][0]
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
-    assert (
-        old == new.replace('He was b', ' _  .b') and versions['race_v2', 'ours'] == versions['race_v2', 'theirs'] - 1
-    )
+    assert old == new.replace('He was b', ' _  .b') and versions['race_v2', 'ours'] == versions['race_v2', 'theirs'] - 1
 
 
 def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
@@ -435,6 +433,18 @@ MHF.hidden_states = in_small_memory
 """
 
 
+# the second process opens other weights
+OTHER_WEIGHTS = """
+import os, checkpoint
+whole = checkpoint.open_model
+def open_other(*args):
+    opened = whole(*args)
+    opened.model.norm.weight.data += os.environ['RANK'] == '1'
+    return opened
+checkpoint.open_model = open_other
+"""
+
+
 def of_ranks(number, script, *args, **how):
     """[(exit code, stdout, stderr)] of so many processes."""
     processes = ranks(number, script, *args, **how)
@@ -478,10 +488,13 @@ def test_a_process_that_fails(few, tmp_path):
         (['--tasks=lambada_openai', f'--data_dir={tmp_path}'], crowded, 'error: a single sequence does not fit cpu'),
         # rank 0 alone reads the text
         (['--tasks=bits_per_byte', '--text=out'], '', 'error: --text=out: not a folder of prepare.py'),
+        (text, OTHER_WEIGHTS, 'different weights'),
     ):
         (code, _, first), (other, _, second) = of_ranks(2, 'eval.py', *settings, *args, cwd=few, patch=patch)
-        assert (code, other, second) == (1, 0, '') and says in first
-        if says.startswith('error'):
+        assert (code, other, second) == (1, int(patch == OTHER_WEIGHTS), '') and says in first
+        if patch == OTHER_WEIGHTS:
+            assert first.startswith('error: out/ckpt.pt, step')
+        elif says.startswith('error'):
             assert first.strip().splitlines()[-1] == says
         else:
             assert 'rank 1' in first and 'in_small_memory' in first
