@@ -1,0 +1,48 @@
+"""
+English at equal parameters: the demo's backbone on english_edu.
+
+Warm-up is a tenth of the steps and beta2 0.95, as in the demo (config/mhf_tiny.py); weight decay 0.1, gradient norm 1.
+"""
+
+# where the two corpora lie
+_FOLDER = '../shared/data/text'
+DATA = {
+    'data/study_english': dict(dataset=f'{_FOLDER}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
+    # all of what is read is held out
+    'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
+}
+COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
+COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+
+_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+_SHORT = dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
+_LONG = dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
+_WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
+_WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
+_STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
+# each at its best rate; B of equal total parameters, and half of it
+_H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
+_HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
+# variants of H4, at the rate that is its best
+_LIKE_H4 = _SHORT | _H4 | dict(rates='H4')
+
+RUNS = [
+    _SHORT | _STANDARD,
+    _SHORT | _H4,
+    _SHORT | _HALF,
+    _SHORT | _H4 | dict(name='H4, product', loss='product'),
+    _SHORT | _STANDARD | dict(name='Standard+1L', rates='Standard', num_layers=5),
+    _SHORT | _HALF | dict(name='H4, quarter', rates='H4, half', num_buckets=1991),
+    _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
+    _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
+    _LIKE_H4 | dict(name='Single-ID H1', single_id=True),
+    _LONG | _STANDARD,
+    _LONG | _H4,
+    _LONG | _HALF,
+    _WIDE | _STANDARD,
+    _WIDE | _H4 | dict(num_buckets=7934),
+    _WIDE | _HALF | dict(num_buckets=3967),
+    _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
+    _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2),
+    _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
+]
