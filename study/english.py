@@ -45,4 +45,7 @@ RUNS = [
     _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
     _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2),
     _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
+    _LIKE_H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
+    _LIKE_H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
+    _LIKE_H4 | dict(name='H4, no cascade', ablation='no_cascade'),
 ]

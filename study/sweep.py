@@ -2,6 +2,7 @@
 Trains and evaluates the runs of a list, so many at a time; stopped or killed at any moment, the same command goes on.
 
     $ python study/sweep.py study/english.py --jobs=2       # appends a row a run to study/english.csv
+    $ python study/sweep.py study/english.py --report       # RESULTS.md and its pictures, from the CSV alone
 
 A list is Python: DATA, {folder: settings of prepare.py}, and RUNS, a list of entries like
 
@@ -31,26 +32,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+import report  # noqa: E402
+
 from bins import replace_durably  # noqa: E402
 from configurator import InputError, declared, read_config  # noqa: E402
+from plot import read_log  # noqa: E402
 
-# of each text: the column, and what eval.py calls it
-MEASURES = dict(nats='nats_per_token', bpb='bits_per_byte', top1='top1_accuracy', ece='expected_calibration_error')
-MEASURES |= dict(tokens='tokens')
-# of a config or an entry, what is no setting of the training itself
-NOT_TRAINING = (
-    'out_dir',
-    'data_dir',
-    'dataset',
-    'tokenizer',
-    'name',
-    'group',
-    'config',
-    'train',
-    'texts',
-    'rates',
-    'seeds',
-)
+# what eval.py says of a text
+MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
+OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
+# what a config says of data, which the list says here
+OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
 
 
 def read_rows(path):
@@ -80,13 +72,25 @@ class Study:
         self.path, self.failed = Path(path).resolve(), {}
         read = runpy.run_path(str(self.path))
         self.data, self.entries = read['DATA'], [read.get('COMMON', {}) | entry for entry in read['RUNS']]
+        self.doc = read['__doc__'] or self.path.stem
         self.csv, self.out = self.path.with_suffix('.csv'), Path('out') / self.path.stem
+        # by group and name, those with rates of their own
+        self.curves = {(e.get('group'), e.get('name')): e for e in self.entries if isinstance(e.get('rates'), tuple)}
+        for e in self.entries:
+            if missing := OF_ENTRY - e.keys() or {e['train'], *e['texts'].values()} - self.data.keys():
+                raise InputError(f'{path}: entry {e} lacks {missing}')
+            if self.curve(e) is None:
+                raise InputError(f'{path}: rates={e["rates"]!r}: no entry of {e["group"]!r} with rates is called so')
+
+    def curve(self, entry):
+        """The entry whose rates are tried for this one, or None."""
+        return entry if isinstance(entry['rates'], tuple) else self.curves.get((entry['group'], entry['rates']))
 
     def settings(self, entry, rate, seed):
         """What a run's config and entry say of its training; all else is train.py's default."""
         config = {k: v for k, v in read_config(entry['config']).items() if k in declared('train.py')}
         settings = config | entry | dict(learning_rate=rate, seed=seed)
-        return {k: settings[k] for k in sorted(settings) if k not in NOT_TRAINING}
+        return {k: settings[k] for k in sorted(settings.keys() - OF_ENTRY - OF_DATA)}
 
     def key(self, entry, settings):
         """The digest of all that decides a run's numbers; of data files only their names, wherever they lie."""
@@ -96,25 +100,21 @@ class Study:
 
     def best_rate(self, entry, rows):
         """The rate whose first seed has the fewest nats; None while one of these is neither finished nor failed."""
-        if isinstance(entry['rates'], str):
-            named = (entry['group'], entry['rates'])
-            return self.best_rate(next(e for e in self.entries if (e['group'], e['name']) == named), rows)
-        first, keys = next(iter(entry['texts'])), {}
-        for rate in entry['rates']:
-            keys[rate] = self.key(entry, self.settings(entry, rate, entry['seeds'][0]))
+        curve = self.curve(entry)
+        keys = {rate: self.key(curve, self.settings(curve, rate, curve['seeds'][0])) for rate in curve['rates']}
         if any(key not in rows and key not in self.failed for key in keys.values()):
             return None
-        nats = {rate: float(rows[key][f'{first}_nats']) for rate, key in keys.items() if key in rows}
+        first = f'{next(iter(curve["texts"]))}_nats_per_token'
+        nats = {rate: float(rows[key][first]) for rate, key in keys.items() if key in rows}
         return min(nats, key=nats.get, default=None)
 
     def runs(self, rows):
         """(key, entry, settings) of every run whose rate is known by now, in the order of the list."""
         for entry in self.entries:
-            chosen = isinstance(entry['rates'], str)
-            of = [(rate, entry['seeds'][0]) for rate in entry['rates'] if not chosen]
-            if rate := self.best_rate(entry, rows):
-                of += [(rate, seed) for seed in entry['seeds'][0 if chosen else 1 :]]
-            for settings in (self.settings(entry, *rate_and_seed) for rate_and_seed in of):
+            tried = [(rate, entry['seeds'][0]) for rate in entry['rates'] if self.curve(entry) is entry]
+            rate = self.best_rate(entry, rows)
+            best = [(rate, seed) for seed in entry['seeds'] if rate and (rate, seed) not in tried]
+            for settings in (self.settings(entry, *rate_and_seed) for rate_and_seed in tried + best):
                 yield self.key(entry, settings), entry, settings
 
     def run(self, key, entry, settings, threads):
@@ -142,15 +142,11 @@ class Study:
             where = f'--out_dir={folder}', f'--save={save}', f'--text={text}'
             script('eval.py', folder, '--tasks=bits_per_byte', *where, **how)
             results = json.loads(save.read_text())
-            measured, row['dtype'], row['torch'] = (
-                results['bits_per_byte'],
-                results['dtype'],
-                results['versions']['torch'],
-            )
+            row |= dict(dtype=results['dtype'], torch=results['versions']['torch'])
             for text, path in entry['texts'].items():
-                row |= {f'{text}_{column}': measured[path][name] for column, name in MEASURES.items()}
+                row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
             add_row(self.csv, row)
-        nats = ', '.join(f'{text} {row[f"{text}_nats"]:.4f}' for text in entry['texts'])
+        nats = ', '.join(f'{text} {row[f"{text}_nats_per_token"]:.4f}' for text in entry['texts'])
         print(f'{row["group"]}, {row["name"]}, {row["learning_rate"]:g}, seed {row["seed"]}: {nats}', flush=True)
 
 
@@ -181,17 +177,18 @@ def weights_only(folder):
     parts, numbers = dict(embed='embedding', encoder='hash', mixers='hash'), Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():
         numbers[parts.get(name.split('.')[0], 'decoder')] += tensor.numel() * tensor.is_floating_point()
-    speeds = [json.loads(line).get('tokens_per_s') for line in (folder / 'log.jsonl').read_text().splitlines() if line]
+    speeds = [event['tokens_per_s'] for event in read_log(folder / 'log.jsonl') if 'tokens_per_s' in event]
     row = dict(trained_tokens=state['step'] * state['config']['batch_size'] * state['config']['block_size'])
     row |= {f'params_{part}': number for part, number in numbers.items()}
-    return row | dict(tokens_per_s=statistics.median(filter(None, speeds)))
+    return row | dict(tokens_per_s=statistics.median(speeds))
 
 
 def sweep(study, jobs):
     threads, running = max(1, os.cpu_count() // jobs), {}
     for folder, recipe in study.data.items():
         flags = [f'--{k}={v}' for k, v in recipe.items()]
-        subprocess.run([sys.executable, HERE.parent / 'prepare.py', f'--data_dir={folder}', *flags], check=True)
+        if subprocess.run([sys.executable, HERE.parent / 'prepare.py', f'--data_dir={folder}', *flags]).returncode:
+            raise InputError(f'{folder} could not be prepared')
     with ThreadPoolExecutor(jobs) as pool:
         while True:
             rows = read_rows(study.csv)
@@ -211,7 +208,13 @@ def sweep(study, jobs):
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('list', help='a list of runs, like study/english.py')
+    parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time, which share the cores')
+    parser.add_argument('--report', action='store_true', help='write RESULTS.md and its pictures instead')
     args = parser.parse_args()
-    sweep(Study(args.list), args.jobs)
+    studies = [Study(path) for path in args.lists]
+    if args.report:
+        report.write(studies, read_rows)
+    else:
+        for study in studies:
+            sweep(study, args.jobs)
