@@ -11,12 +11,12 @@ DATA = {
     # all of what is read is held out
     'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
-COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
-COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+_COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
+_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
 
 _RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-_SHORT = dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
-_LONG = dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
+_SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
+_LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
 _WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
 _WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
 _STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)

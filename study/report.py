@@ -1,9 +1,13 @@
-"""RESULTS.md and its pictures, from the CSVs of sweep.py alone; the same CSVs give the same bytes."""
+"""The CSVs of sweep.py; RESULTS.md and its pictures, from them alone: the same CSVs give the same bytes."""
 
+import csv
+import fcntl
 import os
 import statistics
 from collections import Counter
 from pathlib import Path
+
+from bins import replace_durably
 
 MISSING = '–'
 INTRODUCTION = """# Results
@@ -12,6 +16,26 @@ Every table and picture is made by `python study/sweep.py {lists} --report` from
 `python study/sweep.py LIST --jobs=2` makes. Numbers are means over the seeds, with their standard deviation; {missing}
 is what has not been run yet. Speeds are disturbed by whatever else the machine did: bench.py compares costs.
 """
+
+
+def read_rows(path):
+    """{key: row} of a CSV; a row is a dict of strings."""
+    if not path.exists():
+        return {}
+    with open(path, newline='') as f:
+        return {row['key']: row for row in csv.DictReader(f)}
+
+
+def add_row(path, row):
+    """The CSV is written anew beside itself: no kill leaves half a row, and a new column is no trouble."""
+    with open(path.with_suffix('.lock'), 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [*read_rows(path).values(), row]
+        with open(path.with_suffix('.tmp'), 'w', newline='') as f:
+            writer = csv.DictWriter(f, list(dict.fromkeys(column for r in rows for column in r)), lineterminator='\n')
+            writer.writeheader()
+            writer.writerows(rows)
+        replace_durably(path.with_suffix('.tmp'), path)
 
 
 def number(values, form):
@@ -34,7 +58,7 @@ def best_rows(study, entry, rows):
 
 
 def values(found, column):
-    return [float(row[column]) for row in found if row[column]]
+    return [float(row[column]) for row in found if row.get(column)]
 
 
 def likelihoods(study, entries, rows):
@@ -122,7 +146,7 @@ def draw(study, groups, rows, path):
     fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
-def write(studies, read_rows, target='RESULTS.md'):
+def write(studies, target='RESULTS.md'):
     """Writes the report of the lists, into the working folder, and a picture beside each CSV."""
     lists = ' '.join(os.path.relpath(study.path) for study in studies)
     parts = [INTRODUCTION.format(lists=lists, missing=MISSING)]
