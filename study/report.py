@@ -98,6 +98,26 @@ def others(study, entries, rows):
     return table(['model', *columns], lines)
 
 
+def by_frequency(study, entries, rows, measured):
+    """What details.py says of a group: nats and top-1 of each tenth of the tokens, and temperatures."""
+    of_names = {
+        e['name']: [measured[r['key']] for r in best_rows(study, e, rows) if r['key'] in measured] for e in entries
+    }
+    of_names, parts = {name: found for name, found in of_names.items() if found}, []
+    for what, form in (('nats', '.2f'), ('top1', '.1%')) if of_names else ():
+        columns = [f'{what}_{k}' for k in range(1, 11)]
+        lines = [[n, *(f'{statistics.mean(values(f, c)):{form}}' for c in columns)] for n, f in of_names.items()]
+        first = next(iter(of_names.values()))[0]
+        heads = [f'{float(first[f"frequency_{k}"]):,.0f}' for k in range(1, 11)]
+        parts.append(f'{what}, by how often the target is in the training text, a tenth of the tokens each:\n')
+        parts.append(table(['mean frequency', *heads], lines))
+    for name, found in of_names.items():
+        if chosen := values(found, 'temperature'):
+            at_it, without = (number(values(found, column), '.3f') for column in ('nats_at_it', 'nats_without'))
+            parts.append(f'{name}: {at_it} nats at temperature {number(chosen, ".2f")}, {without} without.\n')
+    return parts
+
+
 def curves(study, entries, rows):
     """{entry's name: {rate: nats of its first seed on the first text}} of the entries with rates of their own."""
     found = {}
@@ -109,8 +129,7 @@ def curves(study, entries, rows):
     return found
 
 
-def curve_table(found):
-    rates = sorted({rate for of_entry in found.values() for rate in of_entry})
+def curve_table(found, rates):
     lines = []
     for name, of_entry in found.items():
         best = min(of_entry.values(), default=0)
@@ -152,6 +171,7 @@ def write(studies, target='RESULTS.md'):
     parts = [INTRODUCTION.format(lists=lists, missing=MISSING)]
     for study in studies:
         rows, groups, picture = read_rows(study.csv), {}, study.path.with_suffix('.png')
+        measured = read_rows(study.path.with_name(f'{study.path.stem}_details.csv'))
         for entry in study.entries:
             groups.setdefault(entry['group'], []).append(entry)
         title, _, text = study.doc.strip().partition('\n')
@@ -162,7 +182,9 @@ def write(studies, target='RESULTS.md'):
         parts.append(f'![{title}]({os.path.relpath(picture)})\n')
         for group, entries in groups.items():
             parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
+            parts += by_frequency(study, entries, rows, measured)
+            rates = sorted({rate for entry in entries for rate in study.curve(entry)['rates']})
             if found := curves(study, entries, rows):
-                parts += ['Nats of the first seed by learning rate:\n', curve_table(found)]
+                parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]
     Path(target).write_text('\n'.join(parts))
     print(target)

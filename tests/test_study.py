@@ -1,5 +1,6 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -7,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ok, run, snapshot, start
+from conftest import events, ok, run, snapshot, start
 
 LIST = '''"""
 A title
@@ -18,7 +19,7 @@ DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
 RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3, 1e-2), seeds=(1,),
-        block_size=16, max_steps=6, eval_interval=2, num_layers=1, num_buckets=100,
+        block_size=16, max_steps=6, eval_interval=2, num_layers=1, num_buckets=100, loss='product',
     )
 ]
 '''
@@ -66,14 +67,31 @@ def test_killed_sweep_ends_with_the_same_rows(study):
         # every second time what it started goes on without it
         group = draw.integers(2)
         print(f'seed {seed}, kill {k} after {moment:.2f} s, {"with" if group else "without"} its processes')
-        os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
+        # it may have finished
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         finished = rows(killed) if (killed / 'runs.csv').exists() else {}
         before = {key: snapshot(killed / 'out/runs' / key) for key in finished}
     ok(*command, cwd=killed)
     assert rows(killed) == wanted
     assert {key: snapshot(killed / 'out/runs' / key) for key in finished} == before
+    details(straight)
     report(straight)
+
+
+def details(folder):
+    """Tokens are lost, counted twice or scored otherwise than in training's validation; or the temperature is no help."""
+    ok('study/details.py', 'runs.py', cwd=folder)
+    with open(folder / 'runs_details.csv', newline='') as f:
+        ((key, row),) = ((row.pop('key'), {k: float(v) for k, v in row.items()}) for row in csv.DictReader(f))
+    tokens = int(rows(folder)[key]['docs_tokens'])
+    sizes = [tokens // 10 + (k < tokens % 10) for k in range(10)]
+    nats = sum(row[f'nats_{k}'] * size for k, size in enumerate(sizes, 1)) / tokens
+    assert nats == pytest.approx(events(folder, f'out/runs/{key}')[-1]['val_nats'], rel=1e-3)
+    frequencies = [row[f'frequency_{k}'] for k in range(1, 11)]
+    assert frequencies == sorted(frequencies, reverse=True) and row['nats_1'] < row['nats_10']
+    assert row['temperature'] != 1 and row['nats_at_it'] < row['nats_without']
 
 
 def report(folder):
