@@ -1,7 +1,11 @@
 """
-English at equal parameters: the demo's backbone on english_edu.
+English: the demo's backbone (config/mhf_tiny.py) on textbooks and an encyclopaedia
 
-Warm-up is a tenth of the steps and beta2 0.95, as in the demo (config/mhf_tiny.py); weight decay 0.1, gradient norm 1.
+H4 has the total parameters of Standard (B 7,966, or 7,934), H3 and H2 too; half and quarter are of its B. `english` is
+held out of the training text, `fineweb` is text of another source. The loss is -log P(w), but for product, the paper's.
+AdamW, a tenth of the steps of warm-up, then cosine to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16. The
+learning rate of Standard, H4, half and product is each one's best of four; Standard+1L has Standard's, quarter has
+half's, the other variants have H4's.
 """
 
 # where the two corpora lie
@@ -14,7 +18,7 @@ DATA = {
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
 _COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
 
-_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
 _SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
 _LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
 _WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')

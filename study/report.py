@@ -100,10 +100,10 @@ def others(study, entries, rows):
 
 def by_frequency(study, entries, rows, measured):
     """What details.py says of a group: nats and top-1 of each tenth of the tokens, and temperatures."""
-    of_names = {
-        e['name']: [measured[r['key']] for r in best_rows(study, e, rows) if r['key'] in measured] for e in entries
-    }
-    of_names, parts = {name: found for name, found in of_names.items() if found}, []
+    of_names, parts = {}, []
+    for entry in entries:
+        if found := [measured[row['key']] for row in best_rows(study, entry, rows) if row['key'] in measured]:
+            of_names[entry['name']] = found
     for what, form in (('nats', '.2f'), ('top1', '.1%')) if of_names else ():
         columns = [f'{what}_{k}' for k in range(1, 11)]
         lines = [[n, *(f'{statistics.mean(values(f, c)):{form}}' for c in columns)] for n, f in of_names.items()]

@@ -81,7 +81,7 @@ def test_killed_sweep_ends_with_the_same_rows(study):
 
 
 def details(folder):
-    """Tokens are lost, counted twice or scored otherwise than in training's validation; or the temperature is no help."""
+    """Tokens are lost, or scored otherwise than in training's validation; or the temperature is no help."""
     ok('study/details.py', 'runs.py', cwd=folder)
     with open(folder / 'runs_details.csv', newline='') as f:
         ((key, row),) = ((row.pop('key'), {k: float(v) for k, v in row.items()}) for row in csv.DictReader(f))
