@@ -152,7 +152,7 @@ def weights_only(folder):
 
 
 def sweep(study, jobs):
-    threads, running = max(1, os.cpu_count() // jobs), {}
+    threads, running, started = max(1, os.cpu_count() // jobs), {}, set()
     study.out.mkdir(parents=True, exist_ok=True)
     with open(study.out / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -163,8 +163,9 @@ def sweep(study, jobs):
         while True:
             rows = read_rows(study.csv)
             for key, *run in study.runs(rows):
-                if len(running) < jobs and not any(key in known for known in (rows, study.failed, running.values())):
+                if len(running) < jobs and key not in rows and key not in started:
                     running[pool.submit(study.run, key, *run, threads)] = key
+                    started.add(key)
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:

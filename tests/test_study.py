@@ -19,7 +19,7 @@ DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
 RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3, 1e-2), seeds=(1,),
-        block_size=16, max_steps=6, eval_interval=2, num_layers=1, num_buckets=100, loss='product',
+        block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100, loss='product',
     )
 ]
 '''
@@ -62,11 +62,13 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     seconds, wanted = time.monotonic() - began, rows(straight)
     assert len(wanted) == 2
     for k in range(kills):
-        process, moment = start(*command, cwd=killed), draw.uniform(0, seconds)
-        time.sleep(moment)
+        process, moment, began = start(*command, cwd=killed), draw.uniform(0, seconds), time.monotonic()
+        # the first one while a model is trained, with a checkpoint to go on from
+        while time.monotonic() < began + moment if k else not list(killed.glob('out/runs/*/ckpt.pt')):
+            time.sleep(0.01)
         # every second time what it started goes on without it
-        group = draw.integers(2)
-        print(f'seed {seed}, kill {k} after {moment:.2f} s, {"with" if group else "without"} its processes')
+        group, now = draw.integers(2), time.monotonic() - began
+        print(f'seed {seed}, kill {k} after {now:.2f} s, {"with" if group else "without"} its processes')
         # it may have finished
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
