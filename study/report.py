@@ -68,7 +68,7 @@ def likelihoods(study, entries, rows):
     heads += [f'{text}: {what}' for text in texts for what in ('nats', 'against the first', 'bits per byte')]
     first, lines = best_rows(study, entries[0], rows), []
     for entry in entries:
-        found, line = best_rows(study, entry, rows), [entry['name'], MISSING, MISSING, str(len(entry['seeds']))]
+        found, line = best_rows(study, entry, rows), [entry['name'], MISSING, MISSING, MISSING]
         if found:
             of = {part: int(found[0][f'params_{part}']) / 1e6 for part in ('embedding', 'hash', 'decoder')}
             line[1:] = (
