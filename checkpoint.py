@@ -318,6 +318,8 @@ def save_pretrained(model, folder, tokenizer):
     from safetensors.torch import save_file
 
     c, folder, weights = model.config, Path(folder), {}
+    if c.ablation:
+        raise InputError(f'the released format knows no ablation={c.ablation}')
     for name, tensor in model.state_dict().items():
         prefix = next((p for p, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
         if prefix is None and name != 'is_token':

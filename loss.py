@@ -52,6 +52,11 @@ def softmax(o):
         return o.softmax(dim=-1)
 
 
+def hardmax(o):
+    """As softmax, with all of the probability at the likeliest bucket: an ablation, without a derivative."""
+    return F.one_hot(o.argmax(dim=-1), o.shape[-1]).to(o.dtype)
+
+
 def E_for_matmul(E):
     """E (H*B, d) -> a constant in the precision of autocast, so that chunks need not convert it again."""
     kind = E.device.type
@@ -175,7 +180,7 @@ class Mixed(NamedTuple):
     s: Tensor  # (n, z), after it
 
 
-def chunk_gradients(nll, h, y, E, mixers, table):
+def chunk_gradients(nll, softmax, h, y, E, mixers, table):
     """
     The loss of a chunk and its derivatives, in plain operations on new tensors: torch.compile makes one graph of it.
 
@@ -183,16 +188,16 @@ def chunk_gradients(nll, h, y, E, mixers, table):
         backward  g_i = dL/do_i = (the loss's own gradient) + p_i * (E_i de_i - <e_i, de_i>)
                   dL/dE_i = g_i c_i^T + p_i de_i^T       dL/dc_i = E_i^T g_i + (by way of c_{i+1})
 
-    nll: exact_nll or product_nll; h (n, d), y (n, H); E (H, B, d) and the mixers' (Wdn, bdn, Wup, bup) in the
-    matrix products' precision -> the sum, a scalar; dL/dh (n, d); of each coordinate the pairs (a, b) of dL/dE_i = sum
-    of a^T b; of each mixer the four derivatives. <,> is over d.
+    nll: exact_nll or product_nll; softmax, or hardmax; h (n, d), y (n, H); E (H, B, d) and the mixers' (Wdn, bdn, Wup,
+    bup), H - 1 or none, in the matrix products' precision -> the sum, a scalar; dL/dh (n, d); of each coordinate the
+    pairs (a, b) of dL/dE_i = sum of a^T b; of each mixer the four derivatives. <,> is over d.
     """
     H, d, precision = len(E), h.shape[1], E.dtype
     c, o, p, read, mixed = h, [], [], [], []
     for i in range(H):
         read.append(c.to(precision))
         o.append(read[i] @ E[i].T)  # (n, B)
-        if i < H - 1:
+        if i < len(mixers):
             down, down_bias, up, up_bias = mixers[i]
             p.append(softmax(o[i]))
             x = torch.cat([read[i], p[i] @ E[i]], dim=1)  # (n, 2d)
@@ -204,7 +209,7 @@ def chunk_gradients(nll, h, y, E, mixers, table):
     dc, dE, dmixers = torch.zeros_like(c), [], []
     for i in reversed(range(H)):
         g, pairs = o[i], []  # (n, B)
-        if i < H - 1:  # o_i also acts through e_i and c_{i+1}
+        if i < len(mixers):  # o_i also acts through e_i and c_{i+1}
             (down, _, up, _), (x, a, s), dy = mixers[i], mixed[i], dc.to(precision)
             sigmoid = at_least_float32(a).sigmoid()
             da = at_least_float32(dy @ up) * sigmoid * (1 + a * (1 - sigmoid))  # (n, z)
@@ -247,10 +252,10 @@ class LeanHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gradients_of, nll, table, chunk, h, y, E, *mixers):
+    def forward(ctx, gradients_of, nll, softmax, table, chunk, h, y, E, *mixers):
         """
-        gradients_of: chunk_gradients, perhaps compiled; nll: exact_nll or product_nll; table: Table; chunk: tokens; h
-        (n, d), y (n, H), E (H*B, d), mixers: the decoder's parameters -> the sum, a scalar.
+        gradients_of: chunk_gradients, perhaps compiled; nll, softmax: as there; table: Table; chunk: tokens; h (n, d),
+        y (n, H), E (H*B, d), mixers: the decoder's parameters -> the sum, a scalar.
         """
         dh, dE, *dmixers = gradients = [torch.zeros_like(t) for t in (h, E, *mixers)]
         H, (E, *mixers) = y.shape[1], [E_for_matmul(t) for t in (E, *mixers)]
@@ -260,7 +265,7 @@ class LeanHead(torch.autograd.Function):
         with torch.autocast(h.device.type, enabled=False):
             # chunks of one size, where that is possible: one graph, if it is compiled
             for h_, y_, dh_ in zip(*(t.chunk(-(-len(h) // chunk)) for t in (h.detach(), y, dh)), strict=True):
-                part, dc, dE_, dmixers_ = gradients_of(nll, h_, y_, E, mixers, table)
+                part, dc, dE_, dmixers_ = gradients_of(nll, softmax, h_, y_, E, mixers, table)
                 loss += part
                 dh_.copy_(dc)
                 for total, pairs in zip(dE, dE_, strict=True):
@@ -276,7 +281,7 @@ class LeanHead(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError('the lean head keeps its gradients for one backward pass only')
         dh, *rest = (g.mul_(scale) for g in gradients)
-        return None, None, None, None, dh, None, *rest
+        return None, None, None, None, None, dh, None, *rest
 
 
 def predictions(o, targets, table):

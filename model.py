@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import loss as fast
 from configurator import InputError, did_you_mean
-from loss import at_least_float32, softmax
+from loss import at_least_float32
 
 LOSSES = ('exact', 'product')
+ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
 
 
 @dataclass
@@ -43,12 +44,17 @@ class MHFConfig:
     norm_eps: float = 1e-6
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
+    # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the likeliest bucket's row; no_cascade: every c_i is h
+    ablation: str = ''
 
     def __post_init__(self):
         if self.loss not in LOSSES:
             raise InputError(f"loss='{self.loss}': must be one of {', '.join(LOSSES)}{did_you_mean(self.loss, LOSSES)}")
+        if self.ablation not in ABLATIONS or self.ablation and not self.num_hashes:
+            known = f'must be one of {", ".join(ABLATIONS[1:])}, and num_hashes above 0'
+            raise InputError(f"ablation='{self.ablation}': {known}{did_you_mean(self.ablation, ABLATIONS)}")
         for key, least in asdict(self).items():
-            if key not in ('num_hashes', 'num_lsh', 'pad_id', 'loss') and least <= 0:
+            if key not in ('num_hashes', 'num_lsh', 'pad_id', 'loss', 'ablation') and least <= 0:
                 raise InputError(f'{key}={least}: must be above 0')
         if self.num_heads % self.num_kv_heads:
             raise InputError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
@@ -159,10 +165,13 @@ class HashEncoder(nn.Module):
     def __init__(self, c):
         super().__init__()
         d, z = c.hidden_size, c.bottleneck
-        self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1))
+        gated = c.ablation != 'mean_gate'
+        self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1)) if gated else None
         self.out = nn.Linear(d, d)
 
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
+        if self.gate is None:
+            return self.out(k.mean(dim=2))
         alpha = at_least_float32(self.gate(k)).softmax(dim=2)  # (N, T, H, 1)
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
@@ -177,18 +186,20 @@ class HashDecoder(nn.ModuleList):
 
     def __init__(self, c):
         d, z = c.hidden_size, c.bottleneck
-        mixers = range(c.coordinates - 1)
+        mixers = range(c.coordinates - 1 if c.ablation != 'no_cascade' else 0)
         super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
+        self.coordinates = c.coordinates
+        self.softmax = fast.hardmax if c.ablation == 'hard_embeddings' else fast.softmax
 
     def mix(self, i, c, e):  # (n, d), (n, d) -> (n, d)
         return c + self[i](torch.cat([c, e], dim=-1))
 
     def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
         c, o = h, []
-        for i, E_i in enumerate(E.chunk(len(self) + 1)):  # (B, d)
+        for i, E_i in enumerate(E.chunk(self.coordinates)):  # (B, d)
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
-                e = softmax(o[i]) @ E_i  # (n, d)
+                e = self.softmax(o[i]) @ E_i  # (n, d)
                 c = self.mix(i, c, e.to(c.dtype))
         return o
 
@@ -369,7 +380,7 @@ class MHF(nn.Module):
             return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
         nll = fast.exact_nll if exact else fast.product_nll
         if torch.is_grad_enabled():
-            how = self.chunk_gradients, nll, table, self.head_chunk or table.chunk
+            how = self.chunk_gradients, nll, self.mixers.softmax, table, self.head_chunk or table.chunk
             return fast.LeanHead.apply(*how, h, y, self.head_weight, *self.mixers.parameters())
         return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
 

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as model_module
-from checkpoint import from_pretrained
+from checkpoint import from_pretrained, save_pretrained
 from configurator import InputError
 from hashing import extend_table, fingerprint, get_tokenizer, signature_table
-from model import MHF, MHFConfig, exact_loss, product_loss, sample_token
+from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -447,6 +447,7 @@ def plain_loss(m, x, y):
 
 
 KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
+KINDS += [dict(ablation=name) for name in ABLATIONS[1:]]
 
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
@@ -474,6 +475,28 @@ def test_fast_head_equals_plain(kind, changes, device):
     m.plain_head = True
     for ours, theirs in zip(both, m.both_losses(x, y), strict=True):
         assert ours.shape == (3, 40) and torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_ablations_are_what_they_are_called(tmp_path):
+    """An ablation of the study measures something else than its name says, or is exported as if it were the method."""
+    m = random_model(ablation='mean_gate')
+    k = torch.randn(2, 5, 3, 32, dtype=torch.float64)
+    assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
+    h = torch.randn(6, 32, dtype=torch.float64)
+    m = random_model(ablation='hard_embeddings')
+    o, c = m.mixers(h, m.head_weight), h
+    for i, E_i in enumerate(m.head_weight.split(40)):
+        assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
+        c = m.mixers.mix(i, c, E_i[o[i].argmax(1)]) if i < 2 else None
+    m = random_model(ablation='no_cascade')
+    assert torch.allclose(torch.cat(m.mixers(h, m.head_weight), dim=1), h @ m.head_weight.T, rtol=1e-12)
+    ids = torch.randint(3, 300, (2, 7))
+    assert torch.equal(m.generate(ids, 9, temperature=0), m.generate(ids, 9, temperature=0, use_cache=False))
+    with pytest.raises(InputError, match='no ablation=no_cascade'):
+        save_pretrained(m, tmp_path / 'released', 'mistral')
+    for wrong in (dict(ablation='mean_gates'), dict(ablation='mean_gate', num_hashes=0)):
+        with pytest.raises(InputError, match='^ablation='):
+            MHFConfig(**wrong)
 
 
 def test_plain_losses_are_the_formulas():

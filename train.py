@@ -81,6 +81,7 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B
 num_lsh = 0
 single_id = False
+ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
@@ -109,7 +110,7 @@ config = configure(globals())
 # what a resumed run may not change, beside its data (bins.identity: tokenizer, signature table, text); all else is free
 FIXED_ON_RESUME = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
-    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'loss', 'tokenizer',
+    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'loss', 'tokenizer',
     'batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2', 'train_layers',
 )  # fmt: skip
 
@@ -254,7 +255,7 @@ table = bins.table(config, meta)
 data = bins.identity(meta, table)
 start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
 if ckpt:
-    then = ckpt['config'] | ckpt['data']
+    then = dict(ablation='') | ckpt['config'] | ckpt['data']
     changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
     only_text = new_data and list(changed) == ['train_sha256']
     if changed and not only_text:

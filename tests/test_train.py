@@ -152,6 +152,20 @@ def test_the_plain_head_trains_alike(quick):
     assert len(ours) == 8 and ours == pytest.approx(fast, abs=1e-4)
 
 
+def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
+    """A resumed or evaluated ablation silently becomes the method, or checkpoints from before ablations are refused."""
+    args = ('cfg.py', '--out_dir=b', '--auto_resume')
+    ok('train.py', *args, '--ablation=hard_embeddings', *until(4), cwd=quick)
+    refused = run('train.py', *args, *until(5), cwd=quick)
+    assert refused.returncode == 1 and 'ablation=hard_embeddings (now )' in refused.stderr
+    ok('train.py', *args, '--ablation=hard_embeddings', *until(5), cwd=quick)
+    assert load_checkpoint(quick / 'b/ckpt.pt')[0].mixers.softmax.__name__ == 'hardmax'
+    state = weights(quick)
+    del state['config']['ablation'], state['model_config']['ablation']
+    save_edited(state, quick / 'out/ckpt.pt')
+    ok('train.py', 'cfg.py', '--auto_resume', *until(25), cwd=quick)
+
+
 def test_batches_are_a_permutation_without_replacement():
     """Within an epoch a block comes twice, or epochs repeat the same order."""
     stream = np.concatenate([blocks_of(step, batch_size=8, num_blocks=37, seed=1) for step in range(40)])

@@ -1,0 +1,55 @@
+"""
+English: the demo's backbone (config/mhf_tiny.py) on textbooks and an encyclopaedia
+
+H4 has the total parameters of Standard (B 7,966, or 7,934), H3 and H2 too; half and quarter are of its B. `english` is
+held out of the training text, `fineweb` is text of another source. The loss is -log P(w), but for product, the paper's.
+AdamW, a tenth of the steps of warm-up, then cosine to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16. The
+learning rate of Standard, H4, half and product is each one's best of four; Standard+1L has Standard's, quarter has
+half's, the other variants have H4's.
+"""
+
+# where the two corpora lie
+_FOLDER = '../shared/data/text'
+DATA = {
+    'data/study_english': dict(dataset=f'{_FOLDER}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
+    # all of what is read is held out
+    'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
+}
+_COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
+_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+
+_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
+_SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
+_LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
+_WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
+_WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
+_STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
+# each at its best rate; B of equal total parameters, and half of it
+_H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
+_HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
+# variants of H4, at the rate that is its best
+_LIKE_H4 = _SHORT | _H4 | dict(rates='H4')
+
+RUNS = [
+    _SHORT | _STANDARD,
+    _SHORT | _H4,
+    _SHORT | _HALF,
+    _SHORT | _H4 | dict(name='H4, product', loss='product'),
+    _SHORT | _STANDARD | dict(name='Standard+1L', rates='Standard', num_layers=5),
+    _SHORT | _HALF | dict(name='H4, quarter', rates='H4, half', num_buckets=1991),
+    _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
+    _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
+    _LIKE_H4 | dict(name='Single-ID H1', single_id=True),
+    _LONG | _STANDARD,
+    _LONG | _H4,
+    _LONG | _HALF,
+    _WIDE | _STANDARD,
+    _WIDE | _H4 | dict(num_buckets=7934),
+    _WIDE | _HALF | dict(num_buckets=3967),
+    _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
+    _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2),
+    _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
+    _LIKE_H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
+    _LIKE_H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
+    _LIKE_H4 | dict(name='H4, no cascade', ablation='no_cascade'),
+]

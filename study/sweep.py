@@ -1,0 +1,194 @@
+"""
+Trains and evaluates the runs of a list, so many at a time; stopped or killed at any moment, the same command goes on.
+
+    $ python study/sweep.py study/english.py --jobs=2       # appends a row a run to study/english.csv
+    $ python study/sweep.py study/english.py --report       # RESULTS.md and its pictures, from the CSV alone
+
+A list is Python, as study/english.py: DATA, {folder: settings of prepare.py}, and RUNS, entries with a name, a group, a
+config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}; the rest
+overrides the config. The first seed is trained at every rate, the others at the best one, by nats on the first text;
+rates='H3' is the best one of the entry H3 of the same group. A run is known by a digest of its settings and data: names
+may change, and no row is taken for another's.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import report  # noqa: E402
+import torch  # noqa: E402
+from report import add_row, read_rows  # noqa: E402
+
+from bins import replace_durably  # noqa: E402
+from checkpoint import digest_of_state  # noqa: E402
+from configurator import InputError, declared, read_config  # noqa: E402
+from plot import read_log  # noqa: E402
+
+# what eval.py says of a text
+MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
+OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
+# of a config; here the list says it
+OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
+# of a row, when a run is finished
+SAID = ('name', 'group', 'learning_rate', 'seed')
+
+
+class Study:
+    """A list of runs, and which of them failed in this sweep."""
+
+    def __init__(self, path):
+        self.path, self.failed, read = Path(path).resolve(), {}, runpy.run_path(path)
+        self.data, self.entries, self.doc = read['DATA'], read['RUNS'], read['__doc__']
+        self.csv, self.out = self.path.with_suffix('.csv'), Path('out') / self.path.stem
+        for entry in self.entries:
+            if missing := OF_ENTRY - entry.keys() or {entry['train'], *entry['texts'].values()} - self.data.keys():
+                raise InputError(f'{path}: entry {entry} lacks {missing}')
+            self.curve(entry)
+
+    def curve(self, entry):
+        """The entry whose rates are tried for this one: itself, or the one that it names."""
+        for e in [entry, *(e for e in self.entries if (e['group'], e['name']) == (entry['group'], entry['rates']))]:
+            if isinstance(e['rates'], tuple):
+                return e
+        raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry of its group with rates')
+
+    def settings(self, entry, rate, seed):
+        """What a run's config and entry say of its training; all else is train.py's default."""
+        config = {k: v for k, v in read_config(entry['config']).items() if k in declared('train.py')}
+        settings = config | entry | dict(learning_rate=rate, seed=seed)
+        return {k: settings[k] for k in sorted(settings.keys() - OF_ENTRY - OF_DATA)}
+
+    def key(self, entry, settings):
+        """The digest of all that decides a run's numbers; of data files only their names, wherever they lie."""
+        recipes = [self.data[folder] for folder in (entry['train'], *entry['texts'].values())]
+        recipes = [recipe | dict(dataset=recipe['dataset'].split('/')[-1]) for recipe in recipes]
+        return hashlib.sha256(json.dumps([settings, recipes]).encode()).hexdigest()[:12]
+
+    def best_rate(self, entry, rows):
+        """The rate whose first seed has the fewest nats; None while one of these is neither finished nor failed."""
+        curve = self.curve(entry)
+        rates = {self.key(curve, self.settings(curve, rate, curve['seeds'][0])): rate for rate in curve['rates']}
+        if not rates.keys() <= rows.keys() | self.failed.keys() or not rates.keys() & rows.keys():
+            return None
+        column = f'{next(iter(curve["texts"]))}_nats_per_token'
+        return min((float(rows[key][column]), rate) for key, rate in rates.items() if key in rows)[1]
+
+    def runs(self, rows):
+        """(key, entry, settings) of every run whose rate is known by now, in the order of the list."""
+        for entry in self.entries:
+            rate, seeds = self.best_rate(entry, rows), entry['seeds']
+            curve = [(rate, seeds[0]) for rate in entry['rates'] if self.curve(entry) is entry]
+            for rate_and_seed in dict.fromkeys([*curve, *((rate, seed) for seed in seeds if rate)]):
+                settings = self.settings(entry, *rate_and_seed)
+                yield self.key(entry, settings), entry, settings
+
+    def run(self, key, entry, settings, threads):
+        """Trains, evaluates and appends the row. Raises InputError with what a script said last."""
+        folder = self.out / key
+        folder.mkdir(parents=True, exist_ok=True)
+        # a process of a sweep that was killed may be at work still: it holds the lock until it ends
+        with open(folder / 'lock', 'w') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if key in read_rows(self.csv):
+                return
+            git = ['git', '-C', str(HERE), 'describe', '--always', '--dirty', '--exclude=*']
+            row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
+            row['commit'] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=str(threads)))
+            tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
+            flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
+            # which train.py writes last of all; of a sweep that was killed since then, nobody knows the memory
+            if not (folder / 'loss.png').exists():
+                flags = [f'--{k}={v}' for k, v in flags.items()]
+                row['peak_mb'] = script('train.py', folder, '--auto_resume', *flags, **how)
+            row |= weights_only(folder)
+            texts = f'--text={",".join(entry["texts"].values())}'
+            script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, **how)
+            results = json.loads((folder / 'results.json').read_text())
+            row |= dict(dtype=results['dtype'], torch=results['versions']['torch'])
+            for text, path in entry['texts'].items():
+                row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
+            add_row(self.csv, row)
+        print(', '.join(str(v) for k, v in row.items() if k in SAID or k.endswith('nats_per_token')), flush=True)
+
+
+def script(name, folder, *args, **how):
+    """Runs a script of ours with its output in `folder` -> its peak memory in MB."""
+    with open(folder / f'{name}.out', 'ab') as out:
+        process = subprocess.Popen([sys.executable, str(HERE.parent / name), *args], stdout=out, stderr=out, **how)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise InputError(f'{name} ended with {process.returncode}; see {folder / name}.out')
+    return usage.ru_maxrss // 1024
+
+
+def weights_only(folder):
+    """Takes the optimizer, two thirds of it, out of a finished run's checkpoint -> what it and the log tell the row."""
+    state = torch.load(folder / 'ckpt.pt', weights_only=True)
+    state['optimizer'] = dict(state={}, param_groups=[{}])
+    state['sha256'] = {k: digest_of_state(v) for k, v in state.items() if k != 'sha256'}
+    torch.save(state, folder / 'ckpt.pt.tmp')
+    replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
+    (folder / 'ckpt_best.pt').unlink(missing_ok=True)
+    parts, numbers = dict(embed='embedding', encoder='hash', mixers='hash'), Counter(embedding=0, hash=0, decoder=0)
+    for name, tensor in state['model'].items():
+        numbers[parts.get(name.split('.')[0], 'decoder')] += tensor.numel() * tensor.is_floating_point()
+    log = read_log(folder / 'log.jsonl')
+    row = dict(tokens_per_s=statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event))
+    return row | dict(trained_tokens=log[-1]['tokens']) | {f'params_{part}': n for part, n in numbers.items()}
+
+
+def sweep(study, jobs):
+    threads, running, started = max(1, os.cpu_count() // jobs), {}, set()
+    study.out.mkdir(parents=True, exist_ok=True)
+    with open(study.out / 'lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for folder, recipe in study.data.items():
+            flags = [f'--{k}={v}' for k, v in (recipe | dict(data_dir=folder)).items()]
+            script('prepare.py', study.out, *flags, pass_fds=[lock.fileno()])
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            rows = read_rows(study.csv)
+            for key, *run in study.runs(rows):
+                if len(running) < jobs and key not in rows and key not in started:
+                    running[pool.submit(study.run, key, *run, threads)] = key
+                    started.add(key)
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                key = running.pop(future)
+                if error := future.exception():
+                    study.failed[key] = error
+                    print(error, file=sys.stderr, flush=True)
+    if study.failed:
+        raise InputError(f'{len(study.failed)} runs failed; the same command tries them again')
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time, which share the cores')
+    parser.add_argument('--report', action='store_true', help='write RESULTS.md and its pictures instead')
+    args = parser.parse_args()
+    studies = [Study(path) for path in args.lists]
+    if args.report:
+        report.write(studies)
+        sys.exit()
+    try:
+        for study in studies:
+            sweep(study, args.jobs)
+    except KeyboardInterrupt:
+        sys.exit('interrupted; the same command goes on')

@@ -1,0 +1,127 @@
+"""The study's runner and its report, on models of a few thousand parameters."""
+
+import contextlib
+import csv
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from conftest import events, ok, run, snapshot, start
+
+LIST = '''"""
+A title
+
+What was done.
+"""
+DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
+RUNS = [
+    dict(
+        name='H3', group='tiny', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3, 1e-2), seeds=(1,),
+        block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100, loss='product',
+    )
+]
+'''
+# what the machine's other work changes
+NOT_REPEATED = ('tokens_per_s', 'peak_mb')
+
+
+def rows(folder):
+    with open(folder / 'runs.csv', newline='') as f:
+        found = {row['key']: row for row in csv.DictReader(f)}
+    assert all(None not in row.values() and row['docs_tokens'] for row in found.values())
+    return {key: {k: v for k, v in row.items() if k not in NOT_REPEATED} for key, row in found.items()}
+
+
+@pytest.fixture
+def study(few, tmp_path):
+    """Makes a folder with a list of two runs, and what they need."""
+
+    def make(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / 'docs.jsonl').write_bytes((few / 'docs.jsonl').read_bytes())
+        (folder / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
+        (folder / 'runs.py').write_text(LIST)
+        return folder
+
+    return make
+
+
+def test_killed_sweep_ends_with_the_same_rows(study):
+    """
+    A killed sweep repeats what is finished, loses or halves a row, runs one twice at a time or ends with other numbers;
+    or a report of the same CSV is another one. MHF_KILLS=30 kills thirty times.
+    """
+    kills, seed = int(os.environ.get('MHF_KILLS', 1)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    straight, killed, draw = study('straight'), study('killed'), np.random.default_rng(seed)
+    command = 'study/sweep.py', 'runs.py', '--jobs=2'
+    began = time.monotonic()
+    ok(*command, cwd=straight)
+    seconds, wanted = time.monotonic() - began, rows(straight)
+    assert len(wanted) == 2
+    for k in range(kills):
+        process, moment, began = start(*command, cwd=killed), draw.uniform(0, seconds), time.monotonic()
+        # the first one while a model is trained, with a checkpoint to go on from
+        while time.monotonic() < began + moment if k else not list(killed.glob('out/runs/*/ckpt.pt')):
+            time.sleep(0.01)
+        # every second time what it started goes on without it
+        group, now = draw.integers(2), time.monotonic() - began
+        print(f'seed {seed}, kill {k} after {now:.2f} s, {"with" if group else "without"} its processes')
+        # it may have finished
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        finished = rows(killed) if (killed / 'runs.csv').exists() else {}
+        before = {key: snapshot(killed / 'out/runs' / key) for key in finished}
+    ok(*command, cwd=killed)
+    assert rows(killed) == wanted
+    assert {key: snapshot(killed / 'out/runs' / key) for key in finished} == before
+    details(straight)
+    report(straight)
+
+
+def details(folder):
+    """Tokens are lost, or scored otherwise than in training's validation; or the temperature is no help."""
+    ok('study/details.py', 'runs.py', cwd=folder)
+    with open(folder / 'runs_details.csv', newline='') as f:
+        ((key, row),) = ((row.pop('key'), {k: float(v) for k, v in row.items()}) for row in csv.DictReader(f))
+    tokens = int(rows(folder)[key]['docs_tokens'])
+    sizes = [tokens // 10 + (k < tokens % 10) for k in range(10)]
+    nats = sum(row[f'nats_{k}'] * size for k, size in enumerate(sizes, 1)) / tokens
+    assert nats == pytest.approx(events(folder, f'out/runs/{key}')[-1]['val_nats'], rel=1e-3)
+    frequencies = [row[f'frequency_{k}'] for k in range(1, 11)]
+    assert frequencies == sorted(frequencies, reverse=True) and row['nats_1'] < row['nats_10']
+    assert row['temperature'] != 1 and row['nats_at_it'] < row['nats_without']
+
+
+def report(folder):
+    """A report of the same CSV is another one, or a run that is missing from it is not said to be."""
+    read, pictures = [], []
+    for _ in range(2):
+        ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+        read.append((folder / 'RESULTS.md').read_text())
+        pictures.append((folder / 'runs.png').read_bytes())
+    best = min(float(row['docs_nats_per_token']) for row in rows(folder).values())
+    assert read[0] == read[1] and pictures[0] == pictures[1]
+    assert '## A title' in read[0] and f'**{best:.3f}**' in read[0] and '–' not in read[0].partition('###')[2]
+    header, first, _ = (folder / 'runs.csv').read_text().splitlines()
+    (folder / 'runs.csv').write_text(f'{header}\n{first}\n')
+    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    assert '| H3 | – | – | – |' in (folder / 'RESULTS.md').read_text()
+
+
+def test_a_wrong_list_ends_in_one_line(study):
+    """A list that names what is not there, or a run that fails, ends in a traceback or counts as finished."""
+    folder = study('wrong')
+    for right, wrong, says in (
+        ('rates=(1e-3, 1e-2)', "rates='H9'", 'names no entry'),
+        ("docs='data'", "docs='other'", "lacks {'other'}"),
+        ('seeds=(1,)', 'seed=1', "lacks {'seeds'}"),
+        ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
+    ):
+        (folder / 'runs.py').write_text(LIST.replace(right, wrong))
+        done = run('study/sweep.py', 'runs.py', cwd=folder)
+        assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
+    assert not (folder / 'runs.csv').exists()
