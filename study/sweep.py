@@ -115,9 +115,11 @@ class Study:
                 row['peak_mb'] = script('train.py', folder, '--auto_resume', *flags, **how)
             row |= weights_only(folder)
             texts = f'--text={",".join(entry["texts"].values())}'
-            script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, **how)
-            results = json.loads((folder / 'results.json').read_text())
-            row |= dict(dtype=results['dtype'], torch=results['versions']['torch'])
+            where = f'--output_path={folder}/eval.json'
+            script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, where, **how)
+            # eval.py puts the date into the name
+            results = json.loads(max(folder.glob('eval_*.json')).read_text())
+            row |= dict(dtype=results['dtype'], torch=results['packages']['torch'])
             for text, path in entry['texts'].items():
                 row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
             add_row(self.csv, row)
