@@ -10,8 +10,8 @@ Each byte trigram of ' word ' has m = 10 of v buckets (--num_buckets; theirs 8,1
 trigram of the word in lower case. Into the decoder goes the sum of the rows of a word's buckets, from a v x d matrix;
 out of it comes, by a second one (public descriptions count both), a logit a bucket. Loss: binary cross-entropy, the
 mean over all v, a word's own with weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, where
-the authors average sigmoid(logit); of an answer: the sum of its words'. Scores rank a dictionary, the 100,000 most
-frequent words. They are no probabilities: there are no nats and no bits per byte (nan in train.py's log), and only
+the authors have a normalised dot product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000
+most frequent words. They are no probabilities: there are no nats and no bits per byte (nan in train.py's log), and only
 tasks that rank answers are compared, as in the paper. A word outside the dictionary is read, learned and scored as any,
 only not ranked: bins have an id for each word of the text, eval makes ids for new ones. White space is lost;
 punctuation, which the authors split off, stays at its word. bos is the word <s>. train.py runs unchanged, with its
