@@ -14,7 +14,7 @@ coordinate lie in the span of E_i, of dimension min(d, B). So the rank is at mos
 Reachable is what random E and mixers fill. It has H (B - 2) + 2 in place of H B + 1: each coordinate's buckets sum to
 the same vector of ones, and bucket 0 is the padding token's in all of them. Fresh biases are 0, which takes 1.
 The table's last columns are singular values by the largest: the first beyond Standard's bound, the last above numpy's
-threshold, 9.1e-13 here, and the first below. A random 2,048 of the tokens are enough: columns left out only lower a rank.
+threshold, 9.1e-13 here, and the first below. Of the tokens a random 2,048 are columns: fewer only lower a rank.
 """
 
 import csv
