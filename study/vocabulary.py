@@ -1,0 +1,37 @@
+"""
+Vocabulary: the same text, by three tokenizers
+
+H4 has 11.5 M parameters with each (B 7,966), Standard a row more for each token. Expanded is mistral with 15,354 tokens
+of Arabic, Chinese and Hindi, which `python expand.py config/expand_tiny.py --before= --init_from=` makes first; English
+uses none of them. Every run reads the same 464 documents once, 4,228,682 bytes: 1,029,579 tokens by mistral, 1,029,576
+by expanded, 942,412 by tekken, so 502, 502 and 460 steps, whose order leaves out 0.12 % of the blocks at most. Nats
+per token are another quantity for each tokenizer; bits per byte compare. All else is as in English, whose best learning
+rate of each kind, with mistral, 1.02 M tokens and the first seed, is taken for all three.
+"""
+
+_FOLDER = '../shared/data/text'
+_ENGLISH = dict(val_fraction=0.07, val_bytes=300000)
+# all of what is read is held out
+_FINEWEB = dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000)
+# of each tokenizer: its name, the training tokens whose last one lies in the 464th document, the steps of one epoch
+_TOKENIZERS = {
+    'mistral': ('mistral', 1024000, 502),
+    'expanded': ('out/tokenizer/tiny_ar_zh_hi.model', 1024000, 502),
+    'tekken': ('tekken', 942000, 460),
+}
+# the best rates of english.csv; where there are two, the first seed tries both
+_KINDS = [
+    dict(name='Standard', rates=(4e-3,), num_hashes=0),
+    dict(name='H4', rates=(2e-3,), num_hashes=4, num_buckets=7966),
+]
+
+DATA, RUNS = {}, []
+for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
+    _english, _fineweb = f'data/vocabulary_{_name}', f'data/vocabulary_fineweb_{_name}'
+    _text = f'{_FOLDER}/english_edu.jsonl.xz@{_tokens}'
+    DATA |= {_english: _ENGLISH | dict(dataset=_text, tokenizer=_tokenizer)}
+    DATA |= {_fineweb: _FINEWEB | dict(tokenizer=_tokenizer)}
+    _common = dict(group=_name, config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+    _common |= dict(train=_english, texts=dict(english=_english, fineweb=_fineweb))
+    _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)
+    RUNS += [_common | kind for kind in _KINDS]

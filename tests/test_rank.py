@@ -1,0 +1,59 @@
+"""The rank claim, study/rank.py: what the numerical rank of log P is, in float64, of small random models."""
+
+import runpy
+
+import pytest
+import torch
+from conftest import REPO, ok, random_model
+
+rank = runpy.run_path(str(REPO / 'study' / 'rank.py'))
+SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
+# (settings, the rank)
+CASES = {
+    # d + 1: logits and the normaliser
+    'Standard': (dict(num_hashes=0), 17),
+    # H - 1 mixers add z each, their biases and the normaliser 1 each: neither the paper's 64 nor Standard's 17
+    'z below d': (dict(num_hashes=4, num_buckets=64, bottleneck=4), 16 + 3 * 4 + 2),
+    'z below d, H2': (dict(num_hashes=2, num_buckets=300, bottleneck=5), 16 + 5 + 2),
+    # a mixer fills all d: H d + 1
+    'z above d': (dict(num_hashes=4, num_buckets=64, bottleneck=24), 4 * 16 + 1),
+    # above the paper's 10: H (B - 2) + 2
+    'B below d': (dict(num_hashes=4, num_buckets=10, bottleneck=24), 4 * 8 + 2),
+    # the paper's 4 d is out of a vocabulary's reach
+    'few tokens': (dict(num_hashes=4, num_buckets=64, bottleneck=24, vocab_size=48), 48),
+}
+
+
+def spectrum(m):
+    """The row and the singular values of a model over random contexts, 384 of them."""
+    ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
+    return rank['measure']('', '', m, ids)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_rank(case):
+    """A mixer that is not reached, or writes more than z numbers, a lost bias or normaliser: another rank."""
+    settings, expected = CASES[case]
+    row, singular = spectrum(random_model(**SHAPE | settings))
+    assert row['rank'] == row['reachable'] == expected <= row['bound']
+    # the threshold lies within a gap, not somewhere on a slope
+    assert expected == len(singular) or singular[expected] < 1e-3 * singular[expected - 1]
+
+
+def test_fresh_weights():
+    """Fresh biases are 0, so one direction is not there yet: the table's `fresh` rows would be a riddle."""
+    m = random_model(**SHAPE | CASES['z below d'][0])
+    for mixer in m.mixers:
+        for layer in (mixer[0], mixer[2]):
+            torch.nn.init.zeros_(layer.bias)
+    assert spectrum(m)[0]['rank'] == CASES['z below d'][1] - 1
+
+
+def test_script(quick):
+    """A checkpoint of one's own: the table, the CSV and the picture are not made, or are another model's."""
+    printed = ok('study/rank.py', 'out', cwd=quick).stdout.splitlines()
+    # d 32, H 3, B 256, z 64
+    row = dict(zip(*(line.strip('| ').split(' | ') for line in (printed[0], printed[-1])), strict=True))
+    assert row['weights'] == 'trained' and row['bound'] == '97' and 33 < int(row['rank']) <= 97
+    assert (quick / 'out' / 'rank.csv').read_text().splitlines()[-1].split(',') == list(row.values())
+    assert (quick / 'out' / 'rank.png').exists()
