@@ -210,8 +210,12 @@ def run_tasks(
         raise InputError(f'{file} cannot be written ({e}); name another folder with --output_path') from None
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
     except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError, ImportError) as e:
+        # it leaves nothing new
         if not resumed:
             file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.parent.rmdir()
+                file.parent.parent.rmdir()
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300] or "nothing in it"}'
         raise InputError(f'{", ".join(names)}: cannot be run ({reason}); of the data, see --data_dir') from None
     finally:
@@ -533,13 +537,12 @@ def main():
     opened = [open_model(out_dir, released, revision, tokenizer)]
     if before:
         opened.insert(0, open_model(before) if (Path(before) / 'ckpt.pt').exists() else open_model(released=before))
-    try:
-        for o in opened:
-            where(o.source)[0].mkdir(parents=True, exist_ok=True)
-            (where(o.source)[0] / '.writable').touch()
-            (where(o.source)[0] / '.writable').unlink(missing_ok=True)
-    except OSError as e:
-        raise InputError(f'output_path={output_path} cannot be written ({e}); name another') from None
+    folder = where(opened[-1].source)[0].absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(
+            f'output_path={output_path} cannot be written: {there} is no folder, or not yours; name another'
+        )
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         if torch.device(on_device).type == 'cuda':
             torch.cuda.set_device(on_device)

@@ -337,7 +337,9 @@ BAD = [
     Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='see --data_dir'),
     Bad('a benchmark that is cut off', EVAL + '--tasks=piqa --data_dir=.', 'EOFError', cut_off),
     Bad('a benchmark without its fields', EVAL + '--tasks=sciq --data_dir=.', 'sciq', sciq),
-    Bad('results in a file', EVAL + '--tasks=piqa --output_path=text.txt/r', says='output_path=text.txt/r cannot be'),
+    Bad(
+        'results in a file', EVAL + '--tasks=piqa --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'
+    ),
     Bad('batches of nothing', EVAL + '--batch_size=0', says='batch_size=0'),
     Bad('before what is not there', EVAL + '--tasks=bits_per_byte --text=docs.jsonl --before=nowhere', says='nowhere'),
     Bad('unknown part of bench', 'bench.py --parts=hed', says="did you mean 'head'"),
