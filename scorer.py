@@ -153,9 +153,8 @@ class Scorer:
                 targets += continuation
                 ends.append(len(targets))
         ids, positions, segments = inputs.to(self.device, non_blocking=pinned)
-        predicting, targets = torch.tensor([predicting, targets], pin_memory=pinned).to(
-            self.device, non_blocking=pinned
-        )
+        predicting = torch.tensor([predicting, targets], pin_memory=pinned)
+        predicting, targets = predicting.to(self.device, non_blocking=pinned)
         # where no row has two continuations, the causal triangle is all
         mask = None
         if max(len(continuations) for _, continuations in batch) > 1:
@@ -176,9 +175,12 @@ class Scorer:
         room = self.tokens if self.device.type == 'cuda' else 8 * self.tokens
         for k, (prompt, options) in enumerate(prompts):
             options = normalize_gen_kwargs(options)
-            meaningless = options.keys() - {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
-            if any(options[key] != 1 for key in meaningless):
-                raise InputError(f'{", ".join(sorted(meaningless))}: not among the options of generation here')
+            known = ['do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until']
+            # one beam is no beam search
+            if unknown := [key for key in options if key not in known and options[key] != 1]:
+                raise InputError(
+                    f'{", ".join(unknown)}: not an option of generation here; there are {", ".join(known)}'
+                )
             ids = ([] if self.bos is None else [self.bos]) + list(self.tok.encode([prompt])[0])
             # the end of what is too long
             ids = ids[-max(1, T - options['max_gen_toks']) :] or [self.tok.bos]
@@ -214,10 +216,12 @@ class Scorer:
                 for n, token in enumerate(tokens.tolist()):
                     if n not in writing:
                         continue
-                    if token != tok.bos:
+                    # a document is over: the next begins, or eos, whose role pad may have
+                    over = token in (tok.bos, tok.pad)
+                    if not over:
                         made[n].append(token)
                         said[n] = tok.decode(made[n])
-                    if token == tok.bos or any(stop in said[n] for stop in until):
+                    if over or any(stop in said[n] for stop in until):
                         writing.remove(n)
                 if not writing:
                     break
@@ -226,9 +230,7 @@ class Scorer:
 
 @register_model('mhf')
 class MHFLM(TemplateLM):
-    """
-    A model as lm-eval wants it: of a Scorer, or of what open_model is given. Raises InputError.
-    """
+    """A model as lm-eval wants it: of a Scorer, or of what open_model is given. Raises InputError."""
 
     def __init__(self, scorer=None, bos=None, batch_size=256, max_batch_size=None, device=None, dtype=None, **model):
         super().__init__()

@@ -175,6 +175,14 @@ def test_harness_text_and_generation(mistral):
     greedy = m.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
     said = mistral.decode(greedy[: greedy.index(1)] if 1 in greedy else greedy)
     assert lm.generate_until([request('a few words', dict(until=[], max_gen_toks=6))]) == [said]
+    # eos, whose role pad has, ends a text as bos does
+    ending = types.SimpleNamespace(
+        tokens=mistral.tokens, bos=1, pad=greedy[2], encode=mistral.encode, decode=mistral.decode
+    )
+    ended = MHFLM(Scorer(m, 1, 256, tok=ending)).generate_until(
+        [request('a few words', dict(until=[], max_gen_toks=6))]
+    )
+    assert ended == [mistral.decode(greedy[: greedy.index(greedy[2])])]
     stop = said[len(said) // 2]
     assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
     # a batch of prompts of different lengths, in any order, says what each says alone
