@@ -3,7 +3,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks               # the same from local files, no internet
-    $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5 --log_samples         # any task, group or tag of lm-eval
+    $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5 --log_samples         # lm-eval's text tasks, groups and tags
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.jsonl,en.jsonl
@@ -142,8 +142,9 @@ def local_data(name, task, data_dir):
     hub_split = task.get('test_split') or task.get('validation_split') or 'test'
     scored = next((s for s in (hub_split, 'validation', 'test', 'train') if s in files), None)
     if scored is None or 'class' in task:
-        needs = f'no {prefix}_{hub_split}*.jsonl, which task {name} needs'
-        raise InputError(f'{name} brings its own code for its data' if 'class' in task else f'{data_dir} has {needs}')
+        if 'class' in task:
+            raise InputError(f'{name} reads its data by code of its own, not data_dir={data_dir}; leave --data_dir out')
+        raise InputError(f'{data_dir} has no {prefix}_{hub_split}*.jsonl, which task {name} needs')
     hub_shots = task.get('fewshot_split') or task.get('training_split') or 'train'
     shots_from, notes = next((s for s in (hub_shots, 'train') if s in files), scored), []
     if scored != hub_split:
