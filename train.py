@@ -100,6 +100,7 @@ stop_on_spike = False
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
 compile = None  # torch.compile, which needs a C compiler
+deterministic = False  # on a GPU, too, each run has the same bits: slower
 plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
 shard = False  # spreads weights, gradients and optimizer state over the processes: what a GPU has no room for
@@ -165,6 +166,11 @@ device_type = torch.device(device).type
 if device_type == 'cuda':
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision('high')
+    if deterministic:
+        # read when cuBLAS starts
+        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
 # -----------------------------------------------------------------------------
@@ -492,6 +498,8 @@ with bar:
             bar.update()
         if validating:
             result = evaluate()
+            if device_type == 'cuda':
+                result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
             best, best_val = result['val_loss'] < best_val, min(best_val, result['val_loss'])
             if master:
                 log(step=done, tokens=tokens, **result)

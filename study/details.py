@@ -48,8 +48,11 @@ def details(study, entry, key):
     splits = [read_meta(folder)['splits'][split] for folder, split in zip(folders, ('train', 'val'), strict=True)]
     train, val = (torch.tensor(Bins(f, s)[:].astype('int64')) for f, s in zip(folders, splits, strict=True))
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
-    with torch.autocast('cpu', torch.bfloat16, pick_device('cpu')[1] == 'bfloat16'):
-        (nats, right), tempered = of_tokens(model, val, TEMPERATURES if product else [])
+    device, dtype = pick_device(None, None)
+    model, ids = model.to(device), val.to(device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == 'bfloat16'):
+        (nats, right), tempered = of_tokens(model, ids, TEMPERATURES if product else [])
+    nats, right = nats.cpu(), right.cpu()
     frequency = torch.bincount(train, minlength=model.config.vocab_size)[val[1:]]
     row, order = dict(key=key), frequency.argsort(descending=True, stable=True)
     for k, tokens in enumerate(order.tensor_split(10), 1):

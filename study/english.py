@@ -17,6 +17,8 @@ DATA = {
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
 _COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+# on a GPU: compiling takes longer than a run, and a run that is made again has the same numbers
+_COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 
 _RATES = (1e-3, 2e-3, 4e-3, 5e-4)
 _SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)

@@ -105,6 +105,7 @@ class Study:
                 return
             git = ['git', '-C', str(HERE), 'describe', '--always', '--dirty', '--exclude=*']
             row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
+            row['device'] = torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'
             row['commit'] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=str(threads)))
             tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
@@ -150,6 +151,7 @@ def weights_only(folder):
         numbers[parts.get(name.split('.')[0], 'decoder')] += tensor.numel() * tensor.is_floating_point()
     log = read_log(folder / 'log.jsonl')
     row = dict(tokens_per_s=statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event))
+    row |= {k: log[-1][k] for k in ('peak_gpu_mb',) if k in log[-1]}
     return row | dict(trained_tokens=log[-1]['tokens']) | {f'params_{part}': n for part, n in numbers.items()}
 
 
