@@ -98,8 +98,9 @@ def token_scores(o, table):
         oT = torch.cat(o, dim=1).T @ torch.eye(len(o[0]), dtype=o[0].dtype)
         scores = F.embedding_bag(table.rows, at_least_float32(oT), mode='sum').T
     else:  # along a row, which a multiprocessor's L1 holds
-        terms = torch.cat(o, dim=1).index_select(1, table.rows.flatten()).unflatten(1, (-1, len(o)))
-        scores = terms.sum(-1, dtype=torch.promote_types(terms.dtype, torch.float32))
+        scores = at_least_float32(o[0].index_select(1, table.signatures[0]))
+        for o_i, s in zip(o[1:], table.signatures[1:], strict=True):
+            scores += o_i.index_select(1, s)
     return scores.index_fill_(1, table.gaps, -torch.inf) if len(table.gaps) else scores
 
 
@@ -116,14 +117,9 @@ def normalise(scores, table):
     return P, scores.gather(1, likeliest) - largest.log()
 
 
-def bucket_sums(P, table, B):
+def bucket_sums(P, table):
     """P of tokens (m, V) -> (m, H*B): of each bucket b of coordinate i, the sum of P(w) over w with s_i(w) = b."""
-    if table.columns:
-        return F.embedding_bag(table.ids, P.T, table.begins, mode='sum').T
-    sums = P.new_zeros(len(P), len(table.begins))
-    for of_coordinate, s in zip(sums.split(B, dim=1), table.signatures, strict=True):
-        of_coordinate.index_add_(1, s, P)
-    return sums
+    return F.embedding_bag(table.ids, P.T.contiguous(), table.begins, mode='sum').T
 
 
 def exact_nll(o, y, table, gradient=False):
@@ -144,7 +140,7 @@ def exact_nll(o, y, table, gradient=False):
         P, logsumexp = normalise(scores, table)
         nll.append((logsumexp - target)[:, 0])
         if gradient:
-            g = bucket_sums(P, table, B).scatter_add_(1, rows[k : k + m], -torch.ones_like(target).expand(-1, len(o)))
+            g = bucket_sums(P, table).scatter_add_(1, rows[k : k + m], -torch.ones_like(target).expand(-1, len(o)))
             if table.columns:  # back to rows, as they came
                 g = torch.eye(len(g), dtype=o[0].dtype) @ g.to(o[0].dtype)
             for o_i, g_i in zip(block, g.split(B, dim=1), strict=True):

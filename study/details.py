@@ -1,19 +1,20 @@
 """
 What one mean hides: nats and top-1 by how frequent the target is, and the best temperature of the paper's loss.
 
-    $ python study/details.py study/english.py       # of each run at its best rate -> study/english_details.csv
+    $ python study/details.py OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
 
-A decile is a tenth of the held-out tokens of the first text, in the order of their frequency in the training text, the
-most frequent first. The temperature is chosen on the first half of these tokens and measured on the second: of models
-that were trained with loss=product, whose P(w) is too sharp. Needs the weights that sweep.py leaves in out/.
+A decile is a tenth of the held-out tokens, in the order of their frequency in the training text, the most frequent
+first. The temperature is chosen on the first half of these tokens and measured on the second: of models that were
+trained with loss=product, whose P(w) is too sharp. Writes OUT_DIR/details.json.
 """
 
+import json
 import sys
 from pathlib import Path
 
-import sweep
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
-from report import add_row, read_rows
 
 from bins import Bins, read_meta
 from checkpoint import load_checkpoint, pick_device
@@ -37,40 +38,31 @@ def of_tokens(model, ids, temperatures):
             target = logits.gather(1, block[1:, None])[:, 0]
             nats = [(logits / t).logsumexp(-1) - target / t for t in temperatures]
             tempered.append(torch.stack(nats).double())
-    return torch.cat(parts, 1), torch.cat(tempered, 1) if tempered else None
+    return torch.cat(parts, 1).cpu(), torch.cat(tempered, 1).cpu() if tempered else None
 
 
 @torch.no_grad()
-def details(study, entry, key):
-    """The row of one run."""
-    model, ckpt = load_checkpoint(study.out / key / 'ckpt.pt')
-    folders = Path(entry['train']), Path(next(iter(entry['texts'].values())))
-    splits = [read_meta(folder)['splits'][split] for folder, split in zip(folders, ('train', 'val'), strict=True)]
-    train, val = (torch.tensor(Bins(f, s)[:].astype('int64')) for f, s in zip(folders, splits, strict=True))
+def details(out_dir, train, text):
+    """A dict of numbers."""
+    model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
+    found = ((folder, read_meta(folder)['splits'][split]) for folder, split in ((train, 'train'), (text, 'val')))
+    train, val = (torch.tensor(Bins(folder, split)[:].astype('int64')) for folder, split in found)
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
-    device, dtype = pick_device(None, None)
-    model, ids = model.to(device), val.to(device)
+    device, dtype = pick_device()
     with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == 'bfloat16'):
-        (nats, right), tempered = of_tokens(model, ids, TEMPERATURES if product else [])
-    nats, right = nats.cpu(), right.cpu()
+        (nats, right), tempered = of_tokens(model.to(device), val.to(device), TEMPERATURES if product else [])
     frequency = torch.bincount(train, minlength=model.config.vocab_size)[val[1:]]
-    row, order = dict(key=key), frequency.argsort(descending=True, stable=True)
+    numbers, order = {}, frequency.argsort(descending=True, stable=True)
     for k, tokens in enumerate(order.tensor_split(10), 1):
-        row |= {f'frequency_{k}': frequency[tokens].double().mean().item()}
-        row |= {f'nats_{k}': nats[tokens].mean().item(), f'top1_{k}': right[tokens].mean().item()}
+        numbers |= {f'frequency_{k}': frequency[tokens].double().mean().item()}
+        numbers |= {f'nats_{k}': nats[tokens].mean().item(), f'top1_{k}': right[tokens].mean().item()}
     if product:
         first, second = (half.mean(1) for half in tempered.tensor_split(2, dim=1))
         best = first.argmin()
-        row |= dict(temperature=TEMPERATURES[best], nats_at_it=second[best].item())
-        row |= dict(nats_without=second[TEMPERATURES.index(1)].item())
-    return row
+        numbers |= dict(temperature=TEMPERATURES[best], nats_at_it=second[best].item())
+        numbers |= dict(nats_without=second[TEMPERATURES.index(1)].item())
+    return numbers
 
 
-for study in map(sweep.Study, sys.argv[1:]):
-    target = study.path.with_name(f'{study.path.stem}_details.csv')
-    rows = read_rows(study.csv)
-    for key, entry, settings in study.runs(rows):
-        at_best = settings['learning_rate'] == study.best_rate(entry, rows)
-        if at_best and key in rows and key not in read_rows(target):
-            add_row(target, details(study, entry, key))
-            print(entry['group'], entry['name'], settings['seed'], sep=', ', flush=True)
+out_dir, train, text = map(Path, sys.argv[1:])
+(out_dir / 'details.json').write_text(json.dumps(details(out_dir, train, text)))

@@ -26,6 +26,8 @@ _LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500,
 _WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
 _WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
 _STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
+# in the time that H4 takes
+_MORE_TOKENS = _STANDARD | dict(name='Standard, 1.5 times the tokens')
 # each at its best rate; B of equal total parameters, and half of it
 _H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
 _HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
@@ -42,9 +44,12 @@ RUNS = [
     _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
     _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
     _LIKE_H4 | dict(name='Single-ID H1', single_id=True),
+    _SHORT | _MORE_TOKENS | dict(max_steps=750, warmup_steps=75),
     _LONG | _STANDARD,
     _LONG | _H4,
     _LONG | _HALF,
+    _LONG | _H4 | dict(name='H4, product', loss='product'),
+    _LONG | _MORE_TOKENS | dict(max_steps=2250, warmup_steps=225),
     _WIDE | _STANDARD,
     _WIDE | _H4 | dict(num_buckets=7934),
     _WIDE | _HALF | dict(num_buckets=3967),

@@ -98,11 +98,11 @@ def others(study, entries, rows):
     return table(['model', *columns], lines)
 
 
-def by_frequency(study, entries, rows, measured):
+def by_frequency(study, entries, rows):
     """What details.py says of a group: nats and top-1 of each tenth of the tokens, and temperatures."""
     of_names, parts = {}, []
     for entry in entries:
-        if found := [measured[row['key']] for row in best_rows(study, entry, rows) if row['key'] in measured]:
+        if found := [row for row in best_rows(study, entry, rows) if row.get('nats_1')]:
             of_names[entry['name']] = found
     for what, form in (('nats', '.2f'), ('top1', '.1%')) if of_names else ():
         columns = [f'{what}_{k}' for k in range(1, 11)]
@@ -171,7 +171,6 @@ def write(studies, target='RESULTS.md'):
     parts = [INTRODUCTION.format(lists=lists, missing=MISSING)]
     for study in studies:
         rows, groups, picture = read_rows(study.csv), {}, study.path.with_suffix('.png')
-        measured = read_rows(study.path.with_name(f'{study.path.stem}_details.csv'))
         for entry in study.entries:
             groups.setdefault(entry['group'], []).append(entry)
         title, _, text = study.doc.strip().partition('\n')
@@ -182,7 +181,7 @@ def write(studies, target='RESULTS.md'):
         parts.append(f'![{title}]({os.path.relpath(picture)})\n')
         for group, entries in groups.items():
             parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
-            parts += by_frequency(study, entries, rows, measured)
+            parts += by_frequency(study, entries, rows)
             rates = sorted({rate for entry in entries for rate in study.curve(entry)['rates']})
             if found := curves(study, entries, rows):
                 parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]

@@ -120,21 +120,22 @@ class Study:
             script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, where, **how)
             # eval.py puts the date into the name
             results = json.loads(max(folder.glob('eval_*.json')).read_text())
+            script('study/details.py', folder, folder, entry['train'], next(iter(entry['texts'].values())), **how)
             row |= dict(dtype=results['dtype'], torch=results['packages']['torch'])
             for text, path in entry['texts'].items():
                 row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
-            add_row(self.csv, row)
+            add_row(self.csv, row | json.loads((folder / 'details.json').read_text()))
         print(', '.join(str(v) for k, v in row.items() if k in SAID or k.endswith('nats_per_token')), flush=True)
 
 
 def script(name, folder, *args, **how):
     """Runs a script of ours with its output in `folder` -> its peak memory in MB."""
-    with open(folder / f'{name}.out', 'ab') as out:
+    with open(folder / f'{Path(name).name}.out', 'ab') as out:
         process = subprocess.Popen([sys.executable, str(HERE.parent / name), *args], stdout=out, stderr=out, **how)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise InputError(f'{name} ended with {process.returncode}; see {folder / name}.out')
+        raise InputError(f'{name} ended with {process.returncode}; see {out.name}')
     return usage.ru_maxrss // 1024
 
 
