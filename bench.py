@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
 
@@ -317,15 +317,19 @@ def random_tokens(model, *shape):
 
 def bench_train(machine, variants, tok, results):
     """A whole step of one micro-batch: forward, backward, clipping, AdamW."""
-    mhf, standard = build(variants['exact'], tok), build(variants['Standard'], tok)
     compiled = machine.device_type == 'cuda' if compile is None else compile
     fused = machine.device_type in ('cuda', 'cpu')
-    models, optimizers = dict(exact=mhf, product=mhf, Standard=standard), {}
-    for model in (mhf, standard):
-        model.to(machine.device).activation_checkpointing = activation_checkpointing
-        optimizers[model] = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
-        if compiled:
-            model.compile()
+    # one model of those that differ in their loss alone
+    built, models, optimizers = {}, {}, {}
+    for name, c in variants.items():
+        shape = astuple(replace(c, loss='exact'))
+        if shape not in built:
+            built[shape] = model = build(c, tok)
+            model.to(machine.device).activation_checkpointing = activation_checkpointing
+            optimizers[model] = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
+            if compiled:
+                model.compile()
+        models[name] = built[shape]
 
     def run(measure, name):
         model, optimizer = models[name], optimizers[models[name]]
@@ -345,7 +349,7 @@ def bench_train(machine, variants, tok, results):
 
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
-    rates = machine.rates(variants['exact'])
+    rates = machine.rates(next(iter(variants.values())))
     say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
     rows, in_graphs = dict(rates=rates._asdict()), ('body', 'head') if rates.queued else ('body',)
     for name, model in models.items():
@@ -364,8 +368,9 @@ def bench_train(machine, variants, tok, results):
         figures = f'{P:>14,}{speed:>10,.0f}{tokens / predicted:>11,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
         say(f'{name:<12}{figures}{gigabytes(memory):>13}{gigabytes(planned):>10}')
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
-        flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
-        rows[f'{a}/{b}'] = compared(f'{a} / {b}', rows[a]['seconds'] / rows[b]['seconds'], flops)
+        if {a, b} <= models.keys():
+            flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
+            rows[f'{a}/{b}'] = compared(f'{a} / {b}', rows[a]['seconds'] / rows[b]['seconds'], flops)
     return rows
 
 

@@ -1,11 +1,12 @@
 """
-What one mean hides: nats and top-1 by how frequent the target is, and the best temperature of the paper's loss.
+What one mean hides: nats, top-1 and rank by how frequent the target is, and the best temperature of the paper's loss.
 
     $ python study/details.py OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
 
 A decile is a tenth of the held-out tokens, in the order of their frequency in the training text, the most frequent
-first. The temperature is chosen on the first half of these tokens and measured on the second: of models that were
-trained with loss=product, whose P(w) is too sharp. Writes OUT_DIR/details.json.
+first. A rank is 1 and how many tokens are likelier than the target; the median counts. The temperature is chosen on the
+first half of these tokens and measured on the second: of models that were trained with loss=product, whose P(w) is too
+sharp. Writes OUT_DIR/details.json.
 """
 
 import json
@@ -24,18 +25,18 @@ TEMPERATURES = [k / 10 for k in range(5, 51)]
 
 def of_tokens(model, ids, temperatures):
     """
-    Ids (n + 1,) in blocks of the model's context -> of each but the first: nats and is it the likeliest, (2, n); and
-    nats at each temperature, (temperatures, n).
+    Ids (n + 1,) in blocks of the model's context -> of each but the first: nats, is it the likeliest, and its rank,
+    (3, n); and nats at each temperature, (temperatures, n).
     """
     T, parts, tempered = model.config.block_size, [], []
     for b in range(0, len(ids) - 1, T):
         block = ids[b : b + T + 1]
         h = model.hidden_states(model.sign(block[None, :-1]))[0]
         logp, right, _ = model.predict(h, block[1:])
-        parts.append(torch.stack([-logp, right]).double())
+        logits = model.next_token_logits(h)
+        target = logits.gather(1, block[1:, None])[:, 0]
+        parts.append(torch.stack([-logp, right, 1 + (logits > target[:, None]).sum(-1)]).double())
         if temperatures:
-            logits = model.next_token_logits(h)
-            target = logits.gather(1, block[1:, None])[:, 0]
             nats = [(logits / t).logsumexp(-1) - target / t for t in temperatures]
             tempered.append(torch.stack(nats).double())
     return torch.cat(parts, 1).cpu(), torch.cat(tempered, 1).cpu() if tempered else None
@@ -50,12 +51,13 @@ def details(out_dir, train, text):
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device, dtype = pick_device()
     with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == 'bfloat16'):
-        (nats, right), tempered = of_tokens(model.to(device), val.to(device), TEMPERATURES if product else [])
+        (nats, right, rank), tempered = of_tokens(model.to(device), val.to(device), TEMPERATURES if product else [])
     frequency = torch.bincount(train, minlength=model.config.vocab_size)[val[1:]]
     numbers, order = {}, frequency.argsort(descending=True, stable=True)
     for k, tokens in enumerate(order.tensor_split(10), 1):
         numbers |= {f'frequency_{k}': frequency[tokens].double().mean().item()}
         numbers |= {f'nats_{k}': nats[tokens].mean().item(), f'top1_{k}': right[tokens].mean().item()}
+        numbers |= {f'rank_{k}': rank[tokens].median().item()}
     if product:
         first, second = (half.mean(1) for half in tempered.tensor_split(2, dim=1))
         best = first.argmin()

@@ -1,5 +1,6 @@
 """The CSVs of sweep.py; RESULTS.md and its pictures, from them alone: the same CSVs give the same bytes."""
 
+import ast
 import csv
 import fcntl
 import os
@@ -12,10 +13,20 @@ from bins import replace_durably
 MISSING = '–'
 INTRODUCTION = """# Results
 
-Every table and picture is made by `python study/sweep.py {lists} --report` from the CSVs beside these lists, which
-`python study/sweep.py LIST --jobs=2` makes. Numbers are means over the seeds, with their standard deviation; {missing}
-is what has not been run yet. Speeds are disturbed by whatever else the machine did: bench.py compares costs.
+Every table, picture and verdict is made by `python study/sweep.py {lists} --report` from the CSVs in `study/`, which
+`python study/sweep.py LIST --jobs=2` makes, the others the command that their section names. Numbers are means over the
+seeds, with their standard deviation; {missing} is what has not been run yet, or what was lost.
+
+## What does not hold, and what does
+
+A claim holds where the difference is as large as it says, and larger than two standard deviations, those of both models
+together; it does not where it falls short by more than these; else it is too small to tell.
+
 """
+VERDICTS = ('does not hold', 'too small to tell', 'holds', 'one seed', 'not run')
+PARTS = ('embedding', 'hash', 'decoder')
+# beside each CSV of this name in study/, a script of this name, whose docstring begins with a title
+OTHERS = ('costs', 'tasks', 'rank')
 
 
 def read_rows(path):
@@ -50,6 +61,14 @@ def table(heads, lines):
     return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, ['---'] * len(heads), *lines)) + '\n'
 
 
+def groups(study):
+    """{group: its entries}, in the order of the list."""
+    found = {}
+    for entry in study.entries:
+        found.setdefault(entry['group'], []).append(entry)
+    return found
+
+
 def best_rows(study, entry, rows):
     """The finished runs of an entry at its rate, a row a seed."""
     rate = study.best_rate(entry, rows)
@@ -70,7 +89,7 @@ def likelihoods(study, entries, rows):
     for entry in entries:
         found, line = best_rows(study, entry, rows), [entry['name'], MISSING, MISSING, MISSING]
         if found:
-            of = {part: int(found[0][f'params_{part}']) / 1e6 for part in ('embedding', 'hash', 'decoder')}
+            of = {part: int(found[0][f'params_{part}']) / 1e6 for part in PARTS}
             line[1:] = (
                 f'{of["embedding"] + of["hash"]:.2f} + {of["decoder"]:.2f}',
                 found[0]['learning_rate'],
@@ -86,11 +105,10 @@ def likelihoods(study, entries, rows):
 
 
 def others(study, entries, rows):
-    """The table of top-1, calibration, speed and memory."""
+    """The table of top-1 and calibration."""
     texts = list(entries[0]['texts'])
     columns = {f'{text}: top-1': (f'{text}_top1_accuracy', '.2%') for text in texts}
     columns |= {f'{text}: calibration error': (f'{text}_expected_calibration_error', '.4f') for text in texts}
-    columns |= {'tokens/s': ('tokens_per_s', ',.0f'), 'MB': ('peak_mb', ',.0f')}
     lines = []
     for entry in entries:
         found = best_rows(study, entry, rows)
@@ -98,15 +116,37 @@ def others(study, entries, rows):
     return table(['model', *columns], lines)
 
 
+def summary(study, rows):
+    """The table of the models that every group has, which README shows."""
+    found = groups(study)
+    names = [set(entry['name'] for entry in entries) for entries in found.values()]
+    texts, lines = list(study.entries[0]['texts']), []
+    for group, entries in found.items():
+        for entry in (e for e in entries if e['name'] in set.intersection(*names)):
+            seeds, line = best_rows(study, entry, rows), [group, entry['name'], MISSING]
+            if seeds:
+                line[2] = f'{sum(int(seeds[0][f"params_{part}"]) for part in PARTS) / 1e6:.2f} M'
+            line += [number(values(seeds, f'{text}_nats_per_token'), '.3f') for text in texts]
+            line.append(number(values(seeds, f'{texts[0]}_top1_accuracy'), '.1%'))
+            line.append(number(values(seeds, f'{texts[0]}_expected_calibration_error'), '.4f'))
+            lines.append(line)
+    heads = ['trained on', 'model', 'parameters', *(f'nats, {text}' for text in texts), 'top-1', 'calibration error']
+    return table(heads, lines)
+
+
 def by_frequency(study, entries, rows):
-    """What details.py says of a group: nats and top-1 of each tenth of the tokens, and temperatures."""
+    """What details.py says of a group: nats, top-1 and ranks of each tenth of the tokens, and temperatures."""
     of_names, parts = {}, []
     for entry in entries:
         if found := [row for row in best_rows(study, entry, rows) if row.get('nats_1')]:
             of_names[entry['name']] = found
-    for what, form in (('nats', '.2f'), ('top1', '.1%')) if of_names else ():
-        columns = [f'{what}_{k}' for k in range(1, 11)]
-        lines = [[n, *(f'{statistics.mean(values(f, c)):{form}}' for c in columns)] for n, f in of_names.items()]
+    for what, form in (('nats', '.2f'), ('top1', '.1%'), ('rank', ',.0f')) if of_names else ():
+        if not any(values(found, f'{what}_1') for found in of_names.values()):
+            continue
+        columns, lines = [f'{what}_{k}' for k in range(1, 11)], []
+        for name, found in of_names.items():
+            means = [values(found, column) for column in columns]
+            lines.append([name, *(f'{statistics.mean(v):{form}}' if v else MISSING for v in means)])
         first = next(iter(of_names.values()))[0]
         heads = [f'{float(first[f"frequency_{k}"]):,.0f}' for k in range(1, 11)]
         parts.append(f'{what}, by how often the target is in the training text, a tenth of the tokens each:\n')
@@ -115,6 +155,50 @@ def by_frequency(study, entries, rows):
         if chosen := values(found, 'temperature'):
             at_it, without = (number(values(found, column), '.3f') for column in ('nats_at_it', 'nats_without'))
             parts.append(f'{name}: {at_it} nats at temperature {number(chosen, ".2f")}, {without} without.\n')
+    return parts
+
+
+def verdict(study, claim, group, entries, rows):
+    """(the place in VERDICTS, a line of the table) of a claim in a group, or None where it has no such models."""
+    of_names = {entry['name']: entry for entry in entries}
+    if not {claim['better'], claim['than']} <= of_names.keys():
+        return None
+    text, by = claim.get('on', next(iter(entries[0]['texts']))), claim.get('by', 0)
+    better, than = (
+        values(best_rows(study, of_names[claim[k]], rows), f'{text}_nats_per_token') for k in ('better', 'than')
+    )
+    kind, less = 4, MISSING
+    if better and than:
+        kind, difference = 3, statistics.mean(than) - statistics.mean(better)
+        less = f'{difference:+.3f}'
+        if len(better) > 1 and len(than) > 1:
+            deviation = (statistics.variance(better) + statistics.variance(than)) ** 0.5
+            less += f' ± {deviation:.3f}'
+            kind = 2 if difference >= by and difference > 2 * deviation else 1
+            kind = 0 if by - difference > 2 * deviation else kind
+    seeds = f'{len(better)} and {len(than)}'
+    return kind, [f'**{VERDICTS[kind]}**', claim['says'], group, text, less, f'{by:g}', seeds]
+
+
+def verdicts(studies):
+    """The table of all claims; what does not hold first."""
+    found = []
+    for study in studies:
+        rows = read_rows(study.csv)
+        for claim in study.claims:
+            found += [verdict(study, claim, group, entries, rows) for group, entries in groups(study).items()]
+    lines = [line for _, line in sorted(filter(None, found), key=lambda kind_and_line: kind_and_line[0])]
+    return table(['', 'claim', 'models', 'text', 'nats below', 'at least', 'seeds'], lines)
+
+
+def other(path):
+    """The section of a CSV that a script beside it made: the script's docstring, without commands, and the table."""
+    title, *paragraphs = ast.get_docstring(ast.parse(path.with_suffix('.py').read_text())).split('\n\n')
+    with open(path, newline='') as f:
+        heads, *lines = csv.reader(f)
+    parts = [f'## {title}\n', *(f'{paragraph}\n' for paragraph in paragraphs), table(heads, lines)]
+    if path.with_suffix('.png').exists():
+        parts.insert(-1, f'![{path.stem}]({os.path.relpath(path.with_suffix(".png"))})\n')
     return parts
 
 
@@ -147,17 +231,26 @@ def draw(study, groups, rows, path):
     axes = fig.subplots(len(groups), 2, squeeze=False)
     for (group, entries), (left, right) in zip(groups.items(), axes, strict=True):
         names, text = [entry['name'] for entry in entries][::-1], next(iter(entries[0]['texts']))
-        for place, entry in enumerate(entries[::-1]):
-            if nats := values(best_rows(study, entry, rows), f'{text}_nats_per_token'):
+        found = [values(best_rows(study, entry, rows), f'{text}_nats_per_token') for entry in entries[::-1]]
+        # what is far off is written at the edge
+        edge = min((statistics.mean(nats) for nats in found if nats), default=0) + 0.6
+        for place, nats in enumerate(found):
+            if nats and statistics.mean(nats) > edge:
+                left.text(edge, place, f'{statistics.mean(nats):.2f} \N{RIGHTWARDS ARROW}', ha='right', va='center')
+            elif nats:
                 deviation = statistics.stdev(nats) if len(nats) > 1 else 0
                 left.errorbar(statistics.mean(nats), place, xerr=deviation, fmt='o', capsize=3, color='C0')
         left.set_yticks(range(len(names)), names)
         left.set(title=group, xlabel=f'nats per token, {text}', ylim=(-0.5, len(names) - 0.5))
+        rates = {}
         for name, of_entry in curves(study, entries, rows).items():
-            if of_entry:
+            rates |= of_entry
+            if of_entry and min(of_entry.values()) < edge:
                 right.plot(*zip(*sorted(of_entry.items()), strict=True), marker='o', label=name)
                 right.legend(fontsize=8)
         right.set(title='the first seed', xlabel='learning rate', ylabel='nats per token', xscale='log')
+        right.set_xticks(sorted(rates), [f'{rate:g}' for rate in sorted(rates)])
+        right.minorticks_off()
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     fig.tight_layout()
@@ -165,25 +258,61 @@ def draw(study, groups, rows, path):
     fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
+def draw_vocabularies(study, rows, path):
+    """Bits per byte, and parameters, against the vocabulary: a group a tokenizer, whose tokens the list counts."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(9, 3.4))
+    left, right = fig.subplots(1, 2)
+    text = next(iter(study.entries[0]['texts']))
+    for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
+        points = []
+        for entry in study.entries:
+            found = best_rows(study, entry, rows) if entry['name'] == name else []
+            if bits := values(found, f'{text}_bits_per_byte'):
+                millions = sum(int(found[0][f'params_{part}']) for part in PARTS) / 1e6
+                deviation = statistics.stdev(bits) if len(bits) > 1 else 0
+                points.append((study.vocabularies[entry['group']], statistics.mean(bits), deviation, millions))
+        if points:
+            tokens, bits, deviations, millions = zip(*sorted(points), strict=True)
+            left.errorbar(tokens, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+            right.plot(tokens, millions, marker='o', color=f'C{k}', label=name)
+    for ax, label in ((left, f'bits per byte of held-out {text}'), (right, 'parameters, millions')):
+        ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
+        ax.set_xticks(list(study.vocabularies.values()), [f'{n // 1000} K' for n in study.vocabularies.values()])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    right.set_ylim(bottom=0)
+    left.legend()
+    fig.tight_layout()
+    fig.savefig(path, dpi=110, metadata=dict(Software=None))
+
+
 def write(studies, target='RESULTS.md'):
     """Writes the report of the lists, into the working folder, and a picture beside each CSV."""
     lists = ' '.join(os.path.relpath(study.path) for study in studies)
-    parts = [INTRODUCTION.format(lists=lists, missing=MISSING)]
+    parts = [INTRODUCTION.format(lists=lists, missing=MISSING) + verdicts(studies), '## In short\n']
+    parts.append(summary(studies[0], read_rows(studies[0].csv)))
     for study in studies:
-        rows, groups, picture = read_rows(study.csv), {}, study.path.with_suffix('.png')
-        for entry in study.entries:
-            groups.setdefault(entry['group'], []).append(entry)
+        rows, picture = read_rows(study.csv), study.path.with_suffix('.png')
         title, _, text = study.doc.strip().partition('\n')
-        draw(study, groups, rows, picture)
-        commits = Counter(row['commit'] for row in rows.values())
-        listed = ', '.join(f'{commit} ({number})' for commit, number in sorted(commits.items()))
+        draw(study, groups(study), rows, picture)
+        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in rows.values())
+        listed = '; '.join(f'{number} of {commit}' for commit, number in sorted(commits.items()))
         parts.append(f'## {title}\n\n{text.strip()}\n\nRuns by commit: {listed or MISSING}.\n')
         parts.append(f'![{title}]({os.path.relpath(picture)})\n')
-        for group, entries in groups.items():
+        if study.vocabularies:
+            picture = study.path.with_name(f'{study.path.stem}_size.png')
+            draw_vocabularies(study, rows, picture)
+            parts.append(f'![bits per byte by vocabulary]({os.path.relpath(picture)})\n')
+        for group, entries in groups(study).items():
             parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
             parts += by_frequency(study, entries, rows)
             rates = sorted({rate for entry in entries for rate in study.curve(entry)['rates']})
             if found := curves(study, entries, rows):
                 parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]
+    for path in (studies[0].path.with_name(f'{name}.csv') for name in OTHERS):
+        if path.exists():
+            parts += other(path)
     Path(target).write_text('\n'.join(parts))
     print(target)

@@ -51,6 +51,7 @@ class Study:
     def __init__(self, path):
         self.path, self.failed, read = Path(path).resolve(), {}, runpy.run_path(path)
         self.data, self.entries, self.doc = read['DATA'], read['RUNS'], read['__doc__']
+        self.claims, self.vocabularies = read.get('CLAIMS', []), read.get('VOCABULARIES', {})
         self.csv, self.out = self.path.with_suffix('.csv'), Path('out') / self.path.stem
         for entry in self.entries:
             if missing := OF_ENTRY - entry.keys() or {entry['train'], *entry['texts'].values()} - self.data.keys():

@@ -24,6 +24,12 @@ _KINDS = [
     dict(name='H4', rates=(2e-3, 4e-3), num_hashes=4, num_buckets=7966),
 ]
 
+VOCABULARIES = {'mistral': 32768, 'expanded': 48122, 'tekken': 131072}
+CLAIMS = [
+    dict(says='H4, always of 11.5 M parameters, is below Standard', better='H4', than='Standard'),
+    dict(says='... and on text of another source', better='H4', than='Standard', on='fineweb'),
+]
+
 DATA, RUNS = {}, []
 for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
     _english, _fineweb = f'data/vocabulary_{_name}', f'data/vocabulary_fineweb_{_name}'

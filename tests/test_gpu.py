@@ -140,6 +140,15 @@ def test_training(copy, on_cpu, dtype, tolerance, compiled):
 
 
 @on_a_gpu
+def test_deterministic(copy):
+    """With --deterministic a second run on the same GPU has other bits."""
+    how = ['--device=cuda', '--deterministic', '--compile=False']
+    first = losses(copy, *how)
+    shutil.rmtree(copy / re.sub(r'\W+', '_', '_'.join(['run', *how])))
+    assert losses(copy, *how) == first
+
+
+@on_a_gpu
 @pytest.mark.parametrize('shard', [False, True])
 @pytest.mark.parametrize('processes', [1, 2])
 def test_several_gpus(copy, on_cpu, processes, shard):

@@ -1,0 +1,61 @@
+"""
+What a training step of each variant costs on this machine, by bench.py: all in turn, in one run.
+
+    $ python study/costs.py study/english.py     # minutes, of an idle machine; writes study/costs.csv
+
+Of the list's first group, each shape once: one micro-batch, forward, backward, clipping, AdamW. The median of
+repetitions; memory beyond the parameters and AdamW's moments.
+"""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import sweep
+
+import bench
+from checkpoint import pick_device
+from hashing import get_tokenizer
+from model import MHFConfig
+
+
+def variants(study, tok):
+    """{name: MHFConfig} of the first group's entries."""
+    found, sizes = {}, dict(vocab_size=len(tok.tokens), pad_id=tok.pad)
+    for entry in study.entries:
+        if entry['group'] == study.entries[0]['group']:
+            settings = study.settings(entry, 0, 0)
+            c = MHFConfig(**sizes | {k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
+            # signatures of another kind cost the same, and so do other settings of training
+            if c.num_lsh == 0 and c not in found.values():
+                found[entry['name']] = c
+    return found, settings
+
+
+def main(path):
+    study, tok = sweep.Study(path), get_tokenizer('mistral')
+    found, settings = variants(study, tok)
+    bench.micro_batch_size, bench.block_size, bench.repeats = settings['batch_size'], settings['block_size'], 7
+    bench.compile, bench.json = False, True
+    machine = bench.Machine(*pick_device())
+    about = machine.describe()
+    rows = bench.bench_train(machine, found, tok, about)
+    git = ['git', '-C', str(sweep.HERE), 'describe', '--always', '--dirty', '--exclude=*']
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    fields = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
+    with open(study.path.with_name('costs.csv'), 'w', newline='') as f:
+        writer = csv.writer(f, lineterminator='\n')
+        writer.writerow(
+            ['model', 'time / the first', *fields, 'device', 'dtype', 'torch', 'threads', 'gemm_flops', 'commit']
+        )
+        end = [about[k] for k in ('device', 'dtype', 'torch')]
+        end += [bench.torch.get_num_threads(), about['gemm_flops'], commit]
+        for name in found:
+            ratio = rows[name]['seconds'] / rows[next(iter(found))]['seconds']
+            writer.writerow([name, f'{ratio:.3f}', *(rows[name][k] for k in fields), *end])
+            print(f'{name}: {rows[name]["tokens_per_s"]:,.0f} tokens/s, {ratio:.2f} times the first')
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]))
