@@ -85,6 +85,7 @@ ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_ca
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
+embedding_rate = 1.0  # for studies: E learns at so many times this rate
 max_steps = 20000  # updates
 warmup_steps = 2000
 lr_decay_steps = 0  # length of the schedule; 0 is max_steps
@@ -112,7 +113,7 @@ config = configure(globals())
 FIXED_ON_RESUME = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
     'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'loss', 'tokenizer',
-    'batch_size', 'block_size', 'seed', 'weight_decay', 'beta1', 'beta2', 'train_layers',
+    'batch_size', 'block_size', 'seed', 'embedding_rate', 'weight_decay', 'beta1', 'beta2', 'train_layers',
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -176,7 +177,8 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 # -----------------------------------------------------------------------------
 # checks; the data and the model, too, are checked before anything is written
 
-above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'learning_rate', 'timeout')
+above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'timeout')
+above_zero += ('learning_rate', 'embedding_rate')
 not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'num_hashes', 'keep')
 for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
     if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
@@ -261,7 +263,7 @@ table = bins.table(config, meta)
 data = bins.identity(meta, table)
 start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
 if ckpt:
-    then = dict(ablation='') | ckpt['config'] | ckpt['data']
+    then = dict(ablation='', embedding_rate=1.0) | ckpt['config'] | ckpt['data']
     changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
     only_text = new_data and list(changed) == ['train_sha256']
     if changed and not only_text:
@@ -311,6 +313,10 @@ model = world.wrap(raw_model, shard)
 trained = [p for p in model.parameters() if p.requires_grad]
 matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
+if embedding_rate != 1:
+    E = raw_model.embed.weight
+    groups[0]['params'] = matrices = [p for p in matrices if p is not E]
+    groups, matrices = [dict(params=[E], weight_decay=weight_decay, rate=embedding_rate), *groups], [E, *matrices]
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
 if ckpt:
@@ -462,7 +468,7 @@ with bar:
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
-            group['lr'] = lr
+            group['lr'] = lr * group.get('rate', 1)
         mean_loss = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = inputs_and_targets(next(batches))

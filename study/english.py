@@ -29,6 +29,8 @@ _STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
 # about the time that H4 takes on a CPU
 _EQUAL_TIME = 'Standard, 1.5 times the tokens'
 _MORE_TOKENS = _STANDARD | dict(name=_EQUAL_TIME)
+# four rows of E make a token of H4, so that Adam moves it four times as far
+_FAST_E = 'Standard, 4 times the rate for E'
 # each at its best rate; B of equal total parameters, and half of it
 _H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
 _HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
@@ -39,6 +41,7 @@ CLAIMS = [
     dict(says='H4 is 0.1 nats below Standard at equal total parameters', better='H4', than='Standard', by=0.1),
     dict(says='H4 is below Standard on text of another source', better='H4', than='Standard', on='fineweb'),
     dict(says='H4 is below a Standard model that trains for as long', better='H4', than=_EQUAL_TIME),
+    dict(says='H4 is below a Standard model whose E learns as fast', better='H4', than=_FAST_E),
     dict(says="at half of Standard's embedding parameters H4 is below it", better='H4, half', than='Standard'),
     dict(says='... and on text of another source', better='H4, half', than='Standard', on='fineweb'),
     dict(says='H4 is below Standard with a layer more', better='H4', than='Standard+1L'),
@@ -52,6 +55,8 @@ CLAIMS = [
     dict(says='... than two', better='H4', than='LSH:MMH3 2:2'),
     dict(says='... than four', better='H4', than='LSH:MMH3 4:0'),
     dict(says="the exact loss is better than the paper's", better='H4', than='H4, product'),
+    dict(says='a higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
+    dict(says='a lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
     dict(says='beta2 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
     dict(says='less weight decay helps H4', better='H4, weight decay 0.01', than='H4'),
     dict(says='more weight decay helps H4', better='H4, weight decay 0.5', than='H4'),
@@ -64,6 +69,7 @@ RUNS = [
     _SHORT | _H4 | dict(name='H4, product', loss='product'),
     _SHORT | _STANDARD | dict(name='Standard+1L', rates='Standard', num_layers=5),
     _SHORT | _MORE_TOKENS | dict(max_steps=750, warmup_steps=75),
+    *(length | _STANDARD | dict(name=_FAST_E, rates=(1e-3, 2e-3), embedding_rate=4.0) for length in (_SHORT, _LONG)),
     _SHORT | _HALF | dict(name='H4, quarter', rates='H4, half', num_buckets=1991),
     _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
     _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
@@ -84,6 +90,8 @@ RUNS = [
     _LONG | _H4 | dict(name='H3', rates='H4', num_hashes=3, num_buckets=10686),
 ]
 _REMEDIES = [
+    dict(name='H4, twice the rate for E', embedding_rate=2.0),
+    dict(name='H4, half the rate for E', embedding_rate=0.5),
     dict(name='H4, beta2 0.99', beta2=0.99),
     dict(name='H4, weight decay 0.01', weight_decay=0.01),
     dict(name='H4, weight decay 0.5', weight_decay=0.5),
