@@ -11,14 +11,14 @@ trigram of the word in lower case. Into the decoder goes the sum of the rows of 
 out of it comes, by a second one (public descriptions count both), a logit a bucket. Loss: binary cross-entropy, the
 mean over all v, a word's own with weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, where
 the authors have a normalised dot product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000
-most frequent words. They are no probabilities: there are no nats and no bits per byte (nan in train.py's log), and only
-tasks that rank answers are compared, as in the paper. A word outside the dictionary is read, learned and scored as any,
-only not ranked: bins have an id for each word of the text, eval makes ids for new ones. White space is lost;
-punctuation, which the authors split off, stays at its word. bos is the word <s>. train.py runs unchanged, with its
-resume, log and checkpoints, on a model in MHF's place (its first line says MultiHashFormer H=1).
+most frequent words; they are no probabilities, so there are no nats (nan in train.py's log), and only tasks that rank
+answers are compared, as in the paper. A word outside the dictionary is read, learned and scored as any, only not
+ranked: bins have an id for each word of the text, eval makes ids for new ones. White space is lost; punctuation, which
+the authors split off, stays at its word. bos is the word <s>. train.py has MHF replaced.
 """
 
 import functools
+import json
 import runpy
 import sys
 from collections import Counter
@@ -186,6 +186,7 @@ def evaluate():
         found = f'first {(ranks < 1).double().mean():.2%}, among ten {(ranks < 10).double().mean():.2%}'
         print(f'{len(ranks):,} held-out words, ranked: {found}, median rank {ranks.median() + 1:,}')
     results, notes = evaluation.run_tasks(['paper'], lm, **{key: s[key] for key in of_tasks})
+    Path(s['out_dir'], 'tasks.json').write_text(json.dumps({k: results[k] for k in ('results', 'n-samples')}))
     notes = [f'{task}: {"; ".join(note)}' for task, note in evaluation.unlike(results, notes).items()]
     print(evaluation.make_table(results), 'T-FREE: acc and acc_norm of scores that only rank', *notes, sep='\n')
 
