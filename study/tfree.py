@@ -8,13 +8,13 @@ T-FREE (arXiv 2406.19223), the paper's baseline without a tokenizer: a word is t
 
 Each byte trigram of ' word ' has m = 10 of v buckets (--num_buckets; theirs 8,192): 8 are hashes of its own, 2 of the
 trigram of the word in lower case. Into the decoder goes the sum of the rows of a word's buckets, from a v x d matrix;
-out of it comes, by a second one (public descriptions count both), a logit a bucket. Loss: binary cross-entropy, the
-mean over all v, a word's own with weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, where
-the authors have a normalised dot product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000
-most frequent words; they are no probabilities, so there are no nats (nan in train.py's log), and only tasks that rank
-answers are compared, as in the paper. A word outside the dictionary is read, learned and scored as any, only not
-ranked: bins have an id for each word of the text, eval makes ids for new ones. White space is lost; punctuation, which
-the authors split off, stays at its word. bos is the word <s>. train.py has MHF replaced.
+out of it comes, by a second one, a logit a bucket. Loss: binary cross-entropy, the mean over all v, a word's own with
+weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, where the authors have a normalised dot
+product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000 most frequent words; they are no
+probabilities, so there are no nats (nan in train.py's log), and only tasks that rank answers are compared, as in the
+paper. A word outside the dictionary is read, learned and scored as any, only not ranked: bins have an id for each word
+of the text, eval makes ids for new ones. White space is lost; punctuation, which the authors split off, stays at its
+word. bos is the word <s>. train.py has MHF replaced.
 """
 
 import functools
