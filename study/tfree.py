@@ -11,10 +11,10 @@ trigram of the word in lower case. Into the decoder goes the sum of the rows of 
 out of it comes, by a second one, a logit a bucket. Loss: binary cross-entropy, the mean over all v, a word's own with
 weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, where the authors have a normalised dot
 product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000 most frequent words; they are no
-probabilities, so there are no nats (nan in train.py's log), and only tasks that rank answers are compared, as in the
-paper. A word outside the dictionary is read, learned and scored as any, only not ranked: bins have an id for each word
-of the text, eval makes ids for new ones. White space is lost; punctuation, which the authors split off, stays at its
-word. bos is the word <s>. train.py has MHF replaced.
+probabilities, so there are no nats (nan in train.py's log), and only tasks that rank answers are compared. A word
+outside the dictionary is read, learned and scored as any, only not ranked: bins have an id for each word of the text,
+eval makes ids for new ones. White space is lost; punctuation, which the authors split off, stays at its word. bos is
+<s>.
 """
 
 import functools
