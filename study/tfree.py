@@ -13,8 +13,7 @@ weight 300. Score of a word: the mean of log sigmoid(logit) over its buckets, wh
 product; of an answer: the sum of its words'. Scores rank a dictionary, the 100,000 most frequent words; they are no
 probabilities, so there are no nats (nan in train.py's log), and only tasks that rank answers are compared. A word
 outside the dictionary is read, learned and scored as any, only not ranked: bins have an id for each word of the text,
-eval makes ids for new ones. White space is lost; punctuation, which the authors split off, stays at its word. bos is
-<s>.
+eval makes ids for new ones. White space is lost; punctuation stays at its word. bos is <s>.
 """
 
 import functools
