@@ -16,9 +16,9 @@ exact_loss or product_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
 Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches of a straight one,
-in its order; on a CPU, and with --deterministic on a GPU, it ends with the same bits. Without, attention's backward and
-the compiled embedding's sum gradients there by atomic adds, whose order, and so the rounding, is another in each run.
-With --auto_resume one command starts and goes on:
+in its order; on a CPU, and with --deterministic on a GPU (seen on an H100, not compiled), it ends with the same bits.
+Without, attention's backward and the compiled embedding's sum gradients there by atomic adds, whose order, and so the
+rounding, is another in each run. With --auto_resume one command starts and goes on:
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
     $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format

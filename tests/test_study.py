@@ -3,12 +3,14 @@
 import contextlib
 import csv
 import os
+import re
+import shutil
 import signal
 import time
 
 import numpy as np
 import pytest
-from conftest import events, ok, run, snapshot, start
+from conftest import REPO, events, ok, run, snapshot, start
 
 LIST = '''"""
 A title
@@ -111,6 +113,60 @@ def report(folder):
     (folder / 'runs.csv').write_text(f'{header}\n{first}\n')
     ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
     assert '| H3 | – | – | – |' in (folder / 'RESULTS.md').read_text()
+
+
+CLAIMS = '''"""
+Claims
+
+Made up.
+"""
+DATA = {'data': dict(dataset='docs.jsonl')}
+_COMMON = dict(group='all', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3,), seeds=(1, 2, 3))
+RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCD']
+CLAIMS = [
+    dict(says='A below D', better='A', than='D'),
+    dict(says='A 0.1 below B', better='A', than='B', by=0.1),
+    dict(says='A below C', better='A', than='C'),
+    dict(says='B below A', better='B', than='A'),
+    dict(says='A 0.3 below B', better='A', than='B', by=0.3),
+]
+'''
+
+
+def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
+    """A claim is said to hold that does not, or within the noise, or without runs; or what fails is not first."""
+    monkeypatch.syspath_prepend(REPO / 'study')
+    from report import add_row
+    from sweep import Study
+
+    (tmp_path / 'claims.py').write_text(CLAIMS)
+    (tmp_path / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
+    monkeypatch.chdir(tmp_path)
+    study, nats = Study('claims.py'), dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15))
+    found = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=1, params_hash=1, params_decoder=1)
+    for entry in study.entries:
+        for seed, value in zip(entry['seeds'], nats.get(entry['name'], ()), strict=False):
+            key = study.key(entry, study.settings(entry, 1e-3, seed))
+            add_row(study.csv, dict(key=key, docs_nats_per_token=value) | found)
+    ok('study/sweep.py', 'claims.py', '--report', cwd=tmp_path)
+    lines = re.findall(r'\*\*(.*)\*\* \| (.*?) \| all \| docs \| (.*?) \|', (tmp_path / 'RESULTS.md').read_text())
+    assert lines == [
+        ('does not hold', 'B below A', '-0.200 ± 0.014'),
+        ('does not hold', 'A 0.3 below B', '+0.200 ± 0.014'),
+        ('too small to tell', 'A below C', '+0.020 ± 0.126'),
+        ('holds', 'A 0.1 below B', '+0.200 ± 0.014'),
+        ('not run', 'A below D', '–'),
+    ]
+
+
+def test_results_are_what_the_rows_say(tmp_path):
+    """RESULTS.md is not what the CSVs of the repository make, or README's table is not in it."""
+    for folder in ('study', 'config'):
+        shutil.copytree(REPO / folder, tmp_path / folder)
+    ok('study/sweep.py', 'study/english.py', 'study/vocabulary.py', '--report', cwd=tmp_path)
+    results = (REPO / 'RESULTS.md').read_text()
+    assert (tmp_path / 'RESULTS.md').read_text() == results
+    assert re.search(r'\| trained on \|.*?\n\n', (REPO / 'README.md').read_text(), re.DOTALL)[0] in results
 
 
 def test_a_wrong_list_ends_in_one_line(study):
