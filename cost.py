@@ -35,7 +35,7 @@ def flops_per_token(c):
     forward = c.num_layers * (layer + 2 * width * (c.block_size + 1)) + 2 * c.coordinates * c.buckets * d
     if c.num_hashes:  # the encoder; soft embeddings and mixers
         forward += c.num_hashes * 2 * z * (d + 1) + 2 * d * d
-        forward += (c.num_hashes - 1) * (2 * c.num_buckets * d + 2 * 3 * d * z)
+        forward += (c.ablation != 'no_cascade') * (c.num_hashes - 1) * (2 * c.num_buckets * d + 2 * 3 * d * z)
     return 3 * forward
 
 
