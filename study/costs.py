@@ -1,10 +1,11 @@
 """
-What a training step of each variant costs on this machine, by bench.py: all in turn, in one run.
+Cost: a training step of each variant, by bench.py, all in turn in one run
 
     $ python study/costs.py study/english.py     # minutes, of an idle machine; writes study/costs.csv
 
 Of the list's first group, each shape once: one micro-batch, forward, backward, clipping, AdamW. The median of
-repetitions; memory beyond the parameters and AdamW's moments.
+repetitions; memory, in bytes, beyond the parameters and AdamW's moments. Nats at equal time are those of the claims
+that compare with a Standard model of 1.5 times the tokens, about the least that H4's time buys.
 """
 
 import csv

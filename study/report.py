@@ -191,12 +191,24 @@ def verdicts(studies):
     return table(['', 'claim', 'models', 'text', 'nats below', 'at least', 'seeds'], lines)
 
 
+def shortened(cell):
+    """A number of a CSV, as a reader wants it; other text as it is."""
+    try:
+        return f'{int(cell):,}' if cell.isdecimal() else f'{float(cell):.4g}'
+    except ValueError:
+        return cell
+
+
 def other(path):
     """The section of a CSV that a script beside it made: the script's docstring, without commands, and the table."""
     title, *paragraphs = ast.get_docstring(ast.parse(path.with_suffix('.py').read_text())).split('\n\n')
     with open(path, newline='') as f:
         heads, *lines = csv.reader(f)
-    parts = [f'## {title}\n', *(f'{paragraph}\n' for paragraph in paragraphs), table(heads, lines)]
+    lines = [
+        [shortened(cell) if head != 'commit' else cell for head, cell in zip(heads, line, strict=True)]
+        for line in lines
+    ]
+    parts = [f'## {title.rstrip(".")}\n', *(f'{paragraph}\n' for paragraph in paragraphs), table(heads, lines)]
     if path.with_suffix('.png').exists():
         parts.insert(-1, f'![{path.stem}]({os.path.relpath(path.with_suffix(".png"))})\n')
     return parts
