@@ -15,7 +15,8 @@ INTRODUCTION = """# Results
 
 Every table, picture and verdict is made by `python study/sweep.py {lists} --report` from the CSVs in `study/`, which
 `python study/sweep.py LIST --jobs=2` makes, the others the command that their section names. Numbers are means over the
-seeds, with their standard deviation; {missing} is what has not been run yet, or what was lost.
+seeds, with their standard deviation; {missing} is what has not been run yet, or what was lost. A model
+whose rates are not all tried stands at the best so far.
 
 ## What does not hold, and what does
 
@@ -71,7 +72,7 @@ def groups(study):
 
 def best_rows(study, entry, rows):
     """The finished runs of an entry at its rate, a row a seed."""
-    rate = study.best_rate(entry, rows)
+    rate = study.best_rate(entry, rows, so_far=True)
     keys = [study.key(entry, study.settings(entry, rate, seed)) for seed in entry['seeds'] if rate]
     return [rows[key] for key in keys if key in rows]
 

@@ -77,11 +77,11 @@ class Study:
         recipes = [recipe | dict(dataset=recipe['dataset'].split('/')[-1]) for recipe in recipes]
         return hashlib.sha256(json.dumps([settings, recipes]).encode()).hexdigest()[:12]
 
-    def best_rate(self, entry, rows):
-        """The rate whose first seed has the fewest nats; None while one of these is neither finished nor failed."""
+    def best_rate(self, entry, rows, so_far=False):
+        """The rate whose first seed has the fewest nats; None while one is neither finished nor failed, but so_far."""
         curve = self.curve(entry)
         rates = {self.key(curve, self.settings(curve, rate, curve['seeds'][0])): rate for rate in curve['rates']}
-        if not rates.keys() <= rows.keys() | self.failed.keys() or not rates.keys() & rows.keys():
+        if not (so_far or rates.keys() <= rows.keys() | self.failed.keys()) or not rates.keys() & rows.keys():
             return None
         column = f'{next(iter(curve["texts"]))}_nats_per_token'
         return min((float(rows[key][column]), rate) for key, rate in rates.items() if key in rows)[1]
