@@ -9,10 +9,10 @@ that compare with a Standard model of 1.5 times the tokens, about the least that
 """
 
 import csv
-import subprocess
 import sys
 from pathlib import Path
 
+import report
 import sweep
 
 import bench
@@ -42,8 +42,6 @@ def main(path):
     machine = bench.Machine(*pick_device())
     about = machine.describe()
     rows = bench.bench_train(machine, found, tok, about)
-    git = ['git', '-C', str(sweep.HERE), 'describe', '--always', '--dirty', '--exclude=*']
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     fields = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
     with open(study.path.with_name('costs.csv'), 'w', newline='') as f:
         writer = csv.writer(f, lineterminator='\n')
@@ -51,7 +49,7 @@ def main(path):
             ['model', 'time / the first', *fields, 'device', 'dtype', 'torch', 'threads', 'gemm_flops', 'commit']
         )
         end = [about[k] for k in ('device', 'dtype', 'torch')]
-        end += [bench.torch.get_num_threads(), about['gemm_flops'], commit]
+        end += [bench.torch.get_num_threads(), about['gemm_flops'], report.commit()]
         for name in found:
             ratio = rows[name]['seconds'] / rows[next(iter(found))]['seconds']
             writer.writerow([name, f'{ratio:.3f}', *(rows[name][k] for k in fields), *end])

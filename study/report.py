@@ -5,11 +5,13 @@ import csv
 import fcntl
 import os
 import statistics
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 from bins import replace_durably
 
+HERE = Path(__file__).resolve().parent
 MISSING = '–'
 INTRODUCTION = """# Results
 
@@ -26,8 +28,14 @@ together; it does not where it falls short by more than these; else it is too sm
 """
 VERDICTS = ('does not hold', 'too small to tell', 'holds', 'one seed', 'not run')
 PARTS = ('embedding', 'hash', 'decoder')
-# beside each CSV of this name in study/, a script of this name, whose docstring begins with a title
+# CSVs beside the first list, each made by a script of this folder, whose docstring is the section's text
 OTHERS = ('costs', 'tasks', 'rank')
+
+
+def commit():
+    """Of this repository, or '' where it is no checkout; a tag is no commit."""
+    git = ['git', '-C', str(HERE), 'describe', '--always', '--dirty', '--exclude=*']
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def read_rows(path):
@@ -201,8 +209,8 @@ def shortened(cell):
 
 
 def other(path):
-    """The section of a CSV that a script beside it made: the script's docstring, without commands, and the table."""
-    title, *paragraphs = ast.get_docstring(ast.parse(path.with_suffix('.py').read_text())).split('\n\n')
+    """The section of a CSV: the docstring of the script that made it, with its commands, a picture and the table."""
+    title, *paragraphs = ast.get_docstring(ast.parse((HERE / f'{path.stem}.py').read_text())).split('\n\n')
     with open(path, newline='') as f:
         heads, *lines = csv.reader(f)
     lines = [

@@ -104,10 +104,8 @@ class Study:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if key in read_rows(self.csv):
                 return
-            git = ['git', '-C', str(HERE), 'describe', '--always', '--dirty', '--exclude=*']
             row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
-            row['device'] = torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'
-            row['commit'] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            row['commit'] = report.commit()
             how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=str(threads)))
             tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
             flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
@@ -123,6 +121,7 @@ class Study:
             results = json.loads(max(folder.glob('eval_*.json')).read_text())
             script('study/details.py', folder, folder, entry['train'], next(iter(entry['texts'].values())), **how)
             row |= dict(dtype=results['dtype'], torch=results['packages']['torch'])
+            row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
             for text, path in entry['texts'].items():
                 row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
             add_row(self.csv, row | json.loads((folder / 'details.json').read_text()))

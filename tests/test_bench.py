@@ -97,7 +97,7 @@ def test_the_loss_of_a_variant_stays(trained, mistral):
 
 
 def test_plan(trained):
-    """bench.py --plan promises memory that training does not keep to, or 3B no longer fits eight GPUs of 80 GB."""
+    """bench.py --plan promises memory or lookups that training does not keep to, or 3B no longer fits eight GPUs."""
 
     def plan(*args):
         return json.loads(ok('bench.py', *args, '--plan', '--json', cwd=trained).stdout)['plan']
@@ -125,6 +125,9 @@ def test_plan(trained):
     seconds = {name: part['seconds'] for name, part in promised['parts'].items()}
     step = 2 * (seconds['body'] + seconds['head']) + seconds['optimizer'] + seconds['all-reduce']
     assert promised['steps']['eager']['seconds'] == pytest.approx(step)
+    # looked up there and back: a number of each token of the vocabulary in each coordinate, 150e9 a second (LOG.md)
+    lookups = 2 * 4 * 64 * c.num_hashes * c.vocab_size / 150e9
+    assert min(seconds['head'], seconds['head, fused']) > lookups
     big = plan('config/mhf_3b.py', '--block_size=256')
     assert big['fits'] and big['parameters'] == 2914422081 and big['memory']['optimizer'] == 8 * 2914422081
     # token ids of 2 bytes, whatever H

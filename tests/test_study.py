@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import os
 import re
 import shutil
@@ -158,6 +159,34 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
         ('holds', 'A 0.1 below B', '+0.200 ± 0.014'),
         ('not run', 'A below D', '–'),
     ]
+
+
+def test_costs_and_tasks_are_sections(study, monkeypatch):
+    """A variant's cost or a task is missing from the report, or models of other documents are compared."""
+    monkeypatch.syspath_prepend(REPO / 'study')
+    from tasks import main
+
+    from configurator import InputError
+
+    folder = study('sections')
+    (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
+    ok('study/costs.py', 'runs.py', cwd=folder)
+    with open(folder / 'costs.csv', newline='') as f:
+        costs = {row['model']: row for row in csv.DictReader(f)}
+    assert float(costs['H3']['time / the first']) == 1 and float(costs['S']['time / the first']) > 0
+    assert int(costs['H3']['parameters']) < int(costs['S']['parameters'])
+    for name, documents in (('a', 6), ('b', 6), ('c', 7)):
+        found = {'acc,none': 0.5, 'acc_stderr,none': 0.25}
+        results = {'results': {'copa': found}, 'n-samples': {'copa': dict(original=100, effective=documents)}}
+        (folder / f'{name}.json').write_text(json.dumps(results))
+    main(dict(A=folder / 'a.json', B=folder / 'b.json'), folder / 'tasks.csv')
+    for wrong, says in (('c.json', 'A 6, B 7'), ('none.json', 'B=.*none.json cannot be read')):
+        with pytest.raises(InputError, match=says):
+            main(dict(A=folder / 'a.json', B=folder / wrong), folder / 'tasks.csv')
+    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    text = (folder / 'RESULTS.md').read_text()
+    assert '| copa | acc | 6 | 50.0% | 50.0% ± 25.0% | 50.0% ± 25.0% |' in text
+    assert f'| S | {float(costs["S"]["time / the first"]):.4g} |' in text
 
 
 def test_results_are_what_the_rows_say(tmp_path):
