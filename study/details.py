@@ -66,5 +66,6 @@ def details(out_dir, train, text):
     return numbers
 
 
-out_dir, train, text = map(Path, sys.argv[1:])
-(out_dir / 'details.json').write_text(json.dumps(details(out_dir, train, text)))
+if __name__ == '__main__':
+    out_dir, train, text = map(Path, sys.argv[1:])
+    (out_dir / 'details.json').write_text(json.dumps(details(out_dir, train, text)))

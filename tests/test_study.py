@@ -11,7 +11,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import REPO, events, ok, run, snapshot, start
+import torch
+from conftest import REPO, events, ok, random_model, run, snapshot, start
 
 LIST = '''"""
 A title
@@ -100,6 +101,23 @@ def details(folder):
     assert row['temperature'] != 1 and row['nats_at_it'] < row['nats_without']
 
 
+def test_details_of_tokens():
+    """Nats, top-1 or ranks are not those of log P, or a temperature is not the distribution sharpened by it."""
+    from study.details import of_tokens
+
+    m, ids = random_model(), torch.randint(3, 300, (60,))
+    T = m.config.block_size
+    blocks = [ids[b : b + T + 1] for b in range(0, len(ids) - 1, T)]
+    logp = torch.cat([m.log_probs(block[None, :-1])[0] for block in blocks]).detach()
+    ordered, target = logp.argsort(descending=True), ids[1:, None]
+    with torch.no_grad():
+        (nats, right, rank), tempered = of_tokens(m, ids, [1.0, 2.0])
+    assert torch.allclose(nats, -logp.gather(1, target)[:, 0])
+    assert torch.equal(rank, 1 + (ordered == target).double().argmax(1)) and torch.equal(right, (rank == 1).double())
+    assert torch.allclose(tempered[0], nats)
+    assert torch.allclose(tempered[1], -(logp / 2).log_softmax(-1).gather(1, target)[:, 0])
+
+
 def report(folder):
     """A report of the same CSV is another one, or a run that is missing from it is not said to be."""
     read, pictures = [], []
@@ -129,6 +147,7 @@ CLAIMS = [
     dict(says='A below D', better='A', than='D'),
     dict(says='A 0.1 below B', better='A', than='B', by=0.1),
     dict(says='A below C', better='A', than='C'),
+    dict(says='A 0.1 below C', better='A', than='C', by=0.1),
     dict(says='B below A', better='B', than='A'),
     dict(says='A 0.3 below B', better='A', than='B', by=0.3),
 ]
@@ -156,6 +175,7 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
         ('does not hold', 'B below A', '-0.200 ± 0.014'),
         ('does not hold', 'A 0.3 below B', '+0.200 ± 0.014'),
         ('too small to tell', 'A below C', '+0.020 ± 0.126'),
+        ('too small to tell', 'A 0.1 below C', '+0.020 ± 0.126'),
         ('holds', 'A 0.1 below B', '+0.200 ± 0.014'),
         ('not run', 'A below D', '–'),
     ]
