@@ -31,6 +31,8 @@ _EQUAL_TIME = 'Standard, 1.5 times the tokens'
 _MORE_TOKENS = _STANDARD | dict(name=_EQUAL_TIME)
 # four rows of E make a token of H4, so that Adam moves it four times as far
 _FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3), embedding_rate=4.0)
+# seed 1 chooses 4e-3, at which another seed may be the worse
+_STEADY = _STANDARD | dict(name="Standard, at H4's rate", rates='H4')
 # each at its best rate; B of equal total parameters, and half of it
 _H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
 _HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
@@ -39,6 +41,7 @@ _LIKE_H4 = _SHORT | _H4 | dict(rates='H4')
 
 CLAIMS = [
     dict(says='H4 is 0.1 nats below Standard at equal total parameters', better='H4', than='Standard', by=0.1),
+    dict(says="H4 is 0.1 nats below Standard at H4's rate", better='H4', than=_STEADY['name'], by=0.1),
     dict(says='H4 is below Standard on text of another source', better='H4', than='Standard', on='fineweb'),
     dict(says='H4 is below a Standard model that trains for as long', better='H4', than=_EQUAL_TIME),
     dict(says='H4 is below a Standard model whose E learns as fast', better='H4', than=_FAST['name']),
@@ -70,6 +73,7 @@ RUNS = [
     _SHORT | _STANDARD | dict(name='Standard+1L', rates='Standard', num_layers=5),
     _SHORT | _MORE_TOKENS | dict(max_steps=750, warmup_steps=75),
     _SHORT | _FAST,
+    _SHORT | _STEADY,
     _SHORT | _HALF | dict(name='H4, quarter', rates='H4, half', num_buckets=1991),
     _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
     _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
