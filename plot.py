@@ -82,33 +82,19 @@ def bars(labels, groups, path, ylabel, title='', fmt=None, errors=None):
 
 
 def signatures(path):
-    """What a signature is: some tokens' H4B16K buckets; and what a vocabulary costs, with it and with a row a token."""
+    """What a signature is: some tokens' buckets in the paper's H4B16K."""
     from hashing import get_tokenizer, signature_table
-    from model import MHF, MHFConfig, torch
 
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, 4, 16384, pad_id=tok.pad)
-    fig, left = figure(11, 3.6)
-    left.set_position([0.13, 0.14, 0.4, 0.74])
+    fig, ax = figure(8, 3.4)
     for word in ('▁the', '▁The', '▁hash', 'ing', '<0x0A>'):
-        row = table[tok.tokens.index(word)]
-        left.plot(range(1, 5), row, 'o-', lw=1, label=f'{word}  {row.tolist()}')
-    left.set_xticks(range(1, 5))
-    left.legend(fontsize=7, loc='upper right', framealpha=0.9)
-    left.set(xlabel='hash function', ylabel='bucket, of 16,384', title='a token is its signature', ylim=(0, 26000))
-    right = fig.add_axes([0.62, 0.14, 0.36, 0.74])
-    vocabularies = (32768, 48122, 131072)
-    for name, H, B in (
-        ('Standard', 0, 16384),
-        ('MultiHashFormer H4B16K', 4, 16384),
-        ('MultiHashFormer H3B10K', 3, 10624),
-    ):
-        with torch.device('meta'):
-            shape = dict(hidden_size=2048, num_layers=1, num_hashes=H, num_buckets=B)
-            cost = [MHF(MHFConfig(vocab_size=V, **shape)).num_params()[0] / 1e6 for V in vocabularies]
-        right.plot(vocabularies, cost, 'o-', label=name)
-    labels = dict(xlabel='vocabulary, tokens', ylabel='million parameters', ylim=(0, None))
-    save(fig, right, path, title='embedding and head, d = 2,048', **labels)
+        row = table[tok.tokens.index(word)].tolist()
+        ax.plot(range(1, 5), row, 'o-', lw=1, label=f'{word}  {row}')
+    # room for the legend
+    ax.set_xlim(0.8, 7.4)
+    ax.set_xticks(range(1, 5))
+    save(fig, ax, path, xlabel='hash function', ylabel='bucket, of 16,384', title='a token is its signature')
 
 
 if __name__ == '__main__':
