@@ -1,13 +1,13 @@
 """
 Tasks: how far from chance?
 
-    $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --output_path=out/h4.json   # each model
-    $ python study/tfree.py eval --out_dir=out/tfree --data_dir=DIR                 # writes out/tfree/tasks.json
+    $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
+    $ python study/tfree.py eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
     $ python study/tasks.py H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json           # writes study/tasks.csv
 
-Of models of 11 M parameters after a million tokens or three, LAMBADA is shown once; a difference counts that is more
-than two of lm-eval's standard errors, the ±. T-FREE's scores rank words and are no likelihoods, so this is the only
-place where it stands beside others. The paper's shots and metrics.
+Models of 11 M parameters (T-FREE's 7) after a million tokens, its words; the first 300 documents of each task; the
+paper's shots and metrics. ± is lm-eval's standard error, and the last line counts the tasks in which a model is above
+chance by more than two. T-FREE's scores rank words and are no likelihoods: it stands beside others nowhere else.
 """
 
 import csv
@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from report import MISSING
 
 import eval as evaluation
 from configurator import InputError
@@ -34,19 +36,23 @@ def main(models, target):
             raise InputError(
                 f'{name}={path} cannot be read ({e}); name the JSON that eval.py or tfree.py wrote'
             ) from None
-    lines = []
+    lines, above = [], {name: [] for name in read}
     for task, of_paper in evaluation.PAPER.items():
         metric, cells, documents = of_paper['metric'], [], {}
         for name, found in read.items():
             got = found['results'].get(task, {})
             value, error = (got.get(f'{metric}{what},none') for what in ('', '_stderr'))
-            cells.append('–' if value is None else f'{value:.1%} ± {error:.1%}')
+            cells.append(MISSING if value is None else f'{value:.1%} ± {error:.1%}')
             documents |= {found['n-samples'][task]['effective']: name} if got else {}
+            if task in CHANCE and value is not None:
+                above[name].append(value > 1 / CHANCE[task] + 2 * error)
         if len(documents) > 1:
             numbers = ', '.join(f'{name} {number}' for number, name in documents.items())
             raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
-        chance = f'{1 / CHANCE[task]:.1%}' if task in CHANCE else '–'
-        lines.append([task, metric, *(documents or '–'), chance, *cells])
+        chance = f'{1 / CHANCE[task]:.1%}' if task in CHANCE else MISSING
+        lines.append([task, metric, *(documents or MISSING), chance, *cells])
+    counted = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
+    lines.append(['above chance', MISSING, MISSING, MISSING, *counted])
     with open(target, 'w', newline='') as f:
         writer = csv.writer(f, lineterminator='\n')
         writer.writerows([['task', 'metric', 'documents', 'chance', *read], *lines])

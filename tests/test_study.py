@@ -206,6 +206,7 @@ def test_costs_and_tasks_are_sections(study, monkeypatch):
     ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
     text = (folder / 'RESULTS.md').read_text()
     assert '| copa | acc | 6 | 50.0% | 50.0% ± 25.0% | 50.0% ± 25.0% |' in text
+    assert '| above chance | – | – | – | 0 of 1 | 0 of 1 |' in text
     assert f'| S | {float(costs["S"]["time / the first"]):.4g} |' in text
 
 
