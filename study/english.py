@@ -88,6 +88,7 @@ RUNS = [
     _LIKE_H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
     _LIKE_H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
     _LIKE_H4 | dict(name='H4, no cascade', ablation='no_cascade'),
+    _LONG | _H4 | dict(name='H4, no cascade', rates='H4', ablation='no_cascade'),
     _LONG | _MORE_TOKENS | dict(rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
     _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
     _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2),
