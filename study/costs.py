@@ -39,7 +39,7 @@ def variants(study, tok):
 def main(path):
     study, tok = sweep.Study(path), get_tokenizer('mistral')
     found, settings = variants(study, tok)
-    bench.micro_batch_size, bench.block_size, bench.repeats = settings['batch_size'], settings['block_size'], 7
+    bench.micro_batch_size, bench.block_size, bench.repeats = settings['batch_size'], settings['block_size'], 15
     bench.compile, bench.json = False, True
     machine = bench.Machine(*pick_device())
     about = machine.describe()
