@@ -33,9 +33,13 @@ OTHERS = ('costs', 'tasks', 'rank')
 
 
 def commit():
-    """Of this repository, or '' where it is no checkout; a tag is no commit."""
-    git = ['git', '-C', str(HERE), 'describe', '--always', '--dirty', '--exclude=*']
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    """Of this repository, and whether its Python differs from it; '' where it is no checkout."""
+
+    def git(*command):
+        return subprocess.run(['git', '-C', str(HERE), *command], capture_output=True, text=True).stdout.strip()
+
+    changed = git('diff', '--name-only', 'HEAD', '--', ':/*.py')
+    return git('rev-parse', '--short', 'HEAD') + ('-dirty' if changed else '')
 
 
 def read_rows(path):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -179,6 +180,28 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
         ('holds', 'A 0.1 below B', '+0.200 ± 0.014'),
         ('not run', 'A below D', '–'),
     ]
+
+
+@pytest.mark.skipif(not shutil.which('git'), reason='no git here')
+def test_a_row_names_the_code(tmp_path, monkeypatch):
+    """A row says that the code was changed where only rows were added, or does not say so where it was."""
+    monkeypatch.syspath_prepend(REPO / 'study')
+    import report
+
+    def git(*command):
+        subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=a', '-c', 'user.email=a@b', *command], check=True)
+
+    (tmp_path / 'study').mkdir()
+    monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
+    for name in ('model.py', 'study/runs.csv'):
+        (tmp_path / name).write_text('1')
+    git('init', '-q')
+    git('add', '.')
+    git('commit', '-qm', 'a')
+    (tmp_path / 'study/runs.csv').write_text('2')
+    assert re.fullmatch('[0-9a-f]{7,}', report.commit())
+    (tmp_path / 'model.py').write_text('2')
+    assert report.commit().endswith('-dirty')
 
 
 def test_costs_and_tasks_are_sections(study, monkeypatch):
