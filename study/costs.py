@@ -19,6 +19,7 @@ import sweep
 
 import bench
 from checkpoint import pick_device
+from configurator import InputError
 from hashing import get_tokenizer
 from model import MHFConfig
 
@@ -59,4 +60,6 @@ def main(path):
 
 
 if __name__ == '__main__':
-    main(Path(sys.argv[1]))
+    if len(sys.argv) != 2:
+        raise InputError(f'{len(sys.argv) - 1} arguments: name one list of runs, like study/english.py')
+    main(sys.argv[1])

@@ -19,6 +19,7 @@ import torch
 
 from bins import Bins, read_meta
 from checkpoint import load_checkpoint, pick_device
+from configurator import InputError
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 
@@ -67,5 +68,7 @@ def details(out_dir, train, text):
 
 
 if __name__ == '__main__':
+    if len(sys.argv) != 4:
+        raise InputError(f'{len(sys.argv) - 1} arguments: name OUT_DIR, TRAIN and TEXT, three folders')
     out_dir, train, text = map(Path, sys.argv[1:])
     (out_dir / 'details.json').write_text(json.dumps(details(out_dir, train, text)))

@@ -49,6 +49,8 @@ class Study:
     """A list of runs, and which of them failed in this sweep."""
 
     def __init__(self, path):
+        if not Path(path).is_file():
+            raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
         self.path, self.failed, read = Path(path).resolve(), {}, runpy.run_path(path)
         self.data, self.entries, self.doc = read['DATA'], read['RUNS'], read['__doc__']
         self.claims, self.vocabularies = read.get('CLAIMS', []), read.get('VOCABULARIES', {})
@@ -190,8 +192,7 @@ if __name__ == '__main__':
     args = parser.parse_args()
     studies = [Study(path) for path in args.lists]
     if args.report:
-        report.write(studies)
-        sys.exit()
+        sys.exit(report.write(studies))
     try:
         for study in studies:
             sweep(study, args.jobs)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -256,3 +257,7 @@ def test_a_wrong_list_ends_in_one_line(study):
         done = run('study/sweep.py', 'runs.py', cwd=folder)
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
     assert not (folder / 'runs.csv').exists()
+    # in an interpreter of its own, which knows the repository's modules only if the script says where they are
+    command = [sys.executable, REPO / 'study/costs.py', 'none.py']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 1 and done.stderr.startswith('error: none.py: no such file'), done.stderr
