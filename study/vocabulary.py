@@ -26,8 +26,8 @@ _KINDS = [
 
 VOCABULARIES = {'mistral': 32768, 'expanded': 48122, 'tekken': 131072}
 CLAIMS = [
-    dict(says='H4, always of 11.5 M parameters, is below Standard', better='H4', than='Standard'),
-    dict(says='... and on text of another source', better='H4', than='Standard', on='fineweb'),
+    dict(says='H4 of 11.5 M parameters is below Standard', better='H4', than='Standard'),
+    dict(says='H4 of 11.5 M parameters is below Standard on FineWeb', better='H4', than='Standard', on='fineweb'),
 ]
 
 DATA, RUNS = {}, []
