@@ -33,9 +33,7 @@ def main(models, target):
         try:
             read[name] = json.loads(Path(path).read_text())
         except (OSError, ValueError) as e:
-            raise InputError(
-                f'{name}={path} cannot be read ({e}); name the JSON that eval.py or tfree.py wrote'
-            ) from None
+            raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
     lines, above = [], {name: [] for name in read}
     for task, of_paper in evaluation.PAPER.items():
         metric, cells, documents = of_paper['metric'], [], {}
@@ -50,7 +48,7 @@ def main(models, target):
             numbers = ', '.join(f'{name} {number}' for number, name in documents.items())
             raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
         chance = f'{1 / CHANCE[task]:.1%}' if task in CHANCE else MISSING
-        lines.append([task, metric, *(documents or MISSING), chance, *cells])
+        lines.append([task, metric, next(iter(documents), MISSING), chance, *cells])
     counted = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
     lines.append(['above chance', MISSING, MISSING, MISSING, *counted])
     with open(target, 'w', newline='') as f:
@@ -59,6 +57,7 @@ def main(models, target):
 
 
 if __name__ == '__main__':
-    if wrong := [argument for argument in sys.argv[1:] if '=' not in argument] or ['nothing'] * (len(sys.argv) < 2):
-        raise InputError(f'{wrong[0]}: say NAME=RESULTS.json of each model')
-    main(dict(argument.split('=', 1) for argument in sys.argv[1:]), Path(__file__).with_suffix('.csv'))
+    arguments = sys.argv[1:]
+    if not arguments or any('=' not in argument for argument in arguments):
+        raise InputError(f'{" ".join(arguments) or "no arguments"}: say NAME=RESULTS.json of each model')
+    main(dict(argument.split('=', 1) for argument in arguments), Path(__file__).with_suffix('.csv'))
