@@ -42,6 +42,7 @@ class MHFConfig:
     bottleneck: int = 64  # z, of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
+    embedding_std: float = 0.02  # of E, drawn
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
     # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the likeliest bucket's row; no_cascade: every c_i is h
@@ -264,7 +265,7 @@ class MHF(nn.Module):
         self.mixers = HashDecoder(c)  # the Standard model's has no mixer: it is a tied head
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(m.weight, std=0.02)
+                nn.init.normal_(m.weight, std=c.embedding_std if m is self.embed else 0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
 

@@ -86,6 +86,7 @@ loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | prod
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
 embedding_rate = 1.0  # for studies: E learns at so many times this rate
+embedding_std = 0.02  # for studies: of E, drawn
 max_steps = 20000  # updates
 warmup_steps = 2000
 lr_decay_steps = 0  # length of the schedule; 0 is max_steps

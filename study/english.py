@@ -4,8 +4,8 @@ English: the demo's backbone (config/mhf_tiny.py) on textbooks and an encyclopae
 H4 has the total parameters of Standard (B 7,966, or 7,934), H3 and H2 too; half and quarter are of its B. `english` is
 held out of the training text, `fineweb` is text of another source. The loss is -log P(w), but for product, the paper's.
 AdamW, a tenth of the steps of warm-up, then cosine to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16. The
-learning rate of Standard, H4, half and product is each one's best of four; Standard+1L has Standard's, quarter has
-half's, the other variants have H4's.
+learning rate of a kind of model is its best of four; LSH and the remedies have H4's, and so have the variants at 3.07 M
+tokens. Six hashes have the total parameters of H4, too.
 """
 
 # where the two corpora lie
@@ -37,7 +37,12 @@ _STEADY = _STANDARD | dict(name="Standard, at H4's rate", rates='H4')
 _H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
 _HALF = dict(name='H4, half', rates=_RATES, num_hashes=4, num_buckets=3983)
 # variants of H4, at the rate that is its best
-_LIKE_H4 = _SHORT | _H4 | dict(rates='H4')
+_LIKE_H4 = dict(rates='H4')
+_H2 = _H4 | dict(name='H2', num_hashes=2, num_buckets=16126)
+_H3 = _H4 | dict(name='H3', num_hashes=3, num_buckets=10686)
+_H6 = _H4 | dict(name='H6', num_hashes=6, num_buckets=5246)
+_NO_CASCADE = _H4 | dict(name='H4, no cascade', ablation='no_cascade')
+_HALF_LSH = _H4 | _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 
 CLAIMS = [
     dict(says='H4 is 0.1 nats below Standard at equal total parameters', better='H4', than='Standard', by=0.1),
@@ -48,6 +53,7 @@ CLAIMS = [
     dict(says='H4 is below Standard at half of its embedding parameters', better='H4, half', than='Standard'),
     dict(says='H4, half, is below Standard on FineWeb', better='H4, half', than='Standard', on='fineweb'),
     dict(says='H4 is below Standard with a layer more', better='H4', than='Standard+1L'),
+    dict(says='six hashes are better than four', better='H6', than='H4'),
     dict(says='four hashes are better than three', better='H4', than='H3'),
     dict(says='four hashes are better than two', better='H4', than='H2'),
     dict(says='four hashes are better than one ID in all coordinates', better='H4', than='Single-ID H1'),
@@ -60,6 +66,7 @@ CLAIMS = [
     dict(says="the exact loss is better than the paper's", better='H4', than='H4, product'),
     dict(says='a higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
     dict(says='a lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
+    dict(says='a larger E to begin with helps H4', better='H4, E begun 4 times as large', than='H4'),
     dict(says='beta2 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
     dict(says='less weight decay helps H4', better='H4, weight decay 0.01', than='H4'),
     dict(says='more weight decay helps H4', better='H4, weight decay 0.5', than='H4'),
@@ -70,36 +77,41 @@ RUNS = [
     _SHORT | _H4,
     _SHORT | _HALF,
     _SHORT | _H4 | dict(name='H4, product', loss='product'),
-    _SHORT | _STANDARD | dict(name='Standard+1L', rates='Standard', num_layers=5),
+    _SHORT | _STANDARD | dict(name='Standard+1L', num_layers=5),
     _SHORT | _MORE_TOKENS | dict(max_steps=750, warmup_steps=75),
     _SHORT | _FAST,
     _SHORT | _STEADY,
-    _SHORT | _HALF | dict(name='H4, quarter', rates='H4, half', num_buckets=1991),
-    _LIKE_H4 | dict(name='H3', num_hashes=3, num_buckets=10686),
-    _LIKE_H4 | dict(name='H2', num_hashes=2, num_buckets=16126),
-    _LIKE_H4 | dict(name='Single-ID H1', single_id=True),
+    _SHORT | _HALF | dict(name='H4, quarter', num_buckets=1991),
+    _SHORT | _H6 | _LIKE_H4,
+    _SHORT | _H3,
+    _SHORT | _H2,
+    _SHORT | _H4 | dict(name='Single-ID H1', single_id=True),
+    _SHORT | _H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
+    _SHORT | _H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
+    _SHORT | _NO_CASCADE,
+    _SHORT | _H4 | _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
+    _SHORT | _HALF_LSH,
+    _SHORT | _H4 | _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
     _LONG | _STANDARD,
-    _LONG | _FAST,
     _LONG | _H4,
     _LONG | _HALF,
+    _LONG | _MORE_TOKENS | dict(rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
+    _LONG | _FAST,
+    _LONG | _H6 | _LIKE_H4,
+    _LONG | _H3 | _LIKE_H4,
+    _LONG | _H2 | _LIKE_H4,
+    _LONG | _NO_CASCADE | _LIKE_H4,
+    _LONG | _HALF_LSH,
     _WIDE | _STANDARD,
     _WIDE | _H4 | dict(num_buckets=7934),
     _WIDE | _HALF | dict(num_buckets=3967),
-    _LIKE_H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
-    _LIKE_H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
-    _LIKE_H4 | dict(name='H4, no cascade', ablation='no_cascade'),
-    _LONG | _H4 | dict(name='H4, no cascade', rates='H4', ablation='no_cascade'),
-    _LONG | _MORE_TOKENS | dict(rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
-    _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
-    _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2),
-    _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
-    _LONG | _H4 | dict(name='H3', rates='H4', num_hashes=3, num_buckets=10686),
 ]
 _REMEDIES = [
     dict(name='H4, twice the rate for E', embedding_rate=2.0),
     dict(name='H4, half the rate for E', embedding_rate=0.5),
+    dict(name='H4, E begun 4 times as large', embedding_std=0.08),
     dict(name='H4, beta2 0.99', beta2=0.99),
     dict(name='H4, weight decay 0.01', weight_decay=0.01),
     dict(name='H4, weight decay 0.5', weight_decay=0.5),
 ]
-RUNS += [length | _H4 | dict(rates='H4') | remedy for remedy in _REMEDIES for length in (_SHORT, _LONG)]
+RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in (_SHORT, _LONG)]

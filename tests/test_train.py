@@ -166,6 +166,17 @@ def test_the_rate_of_the_embeddings(quick):
     assert 'embedding_rate=3.0 (now 1.0)' in refused.stderr
 
 
+def test_the_scale_of_new_embeddings(quick):
+    """--embedding_std leaves E as large as ever, or makes other weights larger."""
+    args, after = ('cfg.py', '--learning_rate=1e-9', '--warmup_steps=0', '--max_steps=1'), []
+    for std in (0.02, 0.08):
+        ok('train.py', *args, f'--embedding_std={std}', f'--out_dir=std{std}', cwd=quick)
+        after.append(weights(quick, f'std{std}')['model'])
+    for name, weight in after[1].items():
+        times = 4 if name == 'embed.weight' else 1
+        assert torch.allclose(weight.double(), times * after[0][name].double(), atol=1e-6), name
+
+
 def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     """A resumed or evaluated ablation silently becomes the method, or checkpoints from before ablations are refused."""
     args = ('cfg.py', '--out_dir=b', '--auto_resume')
