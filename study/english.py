@@ -30,7 +30,7 @@ _STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
 _EQUAL_TIME = 'Standard, 1.5 times the tokens'
 _MORE_TOKENS = _STANDARD | dict(name=_EQUAL_TIME)
 # four rows of E make a token of H4, so that Adam moves it four times as far
-_FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3), embedding_rate=4.0)
+_FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3, 5e-4), embedding_rate=4.0)
 # seed 1 chooses 4e-3, at which another seed may be the worse
 _STEADY = _STANDARD | dict(name="Standard, at H4's rate", rates='H4')
 # each at its best rate; B of equal total parameters, and half of it
@@ -42,6 +42,8 @@ _H2 = _H4 | dict(name='H2', num_hashes=2, num_buckets=16126)
 _H3 = _H4 | dict(name='H3', num_hashes=3, num_buckets=10686)
 _H6 = _H4 | dict(name='H6', num_hashes=6, num_buckets=5246)
 _NO_CASCADE = _H4 | dict(name='H4, no cascade', ablation='no_cascade')
+_TUNED_STANDARD = _STANDARD | dict(name='Standard, 4 times the rate for E, beta2 0.99')
+_TUNED_H4 = _H4 | dict(name='H4, 4 times the rate for E, beta2 0.99')
 _HALF_LSH = _H4 | _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 
 CLAIMS = [
@@ -50,6 +52,11 @@ CLAIMS = [
     dict(says='H4 is below Standard on FineWeb', better='H4', than='Standard', on='fineweb'),
     dict(says='H4 is below a Standard model that trains for as long', better='H4', than=_EQUAL_TIME),
     dict(says='H4 is below a Standard model whose E learns as fast', better='H4', than=_FAST['name']),
+    dict(
+        says='H4 is below Standard, each with a faster E and beta2 0.99',
+        better=_TUNED_H4['name'],
+        than=_TUNED_STANDARD['name'],
+    ),
     dict(says='H4 is below Standard at half of its embedding parameters', better='H4, half', than='Standard'),
     dict(says='H4, half, is below Standard on FineWeb', better='H4, half', than='Standard', on='fineweb'),
     dict(says='H4 is below Standard with a layer more', better='H4', than='Standard+1L'),
@@ -68,6 +75,8 @@ CLAIMS = [
     dict(says='a lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
     dict(says='a larger E to begin with helps H4', better='H4, E begun 4 times as large', than='H4'),
     dict(says='beta2 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
+    dict(says='a faster E and beta2 0.99 help H4', better=_TUNED_H4['name'], than='H4'),
+    dict(says='a faster E and beta2 0.99 help Standard', better=_TUNED_STANDARD['name'], than='Standard'),
     dict(says='less weight decay helps H4', better='H4, weight decay 0.01', than='H4'),
     dict(says='more weight decay helps H4', better='H4, weight decay 0.5', than='H4'),
 ]
@@ -115,3 +124,17 @@ _REMEDIES = [
     dict(name='H4, weight decay 0.5', weight_decay=0.5),
 ]
 RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in (_SHORT, _LONG)]
+# what helped H4 helps Standard: each with both remedies, and each of them alone
+_TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
+_ALONE = dict(rates=(2e-3,), seeds=(1,))
+RUNS += [length | kind | _TUNED for kind in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
+RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0.99) for length in (_SHORT, _LONG)]
+RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
+RUNS += [length | _H4 | _ALONE | dict(name='H4, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
+RUNS += [
+    _LONG | _H4 | _ALONE | dict(name='H4, twice the rate for E, beta2 0.99', embedding_rate=2.0, beta2=0.99),
+    _LONG | _H4 | dict(name='H4, twice the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_rate=2.0),
+    _LONG | _H4 | dict(name='H4, 4 times the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_rate=4.0),
+    _LONG | _HALF | _ALONE | dict(name='H4, half, beta2 0.99', beta2=0.99),
+    _LONG | _H6 | _ALONE | dict(name='H6, beta2 0.99', beta2=0.99),
+]
