@@ -215,8 +215,16 @@ def test_costs_and_tasks_are_sections(study, monkeypatch):
     folder = study('sections')
     (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
     ok('study/costs.py', 'runs.py', cwd=folder)
+    # what another device took stays, what this one took is measured again
+    heads, measured = (folder / 'costs.csv').read_text().split('\n', 1)
+    kept = f'{heads}\n{measured.replace(",cpu,", ",another,")}'
+    (folder / 'costs.csv').write_text(kept + measured)
+    ok('study/costs.py', 'runs.py', cwd=folder)
+    assert (folder / 'costs.csv').read_text().startswith(kept)
     with open(folder / 'costs.csv', newline='') as f:
-        costs = {row['model']: row for row in csv.DictReader(f)}
+        rows = list(csv.DictReader(f))
+        costs = {row['model']: row for row in rows[len(rows) // 2 :]}
+    assert len(rows) == 4 and {row['device'] for row in rows} == {'cpu', 'another'}
     assert float(costs['H3']['time / the first']) == 1 and float(costs['S']['time / the first']) > 0
     assert int(costs['H3']['parameters']) < int(costs['S']['parameters'])
     for name, documents in (('a', 6), ('b', 6), ('c', 7)):
