@@ -3,10 +3,11 @@ Vocabulary: the same text, by three tokenizers
 
 H4 has 11.5 M parameters with each (B 7,966), Standard a row more for each token; with tekken there is also one of
 11.5 M, whose rows have 84 numbers in place of 256. Expanded is mistral with 15,354 tokens of Arabic, Chinese and Hindi,
-which `python expand.py config/expand_tiny.py --before= --init_from=` makes first; English uses none of them. Every run reads the same 464 documents once, 4,228,682 bytes: 1,029,579 tokens by mistral, 1,029,576
-by expanded, 942,412 by tekken, so 502, 502 and 460 steps, whose order leaves out 0.12 % of the blocks at most. Nats
-per token are another quantity for each tokenizer; bits per byte compare. All else is as in English; the first seed
-tries two learning rates, so that each tokenizer has its own.
+which `python expand.py config/expand_tiny.py --before= --init_from=` makes first; English uses none of them. Every run
+reads the same 464 documents once, 4,228,682 bytes: 1,029,579 tokens by mistral, 1,029,576 by expanded, 942,412 by
+tekken, so 502, 502 and 460 steps, whose order leaves out 0.12 % of the blocks at most. Nats per token are another
+quantity for each tokenizer; bits per byte compare. All else is as in English; the first seed tries two learning rates,
+so that each tokenizer has its own.
 """
 
 _FOLDER = '../shared/data/text'
