@@ -228,10 +228,10 @@ def other(path):
 
 
 def curves(study, entries, rows):
-    """{entry's name: {rate: nats of its first seed on the first text}} of the entries with rates of their own."""
+    """{entry's name: {rate: nats of its first seed on the first text}} of the entries that try several rates."""
     found = {}
     for entry in entries:
-        if study.curve(entry) is entry:
+        if study.curve(entry) is entry and len(entry['rates']) > 1:
             keys = {rate: study.key(entry, study.settings(entry, rate, entry['seeds'][0])) for rate in entry['rates']}
             column = f'{next(iter(entry["texts"]))}_nats_per_token'
             found[entry['name']] = {rate: float(rows[k][column]) for rate, k in keys.items() if k in rows}
@@ -249,30 +249,33 @@ def curve_table(found, rates):
 
 
 def draw(study, groups, rows, path):
-    """A row of two pictures a group: nats with deviations, and the curves of the rates."""
+    """A row of two pictures a group: nats with deviations of what is finished, and the curves of the rates."""
     from matplotlib.figure import Figure
 
-    fig = Figure(figsize=(11, 3.6 * len(groups)))
-    axes = fig.subplots(len(groups), 2, squeeze=False)
-    for (group, entries), (left, right) in zip(groups.items(), axes, strict=True):
-        names, text = [entry['name'] for entry in entries][::-1], next(iter(entries[0]['texts']))
-        found = [values(best_rows(study, entry, rows), f'{text}_nats_per_token') for entry in entries[::-1]]
+    finished = {group: [e for e in entries if best_rows(study, e, rows)][::-1] for group, entries in groups.items()}
+    heights = [max(2.8, 0.9 + 0.2 * len(entries)) for entries in finished.values()]
+    fig = Figure(figsize=(13, sum(heights)))
+    axes = fig.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
+    for (group, entries), (left, right) in zip(finished.items(), axes, strict=True):
+        text = next(iter(groups[group][0]['texts']))
+        found = [values(best_rows(study, entry, rows), f'{text}_nats_per_token') for entry in entries]
         # what is far off is written at the edge
-        edge = min((statistics.mean(nats) for nats in found if nats), default=0) + 0.6
+        edge = min((statistics.mean(nats) for nats in found), default=0) + 0.6
         for place, nats in enumerate(found):
-            if nats and statistics.mean(nats) > edge:
+            if statistics.mean(nats) > edge:
                 left.text(edge, place, f'{statistics.mean(nats):.2f} \N{RIGHTWARDS ARROW}', ha='right', va='center')
-            elif nats:
+            else:
                 deviation = statistics.stdev(nats) if len(nats) > 1 else 0
                 left.errorbar(statistics.mean(nats), place, xerr=deviation, fmt='o', capsize=3, color='C0')
-        left.set_yticks(range(len(names)), names)
-        left.set(title=group, xlabel=f'nats per token, {text}', ylim=(-0.5, len(names) - 0.5))
+        left.set_yticks(range(len(entries)), [entry['name'] for entry in entries])
+        left.set(title=group, xlabel=f'nats per token, {text}', ylim=(-0.5, len(entries) - 0.5))
         rates = {}
-        for name, of_entry in curves(study, entries, rows).items():
+        for k, (name, of_entry) in enumerate(curves(study, groups[group], rows).items()):
             rates |= of_entry
             if of_entry and min(of_entry.values()) < edge:
-                right.plot(*zip(*sorted(of_entry.items()), strict=True), marker='o', label=name)
-                right.legend(fontsize=8)
+                style = dict(marker='o', color=f'C{k % 10}', linestyle='-' if k < 10 else '--')
+                right.plot(*zip(*sorted(of_entry.items()), strict=True), **style, label=name)
+                right.legend(fontsize=8, loc='upper left', bbox_to_anchor=(1, 1))
         right.set(title='the first seed', xlabel='learning rate', ylabel='nats per token', xscale='log')
         right.set_xticks(sorted(rates), [f'{rate:g}' for rate in sorted(rates)])
         right.minorticks_off()
