@@ -6,7 +6,7 @@ Cost: a training step of each variant, by bench.py, all in turn in one run
 Of the list's first group, each shape once: one micro-batch, forward, backward, clipping, AdamW. The median of
 repetitions; memory, in bytes, beyond the parameters and AdamW's moments. Nats at equal time are those of the claims
 that compare with a Standard model of 1.5 times the tokens: what H4's time buys on a GPU, where such a step is mostly
-launches, and about the least on a CPU. Rows of other devices stay as they are.
+launches, and about the least on a CPU. Rows of other devices, or numbers of threads, stay.
 """
 
 import csv
@@ -62,7 +62,8 @@ def main(path):
     before = []
     if path.exists():
         with open(path, newline='') as f:
-            before = [row for row in csv.DictReader(f) if row['device'] != end['device']]
+            here = end['device'], str(end['threads'])
+            before = [row for row in csv.DictReader(f) if (row['device'], row['threads']) != here]
     with open(path.with_suffix('.tmp'), 'w', newline='') as f:
         writer = csv.DictWriter(f, ours[0], lineterminator='\n')
         writer.writeheader()

@@ -130,12 +130,10 @@ def others(study, entries, rows):
 
 
 def summary(study, rows):
-    """The table of the models that every group has, which README shows."""
-    found = groups(study)
-    names = [set(entry['name'] for entry in entries) for entries in found.values()]
+    """The table of the models that the list calls MAIN, or of all, which README shows."""
     texts, lines = list(study.entries[0]['texts']), []
-    for group, entries in found.items():
-        for entry in (e for e in entries if e['name'] in set.intersection(*names)):
+    for group, entries in groups(study).items():
+        for entry in (e for e in entries if e['name'] in (study.main or [e['name']])):
             seeds, line = best_rows(study, entry, rows), [group, entry['name'], MISSING]
             if seeds:
                 line[2] = f'{sum(int(seeds[0][f"params_{part}"]) for part in PARTS) / 1e6:.2f} M'

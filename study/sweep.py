@@ -52,7 +52,7 @@ class Study:
         if not Path(path).is_file():
             raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
         self.path, self.failed, read = Path(path).resolve(), {}, runpy.run_path(path)
-        self.data, self.entries, self.doc = read['DATA'], read['RUNS'], read['__doc__']
+        self.data, self.entries, self.doc, self.main = read['DATA'], read['RUNS'], read['__doc__'], read.get('MAIN')
         self.claims, self.vocabularies = read.get('CLAIMS', []), read.get('VOCABULARIES', {})
         self.csv, self.out = self.path.with_suffix('.csv'), Path('out') / self.path.stem
         for entry in self.entries:
