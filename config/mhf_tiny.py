@@ -19,7 +19,7 @@ batch_size = 8
 # small enough that a CPU's caches and allocator like it: 1.5 times the tokens/s of 16
 micro_batch_size = 4
 learning_rate = 2e-3
-beta2 = 0.95
+beta2 = 0.99
 max_steps = 450
 warmup_steps = 50
 eval_interval = 225

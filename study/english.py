@@ -16,7 +16,7 @@ DATA = {
     'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
-_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95)
 # on a GPU: compiling takes longer than a run, and a run that is made again has the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 
@@ -47,7 +47,7 @@ _TUNED_H4 = _H4 | dict(name='H4, tuned')
 _HALF_LSH = _H4 | _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 
 # of the table that README shows
-MAIN = ('Standard', 'H4', 'H4, half', _TUNED_STANDARD['name'], _TUNED_H4['name'])
+MAIN = ('Standard', 'H4', _TUNED_STANDARD['name'], _TUNED_H4['name'])
 CLAIMS = [
     dict(says='H4 is 0.1 nats below Standard at equal total parameters', better='H4', than='Standard', by=0.1),
     dict(says="H4 is 0.1 nats below Standard at H4's rate", better='H4', than=_STEADY['name'], by=0.1),
