@@ -85,7 +85,7 @@ ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_ca
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
-embedding_rate = 1.0  # for studies: E learns at so many times this rate
+embedding_rate = 1.0  # E learns at so many times this rate
 embedding_std = 0.02  # for studies: of E, drawn
 max_steps = 20000  # updates
 warmup_steps = 2000

@@ -16,7 +16,7 @@ DATA = {
     'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
-_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95)
+_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_rate=1.0)
 # on a GPU: compiling takes longer than a run, and a run that is made again has the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 
