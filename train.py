@@ -113,7 +113,7 @@ config = configure(globals())
 # what a resumed run may not change, beside its data (bins.identity: tokenizer, signature table, text); all else is free
 FIXED_ON_RESUME = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
-    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'loss', 'tokenizer',
+    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'embedding_std', 'loss', 'tokenizer',
     'batch_size', 'block_size', 'seed', 'embedding_rate', 'weight_decay', 'beta1', 'beta2', 'train_layers',
 )  # fmt: skip
 
@@ -264,7 +264,7 @@ table = bins.table(config, meta)
 data = bins.identity(meta, table)
 start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
 if ckpt:
-    then = dict(ablation='', embedding_rate=1.0) | ckpt['config'] | ckpt['data']
+    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config'] | ckpt['data']
     changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
     only_text = new_data and list(changed) == ['train_sha256']
     if changed and not only_text:

@@ -1,6 +1,7 @@
 """train.py: the loop, resuming, processes, signals and kills. Most runs are of `few`, a second for 24 steps."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -186,7 +187,8 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     ok('train.py', *args, '--ablation=hard_embeddings', *until(5), cwd=quick)
     assert load_checkpoint(quick / 'b/ckpt.pt')[0].mixers.softmax.__name__ == 'hardmax'
     state = weights(quick)
-    del state['config']['ablation'], state['model_config']['ablation']
+    for key, name in itertools.product(('config', 'model_config'), ('ablation', 'embedding_std')):
+        del state[key][name]
     save_edited(state, quick / 'out/ckpt.pt')
     ok('train.py', 'cfg.py', '--auto_resume', *until(25), cwd=quick)
 
@@ -304,7 +306,7 @@ def test_resume_is_exact(quick, compiled):
 OTHER = dict(
     num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
     num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, train_layers=1, ablation='mean_gate', single_id=True,
+    beta2=0.9, train_layers=1, embedding_std=0.1, ablation='mean_gate', single_id=True,
 )  # fmt: skip
 
 
