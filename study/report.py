@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from bins import replace_durably
+from configurator import InputError
 
 HERE = Path(__file__).resolve().parent
 MISSING = '–'
@@ -315,7 +316,14 @@ def draw_vocabularies(study, rows, path):
 
 
 def write(studies, target='RESULTS.md'):
-    """Writes the report of the lists, into the working folder, and a picture beside each CSV."""
+    """
+    Writes the report of the lists, into the working folder, and a picture beside each CSV. Raises InputError where a
+    claim or MAIN names no entry.
+    """
+    for study in studies:
+        named = {*(study.main or ()), *(claim[k] for claim in study.claims for k in ('better', 'than'))}
+        if unknown := named - {entry['name'] for entry in study.entries}:
+            raise InputError(f'{study.path}: no entry has the name {sorted(unknown)[0]!r}, which a claim or MAIN has')
     lists = ' '.join(os.path.relpath(study.path) for study in studies)
     parts = [INTRODUCTION.format(lists=lists, missing=MISSING) + verdicts(studies), '## In short\n']
     parts.append(summary(studies[0], read_rows(studies[0].csv)))
@@ -334,8 +342,8 @@ def write(studies, target='RESULTS.md'):
         for group, entries in groups(study).items():
             parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
             parts += by_frequency(study, entries, rows)
-            rates = sorted({rate for entry in entries for rate in study.curve(entry)['rates']})
             if found := curves(study, entries, rows):
+                rates = sorted({rate for entry in entries if entry['name'] in found for rate in entry['rates']})
                 parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]
     for path in (studies[0].path.with_name(f'{name}.csv') for name in OTHERS):
         if path.exists():

@@ -265,6 +265,11 @@ def test_a_wrong_list_ends_in_one_line(study):
         done = run('study/sweep.py', 'runs.py', cwd=folder)
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
     assert not (folder / 'runs.csv').exists()
+    # such a claim, or a line of README's table, would be missing without a word
+    for more in ("MAIN = ('H9',)", "CLAIMS = [dict(says='', better='H3', than='H9')]"):
+        (folder / 'runs.py').write_text(f'{LIST}{more}\n')
+        done = run('study/sweep.py', 'runs.py', '--report', cwd=folder)
+        assert done.returncode == 1 and "no entry has the name 'H9'" in done.stderr, done.stderr
     # in an interpreter of its own, which knows the repository's modules only if the script says where they are
     command = [sys.executable, REPO / 'study/costs.py', 'none.py']
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
