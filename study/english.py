@@ -59,6 +59,11 @@ CLAIMS = [
         better=_TUNED_H4['name'],
         than=_TUNED_STANDARD['name'],
     ),
+    dict(
+        says='H4 is below Standard at half of its embedding parameters when the optimizer of both is tuned',
+        better='H4, half, tuned',
+        than=_TUNED_STANDARD['name'],
+    ),
     dict(says='H4 is below Standard at half of its embedding parameters', better='H4, half', than='Standard'),
     dict(says='H4, half, is below Standard on FineWeb', better='H4, half', than='Standard', on='fineweb'),
     dict(says='H4 is below Standard with a layer more', better='H4', than='Standard+1L'),
@@ -130,6 +135,7 @@ RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in 
 _TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
 _ALONE = dict(rates=(2e-3,), seeds=(1,))
 RUNS += [length | kind | _TUNED for kind in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
+RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0.99) for length in (_SHORT, _LONG)]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
 RUNS += [length | _H4 | _ALONE | dict(name='H4, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
