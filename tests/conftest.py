@@ -43,12 +43,12 @@ def __getattr__(name):
 
 # of every script; the server needs them when it starts, because libraries read them when they are imported
 ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
-# what the scripts import and this repository does not hold: its own files are read anew by every child
+# what the scripts import and the top level does not hold: its files are read anew by every child
 PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
     safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
     pyarrow.parquet zstandard filelock tqdm matplotlib.pyplot scipy.stats transformers lm_eval.tasks lm_eval.api.model
-    lm_eval.evaluator
+    lm_eval.evaluator lm_eval_index
 """.split()
 
 
@@ -57,6 +57,8 @@ def fork_server():
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
+        # where it finds lm_eval_index
+        patch.chdir(Path(__file__).parent)
         # what torchrun sets is not for the scripts
         for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
             patch.delenv(name, raising=False)
