@@ -44,7 +44,8 @@ _H6 = _H4 | dict(name='H6', num_hashes=6, num_buckets=5246)
 _NO_CASCADE = _H4 | dict(name='H4, no cascade', ablation='no_cascade')
 _TUNED_STANDARD = _STANDARD | dict(name='Standard, tuned')
 _TUNED_H4 = _H4 | dict(name='H4, tuned')
-_HALF_LSH = _H4 | _LIKE_H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
+_HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
+_LIKE_LSH = dict(rates='LSH:MMH3 2:2')
 
 # of the table that README shows
 MAIN = ('Standard', 'H4', _TUNED_STANDARD['name'], _TUNED_H4['name'])
@@ -105,9 +106,9 @@ RUNS = [
     _SHORT | _H4 | dict(name='H4, mean for the gate', ablation='mean_gate'),
     _SHORT | _H4 | dict(name='H4, hard embeddings', ablation='hard_embeddings'),
     _SHORT | _NO_CASCADE,
-    _SHORT | _H4 | _LIKE_H4 | dict(name='LSH:MMH3 1:3', num_lsh=1),
+    _SHORT | _H4 | _LIKE_LSH | dict(name='LSH:MMH3 1:3', num_lsh=1),
     _SHORT | _HALF_LSH,
-    _SHORT | _H4 | _LIKE_H4 | dict(name='LSH:MMH3 4:0', num_lsh=4),
+    _SHORT | _H4 | _LIKE_LSH | dict(name='LSH:MMH3 4:0', num_lsh=4),
     _LONG | _STANDARD,
     _LONG | _H4,
     _LONG | _HALF,
@@ -117,7 +118,7 @@ RUNS = [
     _LONG | _H3 | _LIKE_H4,
     _LONG | _H2 | _LIKE_H4,
     _LONG | _NO_CASCADE | _LIKE_H4,
-    _LONG | _HALF_LSH,
+    _LONG | _HALF_LSH | _LIKE_H4,
     _WIDE | _STANDARD,
     _WIDE | _H4 | dict(num_buckets=7934),
     _WIDE | _HALF | dict(num_buckets=3967),
@@ -134,7 +135,9 @@ RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in 
 # what helped H4 helps Standard: each with both remedies, and each of them alone
 _TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
 _ALONE = dict(rates=(2e-3,), seeds=(1,))
-RUNS += [length | kind | _TUNED for kind in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
+RUNS += [_SHORT | kind | _TUNED | dict(rates=(1e-3, 2e-3, 5e-4)) for kind in (_TUNED_STANDARD, _TUNED_H4)]
+RUNS += [_LONG | kind | _TUNED for kind in (_TUNED_STANDARD, _TUNED_H4)]
+RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0.99) for length in (_SHORT, _LONG)]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
