@@ -27,7 +27,7 @@ from tqdm import tqdm
 from bins import replace_durably, tokenizer_facts
 from configurator import InputError, wrong_type
 from hashing import JSON_FILES, from_hub, get_tokenizer, signature_table
-from model import MHF, MHFConfig, check_table
+from model import MHF, MHFConfig, check_table, without_weights
 
 
 def pick_device(device=None, dtype=None):
@@ -140,8 +140,7 @@ def load_checkpoint(path, whole=False):
         there = *ckpt['model']['signatures'].shape, layers
         if there != (config.vocab_size, config.coordinates, config.num_layers):
             raise ValueError(f'its tensors are of V, H, layers = {there}, its config says otherwise')
-        with torch.device('meta'):
-            model = MHF(config)
+        model = without_weights(config)
         # copies, because the mapped file may be replaced while a training run goes on
         model.load_state_dict({k: v.clone() for k, v in ckpt['model'].items()}, assign=True)
     except FileNotFoundError:
@@ -428,8 +427,7 @@ def _from_released(released, weights, source):
         raise InputError(f'{source}: num_hashes={config.num_hashes} but no model.hash_map')
     table = state['signatures'].numpy() if config.num_hashes else None
     state['signatures'], state['is_token'] = map(torch.tensor, check_table(config, table))
-    with torch.device('meta'):
-        model = MHF(config)
+    model = without_weights(config)
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as e:

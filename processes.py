@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from checkpoint import map_tensors
 from configurator import InputError
-from model import MHF
+from model import without_weights
 
 
 class World:
@@ -83,8 +83,7 @@ class World:
             dist.broadcast_object_list(told, group=self.host)
             if self.rank:
                 refused, architecture, ckpt, *more = told[0]
-                with torch.device('meta'):
-                    model = architecture and MHF(architecture)
+                model = architecture and without_weights(architecture)
         if refused:
             raise SystemExit(1) if self.rank else refused
         return model, ckpt, *more
