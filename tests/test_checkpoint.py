@@ -4,12 +4,15 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
 import torch
 from conftest import (
     FUZZ,
+    REPO,
     assert_same,
     damaged,
     edited,
@@ -216,3 +219,9 @@ def test_an_exported_standard_model_is_a_qwen3(tmp_path):
     with pytest.raises(InputError, match='head has no name'):  # it would be lost without a word
         save_pretrained(m, tmp_path / 'untied', 'mistral')
     assert not (tmp_path / 'untied').exists()
+
+
+def test_no_compiler_for_a_checkpoint(few):
+    """Opening a model imports torch's compiler, which takes longer than all the rest of sample.py's beginning."""
+    code = "import sys; from checkpoint import open_model; open_model('out'); sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0
