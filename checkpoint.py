@@ -27,6 +27,7 @@ from tqdm import tqdm
 from bins import replace_durably, tokenizer_facts
 from configurator import InputError, wrong_type
 from hashing import JSON_FILES, from_hub, get_tokenizer, signature_table
+from loss import no_compiler, no_triton
 from model import MHF, MHFConfig, check_table, without_weights
 
 
@@ -59,19 +60,16 @@ def pick_device(device=None, dtype=None):
 
 def pick_compile(compile, device):
     """
-    (whether to use torch.compile: what was asked for, else on a GPU where it finds a C compiler; '' or why it can't be
-    used). Raises InputError.
+    (whether to use torch.compile: what was asked for, else on a GPU where Triton and a C compiler are; '' or why it
+    can't be used). Raises InputError.
     """
     if compile not in (None, True, False):
         raise InputError(f'compile={compile}: must be True or False')
     cuda = torch.device(device).type == 'cuda'
-    # what it calls: triton's for a GPU, inductor's for a CPU
-    variable, *compilers = ('CC', 'gcc', 'clang') if cuda else ('CXX', 'g++', 'clang++')
-    found = any(map(shutil.which, os.environ.get(variable, '').split()[:1] or compilers))
-    missing = '' if found else f'no C compiler: {" or ".join(compilers)}, or what ${variable} names'
+    missing = no_triton() if cuda else no_compiler('CXX', 'g++', 'clang++')
     if compile and missing:
-        raise InputError(f'compile=True: {missing}; install one, or leave --compile out')
-    return cuda and found if compile is None else compile, missing
+        raise InputError(f'compile=True: {missing}; install it, or leave --compile out')
+    return cuda and not missing if compile is None else compile, missing
 
 
 # -----------------------------------------------------------------------------

@@ -48,9 +48,8 @@ class Op(NamedTuple):
     size: int  # bytes read and written
 
 
-# below 150e9 numbers a second, by index_select along a row and by embedding_bag, eager or compiled: measured on an H100
-LOOKUP_BYTES = 23
-LOOKUPS = ('index', 'index_select', 'gather', 'embedding', 'embedding_bag', 'embedding_bag_forward_only')
+# what reads of its first input only what its second says
+INDEXED = ('index', 'index_select', 'gather', 'embedding', 'embedding_bag', 'embedding_bag_forward_only')
 
 
 class Trace(TorchDispatchMode):
@@ -90,7 +89,7 @@ class Trace(TorchDispatchMode):
         name, in_place = func._overloadpacket.__name__.strip('_'), func._schema.is_mutable
         if 'empty' in name or (not in_place and written.keys() <= read.keys()):
             return result  # a view, which launches nothing
-        kind, flops, size, lookups = 'stream', 0, sum(read.values()) + sum(written.values()), 0
+        kind, flops, size = 'stream', 0, sum(read.values()) + sum(written.values())
         if name in ('mm', 'addmm', 'bmm', 'baddbmm'):
             b = [t for t in args if isinstance(t, torch.Tensor)][-1]
             kind, flops = 'gemm', 2 * result.numel() * b.shape[-2]
@@ -101,16 +100,19 @@ class Trace(TorchDispatchMode):
             kind, flops = 'attention', 2 * q.numel() * (k.shape[-2] + 1)
             if backward:
                 kind, flops = 'attention_backward', 2 * flops
-        elif name in LOOKUPS or (in_place and re.match('index_|scatter', name)):
+        elif name == 'lookups':
+            # its kernels move the bucket logits four times, and the token logits twice
+            o, _, rows, *_ = args
+            laid_out, token_logits = fast.lookup_bytes(o, len(rows))
+            size = 4 * laid_out + 2 * token_logits
+            self.peak = max(self.peak, self.live + laid_out + token_logits)
+        elif name in INDEXED or (in_place and re.match('index_|scatter', name)):
             # of what is indexed only what is touched: numbers, or rows
             table, index = inputs[:2]
             dim = args[1] if isinstance(args[1], int) else 0
             rows = 1 if re.search('gather|scatter', name) else table.numel() // table.shape[dim]
             touched = index.numel() * rows * table.element_size()
             size += (1 + in_place) * (touched - bytes_of(table))
-            if self.on_cuda and ('bag' in name or (name == 'index_select' and dim == table.dim() - 1)):
-                lookups = index.numel() * rows * LOOKUP_BYTES
-                size = max(size, lookups)
         elif re.search('exp|softmax|silu', name):
             kind = 'exp'
             if self.on_cuda and name in ('softmax', 'log_softmax') and args[1] % inputs[0].dim() < inputs[0].dim() - 1:
@@ -120,11 +122,14 @@ class Trace(TorchDispatchMode):
                 size = int(2 * size * max(1, 132 / blocks))
         op = Op(self.part, kind, flops, size)
         self.ops[op] += 1
-        self.fuse(op, read, written, lookups)
+        if name == 'lookups':  # opaque to a compiler
+            self.end_region()
+            self.fused[op] += 1
+        else:
+            self.fuse(op, read, written)
         return result
 
-    def fuse(self, op, read, written, lookups):
-        self.region_size += lookups
+    def fuse(self, op, read, written):
         for key, size in read.items():
             _, region, unread = store = self.stores[key]
             if op.flops or region != self.region:
@@ -169,7 +174,7 @@ def trace(c, sequences, device_type, accumulate, checkpointing, free=None):
     model.table()
     as_on_device = contextlib.ExitStack()
     if device_type == 'cuda':
-        model.head_chunk = fast.head_chunk(c.coordinates, c.buckets, torch.device('cuda'), free)
+        model.head_chunk = fast.head_chunk(c.coordinates, c.buckets, c.vocab_size, torch.device('cuda'), free)
         as_on_device.enter_context(mock.patch.object(F, 'rms_norm', rms_norm_on_cuda))
         as_on_device.enter_context(mock.patch.object(fast, 'add_products', add_products_on_cuda))
     P, n = sum(model.num_params()), sequences * c.block_size

@@ -8,38 +8,95 @@ nothing outlives a chunk but dL/dh and dL/dE. Token logits are gathered from the
 summed back. test_mhf.py holds both heads together in float64: losses and every gradient.
 
 Everything is (n, B) or (n, V), a row a token, so that every softmax is over contiguous numbers: over columns, CUDA's
-would run on one multiprocessor. Only where a CPU sums over the vocabulary, a small block of tokens lies in columns
-(token_scores, bucket_sums): there a bucket is a row, and gathering runs at memory speed.
+would run on one multiprocessor. Only the exact loss's sums over the vocabulary need a bucket to be a row, so that
+gathering runs at memory speed. On a GPU they are the kernels of lookups.py, behind the operator `lookups`. On a CPU,
+and on a GPU without Triton or a C compiler, a small block of tokens is laid in columns (token_scores, bucket_sums).
 """
 
+import functools
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Chunk sizes, with what decided them on 2 CPU cores; a GPU's were chosen for few launches and are not measured.
+# -----------------------------------------------------------------------------
+# the form that suits the machine
 
 
-def head_chunk(H, B, device, free=None):
+def no_compiler(variable, *names):
+    """'', if the compiler that an environment variable names, or else one of `names`, is there; or what is missing."""
+    found = any(map(shutil.which, os.environ.get(variable, '').split()[:1] or names))
+    return '' if found else f'no C compiler: {" or ".join(names)}, or what ${variable} names'
+
+
+@functools.cache
+def no_triton():
     """
-    Tokens whose H*B logits exist at a time; each chunk adds to all of dE, so not too few. On a CPU for H4B16K 512, 0.28
-    GiB. On a GPU 4,096, or as many as take a sixteenth of what is `free` with their probabilities, in bfloat16.
+    Why Triton cannot compile for this machine's GPU, or ''. torch.compile needs it there, and so do the kernels of
+    lookups.py. Beside the package it takes a C compiler and Python's headers.
+    """
+    try:
+        version = importlib.import_module('triton').__version__
+    except ImportError:
+        return 'the package triton is not installed'
+    if tuple(int(n) for n in version.split('.')[:2]) < (3, 6):
+        return f'triton {version} is older than 3.6, which comes with torch 2.11'
+    # where Triton looks, too; Ubuntu's default scheme names another folder, which is empty
+    headers = Path(sysconfig.get_path('include', 'posix_prefix'))
+    if not (headers / 'Python.h').exists():
+        return f"Python's headers (Debian's package python3-dev) are not in {headers}"
+    return no_compiler('CC', 'gcc', 'clang')
+
+
+@functools.cache
+def kernels_run_here():
+    """Whether lookups.py's kernels run on this machine's GPU. Where they don't, says why, once."""
+    reason = no_triton()
+    if reason and os.environ.get('RANK', '0') == '0':
+        print(f'log P is summed without kernels, several times slower: {reason}', file=sys.stderr)
+    return not reason
+
+
+def head_bytes(H, B, V):
+    """
+    Bytes that the head takes for a token of a chunk, in bfloat16: the H*B bucket logits and their probabilities, and
+    what the operator `lookups` allocates, the logits laid out again and V token logits in float32.
+    """
+    return 6 * H * B + 4 * V
+
+
+def head_chunk(H, B, V, device, free=None):
+    """
+    Tokens whose H*B logits exist at a time. Each chunk adds to all of dE, so they should not be few. On a CPU with
+    H4B16K 512, which take 0.28 GiB. On a GPU 4,096, or as many as fit into a sixteenth of what is `free`, in bytes.
     """
     if device.type != 'cuda':
         return max(64, min(1024, 2**25 // (H * B)))
     free = free or torch.cuda.mem_get_info(device)[0]
-    return max(256, min(4096, 2 ** int(free // (64 * H * B)).bit_length() // 2))
+    fitting = int(free // (16 * head_bytes(H, B, V)))
+    # rounded down to a power of 2
+    return max(256, min(4096, 2 ** fitting.bit_length() // 2))
 
 
-def vocabulary_chunk(table):
-    """Tokens whose V logits exist at a time. On a CPU, us a token by this number: 16: 154, 32: 42, 256: 131."""
-    return 32 if table.columns else max(64, 2**26 // len(table.rows))
+def column_chunk(table):
+    """Tokens in columns at a time. On a CPU, us a token by this number: 16: 154, 32: 42, 256: 131."""
+    return 32 if table.on_cpu else 512
 
 
 def softmax_chunk(table, n):
-    """Tokens of the product loss at a time; on a CPU as many as its cache holds."""
-    return 64 if table.columns else n
+    """Tokens of the product loss at a time, of n; on a CPU as many as its cache holds."""
+    return 64 if table.on_cpu else n
+
+
+# -----------------------------------------------------------------------------
+# precision
 
 
 def at_least_float32(x):
@@ -63,63 +120,128 @@ def E_for_matmul(E):
     return E.detach().to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else E.dtype)
 
 
+# -----------------------------------------------------------------------------
+# the signature table
+
+
 class Table(NamedTuple):
     """The signature table as the head reads it, forwards and backwards."""
 
     signatures: Tensor  # (H, V), a row a coordinate
     is_token: Tensor  # (V,) bool
-    rows: Tensor  # (V, H): signatures as rows of E, which has H*B
+    rows: Tensor  # (V, H) int32: signatures as rows of E, which has H*B
     gaps: Tensor  # ids that are no token
-    ids: Tensor  # (tokens * H,): ids sorted by their rows of E
-    begins: Tensor  # (H*B,): where each row of E begins in ids
+    ids: Tensor  # (tokens * H,) int32: ids sorted by their rows of E
+    begins: Tensor  # (H*B + 1,) int32: the ids of row r of E are ids[begins[r] : begins[r + 1]]
     identity: bool  # the Standard model's: token w is bucket w
-    columns: bool  # sums over the vocabulary are made in columns: on a CPU
+    kernels: bool  # the sums over the vocabulary are lookups.py's; otherwise they are made in columns
+    on_cpu: bool  # whose cache the smaller chunks must fit
     chunk: int  # tokens of the head at a time
 
 
-def read_table(signatures, is_token, B, identity, device_type):
-    """signatures (V, H) int64, is_token (V,) bool, buckets a coordinate, the device to be fast on -> Table."""
-    H, ids = signatures.shape[1], is_token.nonzero()[:, 0]
+def read_table(signatures, is_token, B, identity, device_type, kernels):
+    """
+    signatures (V, H) int64, is_token (V,) bool, buckets a coordinate; the device to be fast on, and whether with the
+    kernels of lookups.py -> Table.
+    """
+    V, H = signatures.shape
+    ids = is_token.nonzero()[:, 0]
     rows = signatures + B * torch.arange(H, device=ids.device)
     by_row = rows[ids].T.flatten()
     ends = torch.bincount(by_row, minlength=H * B).cumsum(0)
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    sorted_ids, gaps = ids.repeat(H)[by_row.argsort(stable=True)], (~is_token).nonzero()[:, 0]
-    columns, chunk = device_type == 'cpu', head_chunk(H, B, signatures.device)
-    return Table(signatures.T.contiguous(), is_token, rows, gaps, sorted_ids, begins, identity, columns, chunk)
+    sorted_ids = ids.repeat(H)[by_row.argsort(stable=True)]
+    return Table(
+        signatures=signatures.T.contiguous(),
+        is_token=is_token,
+        rows=rows.int(),
+        gaps=(~is_token).nonzero()[:, 0],
+        ids=sorted_ids.int(),
+        begins=torch.cat([ends.new_zeros(1), ends]).int(),
+        identity=identity,
+        kernels=kernels and not identity,
+        on_cpu=device_type == 'cpu',
+        chunk=head_chunk(H, B, V, signatures.device),
+    )
+
+
+# -----------------------------------------------------------------------------
+# the sums over the vocabulary, by kernels
+
+
+@torch.library.custom_op('mhf::lookups', mutates_args=('o',))
+def lookups(
+    o: list[Tensor], y: Tensor, rows: Tensor, is_token: Tensor, inverse: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Bucket logits o, list of H (n, B), contiguous; y (n, H); of the Table rows, is_token, and as `inverse` ids and
+    begins, or nothing -> of each token the token logit of y, the largest token logit and their logsumexp, three (n,),
+    float32 or better. With `inverse`, o is overwritten by the gradient of -log P(y).
+
+    An operator of its own, because torch.compile must not look into it, and tensors without memory have to pass. The
+    token logit of y is gathered here and not by the caller: torch.compile could move that gather behind the operator,
+    for which it would have to copy all of o.
+    """
+    # the kernels need Triton, which only those who call them need to have
+    return importlib.import_module('lookups').sum_over_vocabulary(o, y, rows, is_token, inverse)
+
+
+def lookup_bytes(o, V):
+    """
+    Bytes that `lookups` allocates and frees for a gradient: the bucket logits o, list of H (n, B), laid out again; and
+    V token logits of each token.
+    """
+    n, dtype = len(o[0]), torch.promote_types(o[0].dtype, torch.float32)
+    return sum(o_i.numel() * o_i.element_size() for o_i in o), n * V * dtype.itemsize
+
+
+@lookups.register_fake
+def _(o, y, rows, is_token, inverse):
+    dtype = torch.promote_types(o[0].dtype, torch.float32)
+    return tuple(o[0].new_empty(len(y), dtype=dtype) for _ in range(3))
+
+
+# -----------------------------------------------------------------------------
+# the same in columns
+
+
+def to_columns(x):
+    """(m, k) -> (k, m), contiguous. On a CPU by a product with the identity: exact, and faster than a copy."""
+    return x.T @ torch.eye(len(x), dtype=x.dtype) if x.device.type == 'cpu' else x.T.contiguous()
+
+
+def to_rows(columns):
+    """(k, m) -> (m, k), contiguous, likewise."""
+    m = columns.shape[1]
+    return torch.eye(m, dtype=columns.dtype) @ columns.T if columns.device.type == 'cpu' else columns.T.contiguous()
 
 
 def token_scores(o, table):
     """Bucket logits, list of H (m, B) -> a new tensor of token logits sum_i o_i[s_i(w)], (m, V), -inf if it is none."""
     if table.identity:
         scores = at_least_float32(o[0]).clone()
-    elif table.columns:
-        # to columns by a product with the identity, exact and three times as fast as a copy
-        oT = torch.cat(o, dim=1).T @ torch.eye(len(o[0]), dtype=o[0].dtype)
-        scores = F.embedding_bag(table.rows, at_least_float32(oT), mode='sum').T
-    else:  # along a row, which a multiprocessor's L1 holds
-        scores = at_least_float32(o[0].index_select(1, table.signatures[0]))
-        for o_i, s in zip(o[1:], table.signatures[1:], strict=True):
-            scores += o_i.index_select(1, s)
+    else:
+        columns = to_columns(torch.cat(o, dim=1))
+        scores = F.embedding_bag(table.rows, at_least_float32(columns), mode='sum').T
     return scores.index_fill_(1, table.gaps, -torch.inf) if len(table.gaps) else scores
 
 
-def normalise(scores, table):
-    """Token logits (m, V), which may be overwritten -> P (m, V), and their logsumexp (m, 1)."""
-    if table.columns:  # in place, so that it stays in a cache
-        top = scores.amax(-1, keepdim=True)
-        P = scores.sub_(top).exp_()
-        total = P.sum(-1, keepdim=True)
-        return P.div_(total), top + total.log()
-    P = scores.softmax(-1)
-    # of the likeliest token, the logit less log P
-    largest, likeliest = P.max(-1, keepdim=True)
-    return P, scores.gather(1, likeliest) - largest.log()
+def normalise(scores):
+    """Token logits (m, V), which are overwritten -> P (m, V), and their logsumexp (m, 1)."""
+    # in place, so that it stays in a cache
+    top = scores.amax(-1, keepdim=True)
+    P = scores.sub_(top).exp_()
+    total = P.sum(-1, keepdim=True)
+    return P.div_(total), top + total.log()
 
 
 def bucket_sums(P, table):
     """P of tokens (m, V) -> (m, H*B): of each bucket b of coordinate i, the sum of P(w) over w with s_i(w) = b."""
-    return F.embedding_bag(table.ids, P.T.contiguous(), table.begins, mode='sum').T
+    columns = P.T.contiguous()
+    return F.embedding_bag(table.ids, columns, table.begins, mode='sum', include_last_offset=True).T
+
+
+# -----------------------------------------------------------------------------
+# the losses, and what they say of a token
 
 
 def exact_nll(o, y, table, gradient=False):
@@ -130,22 +252,29 @@ def exact_nll(o, y, table, gradient=False):
     """
     if table.identity:  # one coordinate, whose buckets are the tokens: the same without gathers
         return product_nll(o, y, table, gradient)
-    nll, m, B = [], vocabulary_chunk(table), o[0].shape[1]
-    rows = y + B * torch.arange(len(o), device=y.device)
+    # here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
+    if table.kernels:
+        inverse = [table.ids, table.begins] if gradient else []
+        target, _, logsumexp = lookups(o, y, table.rows, table.is_token, inverse)
+        return logsumexp - target
+    nll, m = [], column_chunk(table)
     for k in range(0, len(y), m):
-        block, targets = [o_i[k : k + m] for o_i in o], y[k : k + m].split(1, dim=1)
-        target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(block, targets, strict=True))
-        scores = token_scores(block, table)  # (m, V)
-        # here the exact loss is normalised over the vocabulary (Standard: product_nll's log_softmax)
-        P, logsumexp = normalise(scores, table)
-        nll.append((logsumexp - target)[:, 0])
-        if gradient:
-            g = bucket_sums(P, table).scatter_add_(1, rows[k : k + m], -torch.ones_like(target).expand(-1, len(o)))
-            if table.columns:  # back to rows, as they came
-                g = torch.eye(len(g), dtype=o[0].dtype) @ g.to(o[0].dtype)
-            for o_i, g_i in zip(block, g.split(B, dim=1), strict=True):
-                o_i.copy_(g_i)
+        nll.append(exact_nll_in_columns([o_i[k : k + m] for o_i in o], y[k : k + m], table, gradient))
     return torch.cat(nll)
+
+
+def exact_nll_in_columns(o, y, table, gradient):
+    """As exact_nll, for few tokens."""
+    H, B = len(o), o[0].shape[1]
+    target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
+    P, logsumexp = normalise(token_scores(o, table))
+    if gradient:
+        rows = y + B * torch.arange(H, device=y.device)
+        g = bucket_sums(P, table).scatter_add_(1, rows, -torch.ones_like(target).expand(-1, H))  # (m, H*B)
+        g = to_rows(g.T.to(o[0].dtype))
+        for o_i, g_i in zip(o, g.split(B, dim=1), strict=True):
+            o_i.copy_(g_i)
+    return (logsumexp - target)[:, 0]
 
 
 def product_nll(o, y, table, gradient=False):
@@ -166,6 +295,27 @@ def product_nll(o, y, table, gradient=False):
                 block.copy_(logp.exp_().scatter_add_(1, y_i, torch.full_like(target, -1.0)))
         nll.append(total)
     return torch.cat(nll)
+
+
+def predictions(o, targets, table):
+    """
+    Bucket logits o, list of H (n, B); ids (n,) -> of each token: log P(id), is it the likeliest one (1 or 0), and P(the
+    likeliest), (3, n). Of several equally likely ones the first counts as the likeliest, with kernels each of them.
+    """
+    if table.kernels:
+        target, largest, logsumexp = lookups(o, table.signatures[:, targets].T, table.rows, table.is_token, [])
+        return torch.stack([target - logsumexp, target == largest, (largest - logsumexp).exp()])
+    parts, m = [], column_chunk(table)
+    for k, t in zip(range(0, len(targets), m), targets.split(m), strict=True):
+        scores = token_scores([o_i[k : k + m] for o_i in o], table)  # (m, V)
+        target, (top, best) = scores.gather(1, t[:, None])[:, 0], scores.max(-1)
+        total = scores.sub_(top[:, None]).exp_().sum(-1)
+        parts.append(torch.stack([target - top - total.log(), best == t, 1 / total]))
+    return torch.cat(parts, dim=1)
+
+
+# -----------------------------------------------------------------------------
+# a chunk and its gradients; the loop over chunks
 
 
 class Mixed(NamedTuple):
@@ -278,17 +428,3 @@ class LeanHead(torch.autograd.Function):
             raise RuntimeError('the lean head keeps its gradients for one backward pass only')
         dh, *rest = (g.mul_(scale) for g in gradients)
         return None, None, None, None, None, dh, None, *rest
-
-
-def predictions(o, targets, table):
-    """
-    Bucket logits o, list of H (n, B); ids (n,) -> of each token: log P(id), is it the likeliest one, P(the
-    likeliest), (3, n).
-    """
-    parts, m = [], vocabulary_chunk(table)
-    for k, t in zip(range(0, len(targets), m), targets.split(m), strict=True):
-        scores = token_scores([o_i[k : k + m] for o_i in o], table)  # (m, V)
-        target, (top, best) = scores.gather(1, t[:, None])[:, 0], scores.max(-1)
-        total = scores.sub_(top[:, None]).exp_().sum(-1)
-        parts.append(torch.stack([target - top - total.log(), best == t, 1 / total]))
-    return torch.cat(parts, dim=1)

@@ -310,10 +310,13 @@ class MHF(nn.Module):
         if torch.compiler.is_compiling():
             return self._table[-1]
         of, version_and_device, table = self._table
-        now = self.signatures._version, self.head_device or self.signatures.device.type
+        device_type = self.head_device or self.signatures.device.type
+        now = self.signatures._version, device_type
         if of is not self.signatures or version_and_device != now:
-            c = self.config
-            table = fast.read_table(self.signatures, self.is_token, c.buckets, c.num_hashes == 0, now[1])
+            c, standard = self.config, self.config.num_hashes == 0
+            # a head_device is obeyed, also by tensors without memory and by Triton's interpreter
+            kernels = not standard and device_type == 'cuda' and (self.head_device or fast.kernels_run_here())
+            table = fast.read_table(self.signatures, self.is_token, c.buckets, standard, device_type, bool(kernels))
             self._table = self.signatures, now, table
         return table
 
@@ -367,7 +370,7 @@ class MHF(nn.Module):
         its loop over chunks stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
         """
         self.head_loss = torch.compiler.disable(self.head_loss)
-        if not self.table().columns:
+        if (self.head_device or self.signatures.device.type) != 'cpu':
             self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
         if not by_layer:
             return super().compile(**options)

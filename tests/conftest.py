@@ -24,6 +24,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
+# Triton reads it once, when it is imported: a CPU interprets the kernels of lookups.py. `make gpu` sets it to 0.
+os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
 # examples of damage
 FUZZ = int(os.environ.get('MHF_FUZZ', 60))

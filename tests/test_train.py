@@ -516,10 +516,17 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
     assert [s['loss'] for s in steps(quick, 'b')] == pytest.approx([s['loss'] for s in steps(quick)[:3]], rel=1e-4)
 
 
-# a GPU's form of the head on a CPU; compiles quickly, and notes what
+# A GPU's form of the head on a CPU; compiles quickly, and notes what. Of 32,768 words the kernels of lookups.py would
+# take minutes in Triton's interpreter.
 COMPILED = """
-import os, torch
+import os, torch, loss
 from model import MHF
+def validate(o, y, rows, is_token, inverse):
+    assert not inverse
+    logits = torch.cat(o, dim=1)[:, rows].sum(2).float().masked_fill(~is_token, -torch.inf)
+    target = sum(o_i.gather(1, y_i[:, None])[:, 0].float() for o_i, y_i in zip(o, y.T, strict=True))
+    return target, logits.amax(1), logits.logsumexp(1)
+loss.lookups = validate
 compile, init = torch.compile, MHF.__init__
 def noted(f, **options):
     with open(f"compiled{os.environ['RANK']}", 'a') as file:
@@ -537,23 +544,23 @@ def test_shards_train_as_copies_do(quick):
     --shard learns something else, also compiled, or compiles no head; it writes a checkpoint that is not whole, or a
     run cannot change between the two.
     """
-    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--auto_resume')
-    processes, compiled = ranks(2, *args, '--out_dir=copies', *until(12), cwd=quick), dict(patch=COMPILED, CXX='sh')
+    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--auto_resume', '--loss=product')
+    processes, compiled = ranks(2, *args, '--out_dir=copies', *until(13), cwd=quick), dict(patch=COMPILED, CXX='sh')
     for last, how, more in ((4, ['--shard'], {}), (8, [], {}), (12, ['--shard', '--compile'], compiled)):
         processes += ranks(2, *args, '--out_dir=shards', *how, *until(last), cwd=quick, **more)
         done = waited(processes)
         assert [code for code, *_ in done] == [0] * len(processes), done[-1][2]
     layers = weights(quick, 'shards')['config']['num_layers']
     assert (quick / 'compiled1').read_text().split() == ['chunk_gradients', *['_call_impl'] * layers]
-    ours, copies = steps(quick, 'shards'), steps(quick, 'copies')
+    ours, (*copies, last_of_copies) = steps(quick, 'shards'), steps(quick, 'copies')
     assert len(ours) == 12 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in copies], rel=1e-5)
     assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in copies], rel=1e-4)
-    val = [[e['val_nats'] for e in events(quick, out) if 'val_nats' in e] for out in ('shards', 'copies')]
+    val = [[e['val_nats'] for e in events(quick, out) if 'val_nats' in e][:3] for out in ('shards', 'copies')]
     assert val[0] == pytest.approx(val[1], rel=1e-5)
     # any world size goes on from it, also one
     load_checkpoint(quick / 'shards/ckpt.pt', whole=True)
     ok(*args, '--out_dir=shards', *until(13), cwd=quick)
-    assert steps(quick, 'shards')[12]['loss'] == pytest.approx(steps(quick)[12]['loss'], abs=1e-3)
+    assert steps(quick, 'shards')[12]['loss'] == pytest.approx(last_of_copies['loss'], abs=1e-3)
 
 
 def pair(*args, cwd, other=None, patch='', **environment):

@@ -1,0 +1,109 @@
+"""
+Compiles the kernels of lookups.py for an H100 (sm_90) on a machine that has no GPU, which finds what Triton's
+interpreter cannot: types that do not fit, registers that spill, 32-bit offsets.
+
+    $ python tests/compile_lookups.py       # what a run meets: three precisions, H from 1 to 4, odd widths
+    $ python tests/compile_lookups.py --sizes=64,32,8,4,4,1     # other lookups.Sizes
+    $ python tests/compile_lookups.py --quick                   # what the tests take
+"""
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ['TRITON_INTERPRET'] = '0'
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import lookups
+
+TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
+
+
+class H100:
+    """The little that compiling asks of a GPU's driver."""
+
+    @staticmethod
+    def get_current_target():
+        return GPUTarget('cuda', 90, 32)
+
+    @staticmethod
+    def get_current_device():
+        return 0
+
+    @staticmethod
+    def get_current_stream(device=None):
+        return 0
+
+
+class Compiles:
+    """In place of a kernel: what would launch it compiles it, and notes the result."""
+
+    def __init__(self, kernel, compiled):
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.compiled.append((options, self.kernel.warmup(*args, grid=grid, **options)))
+
+        return launch
+
+
+def check(compiled, options):
+    """One line about a kernel; raises AssertionError for one that spills, or that reads at 32-bit offsets."""
+    # what grows with the tokens of a chunk is addressed by matrices of pointers
+    offsets = re.findall(r'tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>', compiled.asm['ttir'])
+    assert offsets and set(offsets) == {'i64'}, (compiled.metadata.name, offsets)
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        file.write(compiled.asm['cubin'])
+        file.flush()
+        command = [TOOLS / 'cuobjdump', '-res-usage', file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf'{name}:(\d+)', used)[1]) for name in ('REG', 'STACK', 'LOCAL'))
+    assert stack == local == 0, (compiled.metadata.name, used)
+    warps, shared = options['num_warps'], compiled.metadata.shared
+    # of 65,536 registers, given in 256 to a warp, 227 KiB of shared memory, 64 warps and 32 programs
+    fitting = min(65536 // (-(-registers * 32 // 256) * 256) // warps, 227 * 1024 // (shared + 1024), 64 // warps, 32)
+    busy = f'{fitting * warps} of 64 warps of a multiprocessor busy'
+    return f'{compiled.metadata.name:<18}{registers:>4} registers, {shared:>6} bytes shared, {busy}'
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--quick', action='store_true')
+    parser.add_argument('--sizes', default=','.join(map(str, lookups.SIZES)))
+    args = parser.parse_args()
+    sizes = lookups.Sizes(*map(int, args.sizes.split(',')))
+    driver.set_active(H100())
+    compiled = []
+    for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
+        setattr(lookups, name, Compiles(getattr(lookups, name), compiled))
+    # integers that are 1 or multiples of 16 make kernels of their own
+    runs = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 2, 3, 4), (256, 263), (64, 77)))
+    if args.quick:
+        runs = [(torch.bfloat16, 4, 256, 64), (torch.bfloat16, 3, 263, 1), (torch.float64, 1, 263, 77)]
+    for dtype, H, B, n in runs:
+        o = [torch.zeros(n, B, dtype=dtype) for _ in range(H)]
+        y = torch.zeros(n, H, dtype=torch.int64)
+        rows = torch.zeros(1000, H, dtype=torch.int32)
+        is_token = torch.ones(1000, dtype=torch.bool)
+        inverse = [torch.zeros(1000 * H, dtype=torch.int32), torch.zeros(H * B + 1, dtype=torch.int32)]
+        for gradient in (inverse, []):
+            compiled.clear()
+            lookups.sum_over_vocabulary(o, y, rows, is_token, gradient, sizes)
+            for options, kernel in compiled:
+                what = f'{str(dtype)[6:]:<9} H={H} B={B} n={n:<3}{" gradient" if gradient else " log P":<10}'
+                print(what, check(kernel, options), flush=True)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,235 @@
+"""
+lookups.py without a GPU: its kernels in Triton's interpreter against the plain loss in float64, and compiled for an
+H100; who takes them, and what they take. test_mhf.py has them inside the whole head, tests/test_gpu.py on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip('triton', reason='needs the package triton')
+
+import cost
+import lookups
+import loss as fast
+from hashing import signature_table
+from loss import read_table
+from model import exact_loss
+
+# of 64 words none of which is a token
+pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
+
+
+def tables(H, B, V, num_lsh=0, gaps=(), **how):
+    """A vocabulary's signatures -> (V,) ids that are tokens, and the table for the kernels and for columns."""
+    signatures = torch.tensor(signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, **how).astype(int))
+    is_token = torch.ones(V, dtype=torch.bool)
+    is_token[list(gaps)] = False
+    kernels = read_table(signatures, is_token, B, False, 'cuda', True)
+    columns = read_table(signatures, is_token, B, False, 'cpu', False)
+    return is_token.nonzero()[:, 0], kernels, columns
+
+
+def logits_and_targets(tokens, table, n, dtype, scale=1.0):
+    """Bucket logits, H of (n, B), and n ids."""
+    torch.manual_seed(0)
+    H, B = len(table.signatures), (len(table.begins) - 1) // len(table.signatures)
+    return [(scale * torch.randn(n, B)).to(dtype) for _ in range(H)], tokens[torch.randint(len(tokens), (n,))]
+
+
+def relative(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+# ids that are no token: a few, and whole tiles of 64 words
+GAPS = dict(gaps=[5, *range(60, 210)])
+VOCABULARIES = {
+    'one coordinate': dict(H=1, B=400, V=300),
+    'more buckets than words': dict(H=3, B=250, V=200),
+    'long lists': dict(H=4, B=24, V=500),
+    'gaps': dict(H=2, B=70, V=400, **GAPS),
+    'single ID': dict(H=4, B=60, V=200, unique=False),
+    'LSH': dict(H=3, B=60, V=200, num_lsh=2),
+}
+
+
+@pytest.mark.parametrize('n, dtype, tolerance', [(1, torch.float32, 1e-6), (70, torch.float64, 1e-14)])
+@pytest.mark.parametrize('name', VOCABULARIES)
+def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
+    """The exact loss or its gradient is another one on a GPU than on a CPU; or a bucket of no word has a gradient."""
+    tokens, table, _ = tables(**VOCABULARIES[name])
+    o, targets = logits_and_targets(tokens, table, n, dtype)
+    y = table.signatures[:, targets].T
+    plain = [o_i.double().requires_grad_() for o_i in o]
+    expected = exact_loss(plain, y, table)
+    expected.sum().backward()
+
+    unchanged = [o_i.clone() for o_i in o]
+    assert torch.equal(fast.exact_nll(o, y, table), fast.exact_nll(unchanged, y, table))
+    assert all(map(torch.equal, o, unchanged))
+    nll = fast.exact_nll(o, y, table, gradient=True)
+    assert nll.dtype == dtype and (nll - expected).abs().max() < 20 * tolerance
+    for ours, theirs in zip(o, plain, strict=True):
+        assert relative(ours, theirs.grad) < tolerance
+        assert (ours[theirs.grad == 0] == 0).all()
+
+    # a second time with the same bits
+    again = fast.exact_nll(unchanged, y, table, gradient=True)
+    assert torch.equal(nll, again) and all(map(torch.equal, o, unchanged))
+
+
+@pytest.mark.parametrize('name', ['long lists', 'gaps'])
+def test_kernels_in_bfloat16(name):
+    """
+    In bfloat16 sums are made in less than float32, or the -1 of the target is lost in rounding. The interpreter cuts
+    float32 to bfloat16 where a GPU rounds to nearest, so the gradient must be float32's, cut.
+    """
+    tokens, table, columns = tables(**VOCABULARIES[name])
+    o, targets = logits_and_targets(tokens, table, 70, torch.bfloat16)
+    y = table.signatures[:, targets].T
+    in_columns, wide = [o_i.clone() for o_i in o], [o_i.float() for o_i in o]
+    nll = fast.exact_nll(o, y, table, gradient=True)
+    assert torch.equal(nll, fast.exact_nll(wide, y, table, gradient=True))
+    assert torch.allclose(nll, fast.exact_nll(in_columns, y, columns, gradient=True), rtol=1e-6)
+    for ours, theirs, third in zip(o, wide, in_columns, strict=True):
+        cut = (theirs.view(torch.int32) & -(2**16)).view(torch.float32)
+        assert torch.equal(ours.float(), cut)
+        # rounded to nearest, as a GPU does it, both forms are as exact
+        assert relative(theirs.bfloat16(), third.double()) < 2e-3
+
+
+def test_predictions():
+    """log P, the likeliest token or its probability, which evaluation reports, are others on a GPU."""
+    tokens, table, columns = tables(**VOCABULARIES['gaps'])
+    # large enough for many targets to be the likeliest token
+    o, targets = logits_and_targets(tokens, table, 70, torch.float32, scale=4)
+    likeliest = fast.token_scores(o, columns).argmax(1)
+    targets[::2] = likeliest[::2]
+    ours, theirs = (fast.predictions(o, targets, t) for t in (table, columns))
+    assert torch.allclose(ours, theirs, atol=1e-5) and torch.equal(ours[1], theirs[1])
+    assert 35 <= ours[1].sum() < 70
+    # of two equally likely tokens, each counts
+    tied = [torch.zeros_like(o_i) for o_i in o]
+    assert fast.predictions(tied, targets, table)[1].all()
+
+
+@pytest.mark.parametrize('tokens_of_a_block', [64, 32])
+def test_a_large_vocabulary(tokens_of_a_block):
+    """131,072 words, the paper's H and B: a list, a tile or an offset is beyond what the kernels were written for."""
+    V, H, B, n = 131072, 4, 16384, 3
+    signatures = torch.randint(1, B, (V, H), generator=torch.Generator().manual_seed(0))
+    table = read_table(signatures, torch.ones(V, dtype=torch.bool), B, False, 'cuda', True)
+    o, targets = logits_and_targets(torch.arange(V), table, n, torch.float64)
+    y = signatures[targets]
+    plain = [o_i.clone().requires_grad_() for o_i in o]
+    expected = exact_loss(plain, y, table)
+    expected.sum().backward()
+    # larger tiles than a GPU's, since the interpreter's time goes by their number
+    sizes = lookups.Sizes(tokens=tokens_of_a_block, words=8192, buckets=4096)
+    inverse = [table.ids, table.begins]
+    target, _, logsumexp = lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, inverse, sizes)
+    assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
+    assert all(relative(ours, theirs.grad) < 1e-13 for ours, theirs in zip(o, plain, strict=True))
+
+
+def test_compiles_for_an_h100(tmp_path):
+    """
+    A kernel that runs in the interpreter does not compile for a GPU, spills registers, or reads at 32-bit offsets,
+    which end at 2^31 bucket logits: 32,768 tokens of H4B16K.
+    """
+    command = [sys.executable, str(Path(__file__).with_name('compile_lookups.py')), '--quick']
+    environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # three runs: the kernels with a gradient, and two of them without
+    assert len(done.stdout.splitlines()) == 15
+
+
+# -----------------------------------------------------------------------------
+# who takes them, and what they take
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """What this machine has is looked up anew, and again afterwards."""
+    for cached in (fast.no_triton, fast.kernels_run_here):
+        cached.cache_clear()
+    yield monkeypatch
+    for cached in (fast.no_triton, fast.kernels_run_here):
+        cached.cache_clear()
+
+
+BROKEN = {
+    'no Triton': (lambda patch: patch.setitem(sys.modules, 'triton', None), 'the package triton is not installed'),
+    'an old Triton': (
+        lambda patch: patch.setitem(sys.modules, 'triton', types.SimpleNamespace(__version__='3.5.1')),
+        'triton 3.5.1 is older than 3.6, which comes with torch 2.11',
+    ),
+    'no compiler': (lambda patch: patch.setenv('PATH', ''), 'no C compiler: gcc or clang, or what $CC names'),
+    'a wrong CC': (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: gcc or clang'),
+    'no headers': (
+        lambda patch: patch.setattr(fast.sysconfig, 'get_path', lambda *_: '/nowhere'),
+        "Python's headers (Debian's package python3-dev) are not in /nowhere",
+    ),
+}
+
+
+@pytest.mark.parametrize('name', BROKEN)
+def test_without_what_the_kernels_need(as_if_on_a_gpu, capsys, name):
+    """A GPU without Triton or a C compiler ends in a traceback, or is slow and nobody knows why."""
+    as_if_on_a_gpu.delenv('CC', raising=False)
+    breaks, says = BROKEN[name]
+    breaks(as_if_on_a_gpu)
+    assert not fast.kernels_run_here() and not fast.kernels_run_here()
+    line = capsys.readouterr().err
+    assert line.startswith('log P is summed without kernels, several times slower: ') and says in line
+    assert line.count('\n') == 1
+
+
+def test_one_process_says_it(as_if_on_a_gpu, capsys):
+    """Eight processes of a run say the same eight times."""
+    as_if_on_a_gpu.setitem(sys.modules, 'triton', None)
+    as_if_on_a_gpu.setenv('RANK', '3')
+    assert not fast.kernels_run_here() and not capsys.readouterr().err
+
+
+def test_columns_on_a_gpu():
+    """The form for a GPU without Triton, larger blocks of columns, has another loss, gradient or prediction."""
+    tokens, table, on_cpu = tables(**VOCABULARIES['gaps'])
+    without = table._replace(kernels=False)
+    o, targets = logits_and_targets(tokens, table, 1100, torch.float64)
+    y, other = table.signatures[:, targets].T, [o_i.clone() for o_i in o]
+    assert torch.allclose(*(fast.predictions(o, targets, t) for t in (without, on_cpu)), rtol=1e-12)
+    assert torch.allclose(fast.exact_nll(o, y, without, True), fast.exact_nll(other, y, on_cpu, True), rtol=1e-12)
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(o, other, strict=True))
+
+
+def test_memory(monkeypatch):
+    """A chunk of the head or --plan counts other memory than the kernels take."""
+    H, B, V, n = 4, 300, 2000, 128
+    tokens, table, _ = tables(H, B, V)
+    o, targets = logits_and_targets(tokens, table, n, torch.bfloat16)
+    y = table.signatures[:, targets].T.contiguous()
+    for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
+        # what they launch takes no memory of its own, and is not seen by a trace
+        monkeypatch.setattr(lookups, name, defaultdict(lambda: lambda *_, **__: None))
+    with cost.Trace('cuda') as measured:
+        lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, [table.ids, table.begins])
+    with cost.Trace('cuda') as counted:
+        fast.exact_nll(o, y, table, gradient=True)
+    assert sum(fast.lookup_bytes(o, V)) == n * (2 * H * B + 4 * V)
+    # beside it only the sums of 64 words and the targets
+    assert counted.peak == pytest.approx(measured.peak, rel=0.05)
+    # with the bucket logits and their probabilities
+    assert fast.head_bytes(H, B, V) * n == 2 * 2 * n * H * B + sum(fast.lookup_bytes(o, V))
+    # so many fit into a sixteenth of what is free
+    gpu, one = torch.device('cuda'), fast.head_bytes(4, 16384, 131072)
+    assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one) == 1024
+    assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one - 16) == 512
+    assert fast.head_chunk(4, 16384, 32768, gpu, free=70e9) == 4096
