@@ -4,6 +4,7 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_tiny.py                                   # everything
     $ python bench.py config/mhf_100m.py --micro_batch_size=1 --parts=train,head
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
+    $ python bench.py config/mhf_100m.py --loss=exact --parts=profile     # where a step's time goes, by kernels
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, the predicted step, days and disk
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
@@ -16,12 +17,14 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import astuple, replace
 from json import dumps
 from pathlib import Path
@@ -41,7 +44,7 @@ from prepare import tokenise, workers
 from sources import HUB, ReadState, Source, batches
 
 # what to do
-parts = 'train,head,generate,infer,prepare'
+parts = 'train,head,generate,infer,prepare'  # also: profile
 repeats = 3  # of each measurement; the median counts
 head_tokens = '4096'  # tokens of the head alone, one number or several
 new_tokens = 64  # of generation
@@ -81,6 +84,14 @@ GPUS = {
     'H200': (141, 989, 4800, 450), 'B200': (180, 2250, 8000, 900), 'MI300X': (192, 1307, 5300, 448),
     'L40S': (48, 362, 864, 32), 'RTX4090': (24, 165, 1008, 32),
 }  # fmt: skip
+# what a kernel does, by its name, in a profile: products are cuBLAS's, what torch.compile has fused is Triton's
+KERNELS = {
+    'lookups': '^(lay_out|normalise|derive)_kernel',
+    'attention': 'flash|fmha|attention',
+    'products': 'gemm|nvjet|cutlass|xmma|mm$',
+    'update': '(?i)adam|multi_tensor|foreach',
+    'fused': '^triton_',
+}
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
 
@@ -184,6 +195,7 @@ class Machine:
     def __init__(self, device, dtype):
         self.device, self.device_type = device, torch.device(device).type
         self.dtype_name, self.dtype = dtype, getattr(torch, dtype)
+        self.compiles = self.device_type == 'cuda' if compile is None else compile
         self.synchronize = torch.cuda.synchronize if self.device_type == 'cuda' else lambda: None
 
     def describe(self):
@@ -315,10 +327,11 @@ def random_tokens(model, *shape):
     return model.sign(torch.randint(V // 2, V, shape, device=model.signatures.device))
 
 
-def bench_train(machine, variants, tok, results):
-    """A whole step of one micro-batch: forward, backward, clipping, AdamW."""
-    compiled = machine.device_type == 'cuda' if compile is None else compile
-    fused = machine.device_type in ('cuda', 'cpu')
+def training_runs(machine, variants, tok):
+    """
+    -> {name: model} of the variants, and run(measure, name), which gives back measure(step): a whole step of one
+    micro-batch, forward, backward, clipping and AdamW.
+    """
     # one model of those that differ in their loss alone
     built, models, optimizers = {}, {}, {}
     for name, c in variants.items():
@@ -326,8 +339,9 @@ def bench_train(machine, variants, tok, results):
         if shape not in built:
             built[shape] = model = build(c, tok)
             model.to(machine.device).activation_checkpointing = activation_checkpointing
+            fused = machine.device_type in ('cuda', 'cpu')
             optimizers[model] = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
-            if compiled:
+            if machine.compiles:
                 model.compile()
         models[name] = built[shape]
 
@@ -347,8 +361,14 @@ def bench_train(machine, variants, tok, results):
         optimizer.zero_grad(set_to_none=True)
         return result
 
+    return models, run
+
+
+def bench_train(machine, variants, tok, results):
+    """Training steps: tokens a second, beside what cost.py predicts, and peak memory."""
+    models, run = training_runs(machine, variants, tok)
     got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
-    say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compiled}')
+    say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={machine.compiles}')
     rates = machine.rates(next(iter(variants.values())))
     say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
     rows, in_graphs = dict(rates=rates._asdict()), ('body', 'head') if rates.queued else ('body',)
@@ -356,7 +376,7 @@ def bench_train(machine, variants, tok, results):
         seconds, memory = got[name]
         how = micro_batch_size, machine.device_type, False, activation_checkpointing
         ops, fused, sizes = count(variants[name], *how)
-        parts = {part: price(fused if compiled and part in in_graphs else ops, rates, part) for part in PRICED}
+        parts = {part: price(fused if machine.compiles and part in in_graphs else ops, rates, part) for part in PRICED}
         predicted, flops = sum(part['seconds'] for part in parts.values()), flops_per_token(variants[name])
         # as measured: beyond these
         needs = memory_plan(sizes, False)
@@ -372,6 +392,44 @@ def bench_train(machine, variants, tok, results):
             flops = rows[a]['flops_per_token'] / rows[b]['flops_per_token']
             rows[f'{a}/{b}'] = compared(f'{a} / {b}', rows[a]['seconds'] / rows[b]['seconds'], flops)
     return rows
+
+
+def bench_profile(machine, variants, tok, results):
+    """Where the time of a training step goes: the kernels that take most of it, by name and by what they do."""
+    _, run = training_runs(machine, variants, tok)
+    on_gpu = machine.device_type == 'cuda'
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    rows = {}
+    for name in tqdm(variants, leave=False, disable=json or None):
+        for _ in range(3):  # compiles, and fills caches
+            seconds = run(machine.timed, name)
+        with torch.profiler.profile(activities=[activity]) as profiled:
+            run(machine.timed, name)
+        kernels = []
+        for event in profiled.key_averages():
+            busy = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            if busy:
+                kernels.append((busy, event.count, event.key))
+        flops = flops_per_token(variants[name]) * micro_batch_size * block_size
+        rows[name] = dict(seconds=seconds, bound=flops / results['gemm_flops'], kernels=sorted(kernels, reverse=True))
+        print_profile(name, **rows[name])
+    return rows
+
+
+def print_profile(name, seconds, bound, kernels):
+    """
+    A step's time by kinds of kernels, and the 15 that take most of it: (seconds, calls, name) of each. bound: seconds
+    that its products and attention would take at the rate of a large product.
+    """
+    kinds = Counter()
+    for busy, _, kernel in kernels:
+        kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, kernel)), 'other')
+        kinds[kind] += busy
+    busy = sum(kinds.values())
+    say(f'\nprofile of a step, {name}: {seconds * 1e3:.1f} ms, {busy * 1e3:.1f} in kernels; bound {bound * 1e3:.1f}')
+    say(', '.join(f'{kind} {busy * 1e3:.1f} ms' for kind, busy in kinds.most_common()))
+    for busy, calls, kernel in kernels[:15]:
+        say(f'{busy * 1e3:9.2f} ms {calls:6} x  {kernel[:90]}')
 
 
 def compared(what, time_ratio, flop_ratio):
@@ -518,7 +576,10 @@ def bench_prepare(machine, variants, tok, results):
     return dict(bytes_per_s=rates, reading_tokens_per_s=reading)
 
 
-PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=bench_infer, prepare=bench_prepare)
+PARTS = dict(
+    train=bench_train, head=bench_head, generate=bench_generate, infer=bench_infer, prepare=bench_prepare,
+    profile=bench_profile,
+)  # fmt: skip
 
 
 def main():

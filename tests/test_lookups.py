@@ -3,6 +3,7 @@ lookups.py without a GPU: its kernels in Triton's interpreter against the plain 
 H100; who takes them, and what they take. test_mhf.py has them inside the whole head, tests/test_gpu.py on a GPU.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,12 +16,15 @@ import torch
 
 pytest.importorskip('triton', reason='needs the package triton')
 
+from conftest import REPO
+
 import cost
 import lookups
 import loss as fast
 from hashing import signature_table
 from loss import read_table
 from model import exact_loss
+from study import kernels
 
 # of 64 words none of which is a token
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
@@ -233,3 +237,32 @@ def test_memory(monkeypatch):
     assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one) == 1024
     assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one - 16) == 512
     assert fast.head_chunk(4, 16384, 32768, gpu, free=70e9) == 4096
+
+
+def test_the_kernels_are_timed(capsys, monkeypatch):
+    """study/kernels.py, for a few minutes of a lent GPU, does not run, or names other sizes than the fastest."""
+    signatures = torch.tensor(signature_table([f'word {i}' for i in range(40)], 1, 50).astype(int))
+    case = kernels.random_case(signatures, 50, 3, torch.float32)
+    monkeypatch.setattr(kernels, 'TOKENS', (32, 64))
+
+    calls = itertools.count(1)
+
+    def seconds_of(work):
+        work()
+        return 1 / next(calls)  # the later, the faster
+
+    kernels.measure(case, seconds_of)
+    shown = capsys.readouterr().out
+    assert 'the same bits' in shown and 'of a copy' in shown
+    last = lookups.Sizes(64, words=128, buckets=32, lay_out_warps=8, normalise_warps=8, derive_warps=4)
+    assert f'fastest: {last}' in shown
+
+
+def test_timing_needs_a_gpu():
+    """On a machine without a GPU study/kernels.py ends in a traceback."""
+    command = [sys.executable, '-m', 'study.kernels']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | dict(PYTHONPATH=''))
+    if torch.cuda.is_available():
+        pytest.skip('there is one here')
+    assert done.returncode == 1 and done.stderr.startswith('error: this needs a GPU and Triton; here: ')
+    assert done.stderr.count('\n') == 1

@@ -1,0 +1,196 @@
+"""
+Times the kernels of lookups.py on this machine's GPU, in each block size that may be the best one, beside a plain copy.
+Says how exact they are and what memory they take. Two minutes. Run from the repository's root:
+
+    $ python -m study.kernels                                     # H4B16K, 32,768 words
+    $ python -m study.kernels --buckets=7966                      # a width that is no multiple of 16
+    $ python -m study.kernels --tokenizer=tekken                  # 131,072 words
+
+The fastest sizes belong into lookups.Sizes. tests/compile_lookups.py says, without a GPU, what a kernel of other sizes
+takes of a multiprocessor.
+"""
+
+import argparse
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import lookups
+from configurator import InputError
+from hashing import get_tokenizer, signature_table
+from lookups import Sizes
+from loss import Table, exact_nll, lookup_bytes, no_triton, read_table
+
+# by kernel, the other sizes that are tried with each number of tokens of a block
+TOKENS = (32, 64, 128)
+TRIED = {
+    'lay_out': [dict(lay_out_warps=4), dict(lay_out_warps=8)],
+    'normalise': [
+        dict(words=32, normalise_warps=4),
+        dict(words=64, normalise_warps=4),
+        dict(words=64, normalise_warps=8),
+        dict(words=128, normalise_warps=8),
+    ],
+    'derive': [
+        dict(buckets=8, derive_warps=1),
+        dict(buckets=16, derive_warps=2),
+        dict(buckets=16, derive_warps=4),
+        dict(buckets=32, derive_warps=4),
+    ],
+}
+PER = 16384  # tokens that the times are printed for: a micro-batch of 8 x 2,048
+
+
+class Case(NamedTuple):
+    """What the kernels are called with."""
+
+    table: Table
+    o: list[Tensor]  # bucket logits, H of (n, B)
+    y: Tensor  # (n, H), the targets' signatures
+
+    def copies(self):
+        return [o_i.clone() for o_i in self.o]
+
+
+def random_case(signatures, B, n, dtype):
+    """Signatures (V, H) of words that all are tokens -> n random bucket logits and targets, always the same."""
+    torch.manual_seed(0)
+    V, H = signatures.shape
+    device = signatures.device
+    is_token = torch.ones(V, dtype=torch.bool, device=device)
+    table = read_table(signatures, is_token, B, False, 'cuda', True)
+    o = [torch.randn(n, B, device=device, dtype=dtype) for _ in range(H)]
+    return Case(table, o, signatures[torch.randint(V, (n,), device=device)])
+
+
+def exactness(case):
+    """
+    {what: number}: the largest difference of -log P to the sums in columns, in nats; that of the gradient, relative to
+    the whole gradient; and whether a second call gives the same bits.
+    """
+    by_kernels, again, in_columns = case.copies(), case.copies(), case.copies()
+    nll = exact_nll(by_kernels, case.y, case.table, gradient=True)
+    nll_again = exact_nll(again, case.y, case.table, gradient=True)
+    expected = exact_nll(in_columns, case.y, case.table._replace(kernels=False), gradient=True)
+    pairs = list(zip(by_kernels, in_columns, strict=True))
+    distance = sum((a.double() - b.double()).square().sum() for a, b in pairs).sqrt()
+    length = sum(b.double().square().sum() for _, b in pairs).sqrt()
+    same = torch.equal(nll, nll_again) and all(map(torch.equal, by_kernels, again))
+    return dict(nll=(nll - expected).abs().max().item(), gradient=(distance / length).item(), same_bits=same)
+
+
+def calls(case, sizes):
+    """{kernel: function without arguments that calls it}; the last is what evaluation calls, without a gradient."""
+    table, inverse = case.table, [case.table.ids, case.table.begins]
+    laid_out = lookups.lay_out(case.o, sizes)
+    logits, _, logsumexp = lookups.normalise(laid_out, table.rows, table.is_token, True, sizes)
+    gradient = case.copies()
+    return {
+        'lay_out': lambda: lookups.lay_out(case.o, sizes),
+        'normalise': lambda: lookups.normalise(laid_out, table.rows, table.is_token, True, sizes),
+        'derive': lambda: lookups.derive(logits, logsumexp, case.y, inverse, gradient, sizes),
+        'normalise, no gradient': lambda: lookups.normalise(laid_out, table.rows, table.is_token, False, sizes),
+    }
+
+
+def bytes_moved(case):
+    """{kernel: bytes that it has to read and write in the GPU's memory, if its cache holds what it reads again}."""
+    bucket_logits, token_logits = lookup_bytes(case.o, len(case.table.rows))
+    return {
+        'lay_out': 2 * bucket_logits,
+        'normalise': bucket_logits + token_logits,
+        'derive': token_logits + bucket_logits,
+        'normalise, no gradient': bucket_logits,
+    }
+
+
+def fastest(case, seconds_of, copy_rate):
+    """
+    Times every kernel in all sizes, prints a line each -> the Sizes that are the fastest together. seconds_of(f): the
+    time of a call; copy_rate: bytes read and written a second by a copy.
+    """
+    moved, totals = bytes_moved(case), {}
+    for tokens in TOKENS:
+        best, total = Sizes(tokens=tokens), 0.0
+        for kernel, tried in TRIED.items():
+            times = {}
+            for change in tried:
+                sizes = Sizes(tokens=tokens)._replace(**change)
+                times[sizes] = seconds_of(calls(case, sizes)[kernel])
+                what = ', '.join(f'{field} {value}' for field, value in (dict(tokens=tokens) | change).items())
+                report(f'{kernel}: {what}', times[sizes], len(case.y), moved[kernel], copy_rate)
+            quickest = min(times, key=times.get)
+            total += times[quickest]
+            best = best._replace(**{field: getattr(quickest, field) for field in tried[0]})
+        totals[best] = total
+    return min(totals, key=totals.get), min(totals.values())
+
+
+def report(what, seconds, n, moved=None, copy_rate=None):
+    """A line of a time for n tokens, and of the bytes moved in it beside those that a copy moves in a second."""
+    line = f'{what:<66}{seconds * 1e3 * PER / n:8.2f} ms'
+    if moved:
+        line += f'{moved / seconds / 1e9:8,.0f} GB/s{moved / seconds / copy_rate:6.0%} of a copy'
+    print(line, flush=True)
+
+
+def peak_memory(case):
+    """Bytes that the operator takes at most, beside what it is given."""
+    o = case.copies()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    exact_nll(o, case.y, case.table, gradient=True)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--hashes', type=int, default=4, help='H')
+    parser.add_argument('--buckets', type=int, default=16384, help='B')
+    parser.add_argument('--tokenizer', default='mistral')
+    parser.add_argument('--tokens', type=int, default=4096, help="n: the head's chunk on a GPU")
+    parser.add_argument('--dtype', choices=['bfloat16', 'float32'], default='bfloat16')
+    args = parser.parse_args()
+    if not torch.cuda.is_available() or no_triton():
+        raise InputError(f'this needs a GPU and Triton; here: {no_triton() or "no GPU that torch can use"}')
+
+    from triton.testing import do_bench
+
+    def seconds_of(work):
+        return do_bench(work, warmup=25, rep=100, return_mode='median') / 1e3
+
+    tok = get_tokenizer(args.tokenizer)
+    signatures = signature_table(tok.tokens, args.hashes, args.buckets, pad_id=tok.pad).astype('int64')
+    case = random_case(torch.tensor(signatures).cuda(), args.buckets, args.tokens, getattr(torch, args.dtype))
+    print(f'{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}')
+    print(f'{args.tokens:,} tokens, H={args.hashes}, B={args.buckets:,}, V={len(signatures):,}')
+    measure(case, seconds_of)
+    counted = sum(lookup_bytes(case.o, len(signatures)))
+    print(f'memory {peak_memory(case) / 1e9:.3f} GB, counted {counted / 1e9:.3f}')
+
+
+def measure(case, seconds_of):
+    """Prints how exact the kernels are, their times beside the sums in columns, and the sizes that are the fastest."""
+    n = len(case.y)
+    found = exactness(case)
+    print(f'to the sums in columns: -log P {found["nll"]:.1e}, gradient {found["gradient"]:.1e} relative')
+    print('a second time: ' + ('the same bits' if found['same_bits'] else 'OTHER BITS'))
+    logits = torch.cat(case.o)
+    copy_rate = 2 * logits.nbytes / seconds_of(logits.clone)
+    print(f'a copy runs at {copy_rate / 1e9:,.0f} GB/s; times for {PER:,} tokens:')
+    o, moved = case.copies(), bytes_moved(case)
+    for name, table in (('kernels', case.table), ('columns', case.table._replace(kernels=False))):
+        for gradient in (True, False):
+            seconds = seconds_of(lambda table=table, gradient=gradient: exact_nll(o, case.y, table, gradient))
+            report(f'-log P{" and its gradient" if gradient else ""}, by {name}', seconds, n)
+    for name, work in calls(case, lookups.SIZES).items():
+        report(f'{name}, as it is', seconds_of(work), n, moved[name], copy_rate)
+    sizes, seconds = fastest(case, seconds_of, copy_rate)
+    print(f'fastest: {sizes}, {seconds * 1e3 * PER / n:.2f} ms; as it is: {lookups.SIZES}')
+
+
+if __name__ == '__main__':
+    main()
