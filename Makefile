@@ -18,10 +18,13 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# does it hold on this machine's GPU? Says yes or no, and writes gpu.json; PY=python3 takes packages that are there
+# what this machine's GPU does with the head's kernels and a step of 100M, and does all of it hold? Prints times, then yes
+# or no, and writes gpu.json; PY=python3 takes packages that are there
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
+	$(PY) -m study.kernels
+	$(PY) bench.py config/mhf_100m.py --loss=exact --parts=train
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 .venv/installed: requirements.txt

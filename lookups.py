@@ -14,7 +14,8 @@ logits of a word and keeps these as a row in float32, and derive gathers the row
 block run before those of the next, so a block's rows stay in the L2 cache.
 
 Nothing is summed by atomic adds, so the same input gives the same bits. Offsets into what grows with n are 64-bit.
-Block sizes come from compiling for sm_90 and counting; they were not measured on a GPU yet (bench.py --parts=lookups).
+Block sizes come from compiling for sm_90 and counting (tests/compile_lookups.py). No GPU has measured them yet; on one,
+`python -m study.kernels` names the fastest.
 """
 
 from typing import NamedTuple
@@ -57,10 +58,12 @@ def sum_over_vocabulary(o, y, rows, is_token, inverse, sizes=SIZES):
     accumulate = torch.promote_types(o[0].dtype, torch.float32)
     targets = zip(o, y.split(1, dim=1), strict=True)
     target = sum(o_i.gather(1, y_i).to(accumulate) for o_i, y_i in targets)
-    laid_out = lay_out(o, sizes)
-    logits, largest, logsumexp = normalise(laid_out, rows, is_token, bool(inverse), sizes)
-    if inverse:
-        derive(logits, logsumexp, y, inverse, o, sizes)
+    # Triton launches on the current GPU, which need not be the one where the logits are
+    with torch.cuda.device_of(o[0]):
+        laid_out = lay_out(o, sizes)
+        logits, largest, logsumexp = normalise(laid_out, rows, is_token, bool(inverse), sizes)
+        if inverse:
+            derive(logits, logsumexp, y, inverse, o, sizes)
     n = len(y)
     return target[:, 0], largest[:n], logsumexp[:n]
 

@@ -276,7 +276,8 @@ class MHF(nn.Module):
         self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
         self.plain_head = False  # train through the plain head, by autograd
         self.head_chunk = None  # tokens of the head at a time; None is what suits the device
-        self.head_device = None  # 'cuda' takes the form of the head that is fast there; None is where the model is
+        # 'cuda' takes the form of the head that is fast there, its kernels included; None is where the model is
+        self.head_device = None
         self.chunk_gradients = fast.chunk_gradients  # or the same compiled
         self._table = None, None, None
 
@@ -314,9 +315,10 @@ class MHF(nn.Module):
         now = self.signatures._version, device_type
         if of is not self.signatures or version_and_device != now:
             c, standard = self.config, self.config.num_hashes == 0
-            # a head_device is obeyed, also by tensors without memory and by Triton's interpreter
-            kernels = not standard and device_type == 'cuda' and (self.head_device or fast.kernels_run_here())
-            table = fast.read_table(self.signatures, self.is_token, c.buckets, standard, device_type, bool(kernels))
+            kernels = device_type == 'cuda' and not standard
+            if kernels and not self.head_device:
+                kernels = fast.kernels_run_here()
+            table = fast.read_table(self.signatures, self.is_token, c.buckets, standard, device_type, kernels)
             self._table = self.signatures, now, table
         return table
 

@@ -20,6 +20,7 @@ from torch._dynamo.utils import ReinplaceCounters
 
 import eval as evaluation
 import loss as fast
+from study import kernels
 
 pytest.importorskip('triton', reason='needs the package triton')
 DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] == '0' else 'cpu'
@@ -85,6 +86,31 @@ def test_a_compiled_chunk(changes):
     assert all(compiled[k] < 1.5 * eager[k] + 1e-3 for k in eager), errors
     # the kernels write into the bucket logits, and not into a copy of half a GiB
     assert not ReinplaceCounters.get_total_missed()
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
+def test_kernels_equal_columns(dtype, tolerance):
+    """On a GPU the kernels of lookups.py have another loss or gradient than the sums in columns, or other bits."""
+    V, H, B, n = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
+    case = kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
+    found = kernels.exactness(case)
+    assert found['nll'] < 1e-5 and found['gradient'] < tolerance and found['same_bits'], found
+    if DEVICE == 'cuda':
+        assert kernels.peak_memory(case) < 1.1 * sum(fast.lookup_bytes(case.o, V))
+
+
+@on_a_gpu
+def test_more_bucket_logits_than_an_int32_counts():
+    """Of a chunk with more than 2^31 bucket logits, the kernels read or write at the wrong place."""
+    n, B = 2**15 + 100, 16384
+    case = kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
+    for some in (slice(0, 100), slice(n - 100, n)):
+        o = [o_i[some].clone() for o_i in case.o]
+        expected = fast.exact_nll(o, case.y[some], case.table._replace(kernels=False), gradient=True)
+        whole = case.copies()
+        nll = fast.exact_nll(whole, case.y, case.table, gradient=True)
+        assert torch.allclose(nll[some], expected, atol=1e-5)
+        assert all(distance(ours[some], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
 
 
 def test_products_are_summed_in_float32():
