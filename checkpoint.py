@@ -68,7 +68,7 @@ def pick_compile(compile, device):
     cuda = torch.device(device).type == 'cuda'
     missing = no_triton() if cuda else no_compiler('CXX', 'g++', 'clang++')
     if compile and missing:
-        raise InputError(f'compile=True: {missing}; install it, or leave --compile out')
+        raise InputError(f'compile=True: {missing}; or leave --compile out')
     return cuda and not missing if compile is None else compile, missing
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 def no_compiler(variable, *names):
     """'', if the compiler that an environment variable names, or else one of `names`, is there; or what is missing."""
     found = any(map(shutil.which, os.environ.get(variable, '').split()[:1] or names))
-    return '' if found else f'no C compiler: {" or ".join(names)}, or what ${variable} names'
+    return '' if found else f'no C compiler: install {" or ".join(names)}, or name one in ${variable}'
 
 
 @functools.cache
@@ -45,13 +45,13 @@ def no_triton():
     try:
         version = importlib.import_module('triton').__version__
     except ImportError:
-        return 'the package triton is not installed'
+        return 'no package triton: pip install triton, on Linux'
     if tuple(int(n) for n in version.split('.')[:2]) < (3, 6):
-        return f'triton {version} is older than 3.6, which comes with torch 2.11'
+        return f'triton {version} is older than 3.6; use torch 2.11 or newer, which brings it'
     # where Triton looks, too; Ubuntu's default scheme names another folder, which is empty
     headers = Path(sysconfig.get_path('include', 'posix_prefix'))
     if not (headers / 'Python.h').exists():
-        return f"Python's headers (Debian's package python3-dev) are not in {headers}"
+        return f"no Python.h in {headers} (Debian's package python3-dev has it)"
     return no_compiler('CC', 'gcc', 'clang')
 
 
@@ -60,7 +60,7 @@ def kernels_run_here():
     """Whether lookups.py's kernels run on this machine's GPU. Where they don't, says why, once."""
     reason = no_triton()
     if reason and os.environ.get('RANK', '0') == '0':
-        print(f'log P is summed without kernels, several times slower: {reason}', file=sys.stderr)
+        print(f'log P is summed without the kernels of lookups.py, several times slower: {reason}', file=sys.stderr)
     return not reason
 
 

@@ -170,16 +170,19 @@ def as_if_on_a_gpu(monkeypatch):
 
 
 BROKEN = {
-    'no Triton': (lambda patch: patch.setitem(sys.modules, 'triton', None), 'the package triton is not installed'),
+    'no Triton': (
+        lambda patch: patch.setitem(sys.modules, 'triton', None),
+        'no package triton: pip install triton, on Linux',
+    ),
     'an old Triton': (
         lambda patch: patch.setitem(sys.modules, 'triton', types.SimpleNamespace(__version__='3.5.1')),
-        'triton 3.5.1 is older than 3.6, which comes with torch 2.11',
+        'triton 3.5.1 is older than 3.6; use torch 2.11 or newer, which brings it',
     ),
-    'no compiler': (lambda patch: patch.setenv('PATH', ''), 'no C compiler: gcc or clang, or what $CC names'),
-    'a wrong CC': (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: gcc or clang'),
+    'no compiler': (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang, or name one in $CC'),
+    'a wrong CC': (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
     'no headers': (
         lambda patch: patch.setattr(fast.sysconfig, 'get_path', lambda *_: '/nowhere'),
-        "Python's headers (Debian's package python3-dev) are not in /nowhere",
+        "no Python.h in /nowhere (Debian's package python3-dev has it)",
     ),
 }
 
@@ -192,7 +195,7 @@ def test_without_what_the_kernels_need(as_if_on_a_gpu, capsys, name):
     breaks(as_if_on_a_gpu)
     assert not fast.kernels_run_here() and not fast.kernels_run_here()
     line = capsys.readouterr().err
-    assert line.startswith('log P is summed without kernels, several times slower: ') and says in line
+    assert line.startswith('log P is summed without the kernels of lookups.py, several times slower: ') and says in line
     assert line.count('\n') == 1
 
 

@@ -55,4 +55,4 @@ def test_compiled(trained):
 def test_no_compiler(trained):
     """--compile=True without a C++ compiler is a traceback of inductor's."""
     done = run('sample.py', 'cfg.py', '--compile=True', cwd=trained, CXX='nowhere/g++')
-    assert done.returncode == 1 and done.stderr.startswith('error: compile=True: no C compiler: g++ or clang++')
+    assert done.returncode == 1 and done.stderr.startswith('error: compile=True: no C compiler: install g++ or clang++')
