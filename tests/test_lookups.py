@@ -123,8 +123,7 @@ def test_predictions():
     assert fast.predictions(tied, targets, table)[1].all()
 
 
-@pytest.mark.parametrize('tokens_of_a_block', [64, 32])
-def test_a_large_vocabulary(tokens_of_a_block):
+def test_a_large_vocabulary():
     """131,072 words, the paper's H and B: a list, a tile or an offset is beyond what the kernels were written for."""
     V, H, B, n = 131072, 4, 16384, 3
     signatures = torch.randint(1, B, (V, H), generator=torch.Generator().manual_seed(0))
@@ -135,7 +134,7 @@ def test_a_large_vocabulary(tokens_of_a_block):
     expected = exact_loss(plain, y, table)
     expected.sum().backward()
     # larger tiles than a GPU's, since the interpreter's time goes by their number
-    sizes = lookups.Sizes(tokens=tokens_of_a_block, words=8192, buckets=4096)
+    sizes = lookups.Sizes(tokens=32, words=8192, buckets=4096)
     inverse = [table.ids, table.begins]
     target, _, logsumexp = lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, inverse, sizes)
     assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
