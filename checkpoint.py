@@ -82,9 +82,7 @@ CHECKPOINT = dict(
     optimizer=dict(state=dict, param_groups=[dict]),
     config=dict(tokenizer=str),
     step=int,  # updates done
-    data_start_step=int,  # the step at which the present data began
     best_val=(int, float),
-    last_losses=[float],
     data=dict(tokenizer=str, tokenizer_sha256=str, table_sha256=(str, type(None)), train_sha256=str),
 )
 

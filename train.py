@@ -56,7 +56,6 @@ eval_interval = 1000  # steps between validations; each also writes a checkpoint
 # scratch | resume (the newest checkpoint in out_dir) | a released folder or hub id[@revision], or another out_dir
 init_from = 'scratch'
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
-new_data = False  # with resume: goes on with other text, of the same tokenizer and signatures, from its first epoch
 keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
 export = ''  # with resume: only writes the model in the released format into this new folder
 wandb = False  # also log to Weights & Biases, where it is installed
@@ -96,8 +95,6 @@ beta2 = 0.999
 grad_clip = 1.0  # norm over all parameters; 0 is off
 train_layers = 0  # of the first and of the last layers, the others are frozen; 0 trains all of them
 seed = 42  # of the weights and of the order of the data
-spike_deviations = 10.0  # a loss so many robust deviations above the last 100 is logged as a spike; 0 is never
-stop_on_spike = False
 # system; None is the best that is there
 device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
@@ -181,7 +178,7 @@ autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' el
 above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'timeout')
 above_zero += ('learning_rate', 'embedding_rate')
 not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'num_hashes', 'keep')
-for key in (*above_zero, *not_negative, 'train_layers', 'spike_deviations'):
+for key in (*above_zero, *not_negative, 'train_layers'):
     if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
         raise InputError(f'{key}={config[key]}: must {"be above 0" if key in above_zero else "not be negative"}')
 for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
@@ -262,23 +259,20 @@ if starts_from_model:  # the settings take its architecture, but for the context
     config |= architecture
 table = bins.table(config, meta)
 data = bins.identity(meta, table)
-start_step, data_start_step, best_val, last_losses = 0, 0, math.inf, []
+start_step, best_val = 0, math.inf
 if ckpt:
     then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config'] | ckpt['data']
     changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
-    only_text = new_data and list(changed) == ['train_sha256']
-    if changed and not only_text:
+    if changed:
         listed = ', '.join(f'{k}={then.get(k)} (now {v})' for k, v in changed.items())
-        hint = '; --new_data goes on with other text' if list(changed) == ['train_sha256'] else ''
+        hint = f'; --init_from={out} and another --out_dir begin with its weights' if 'train_sha256' in changed else ''
         raise InputError(f'{source} was trained with {listed}; a resumed run keeps it{hint}')
     if ckpt['step'] >= max_steps:
         if auto_resume:
             print(f'{source} is at step {ckpt["step"]} of {max_steps}: done')
             sys.exit()
         raise InputError(f'{source} is at step {ckpt["step"]} already; max_steps={max_steps} leaves nothing to do')
-    start_step = data_start_step = ckpt['step']
-    if not only_text:  # the losses of other text are no measure for the new
-        data_start_step, best_val, last_losses = ckpt['data_start_step'], ckpt['best_val'], ckpt['last_losses']
+    start_step, best_val = ckpt['step'], ckpt['best_val']
 if model:
     model.config.block_size, model.config.loss = block_size, loss
     V, theirs = meta['vocab_size'], model.signatures
@@ -367,7 +361,7 @@ def micro_batches():
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
-        blocks = bins.blocks_of(step - data_start_step, batch_size, num_blocks, seed)
+        blocks = bins.blocks_of(step, batch_size, num_blocks, seed)
         for micro in blocks.reshape(accumulation, world.size, micro_batch_size)[:, world.rank]:
             yield read_batch(train_ids, micro * block_size)
 
@@ -409,17 +403,6 @@ def log(**event):
         wandb_run.log(event, step=event['step'])
 
 
-def spike_above_the_last(loss):
-    """What the last losses say of one far above them, or ''."""
-    if not spike_deviations or len(last_losses) < 20:
-        return ''
-    middle = statistics.median(last_losses)
-    deviation = 1.4826 * statistics.median(abs(x - middle) for x in last_losses)
-    if loss <= middle + spike_deviations * max(deviation, 1e-3):
-        return ''
-    return f'loss {loss:.4f} is a spike above {middle:.4f} +- {deviation:.4f}, the last {len(last_losses)} steps'
-
-
 received = []  # signals, and when
 
 
@@ -449,7 +432,7 @@ if master:
         frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
         print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
     if init_from == 'resume':
-        print(f'resumed at step {start_step}{", with other data" if data_start_step == start_step > 0 else ""}')
+        print(f'resumed at step {start_step}')
     log_path = out / 'log.jsonl'
     half_a_line = log_path.is_file() and not log_path.read_bytes().endswith(b'\n')  # as a crash leaves it
     append_to_log('\n' if half_a_line else '')
@@ -486,10 +469,8 @@ with bar:
         mean_loss, others_stop = shared.tolist()
         stopping = stopping or (signal.SIGTERM if others_stop else 0)
         wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
-        spike = spike_above_the_last(mean_loss)
-        if wrong or (spike and stop_on_spike):
-            raise InputError(f'step {step}: {wrong or spike}; stopped before the update, {checkpoints.kept()}')
-        last_losses = [*last_losses[-99:], mean_loss]
+        if wrong:
+            raise InputError(f'step {step}: {wrong}; stopped before the update, {checkpoints.kept()}')
         optimizer.step()
         optimizer.zero_grad(set_to_none=not in_buckets)
         speeds.append(tokens_per_step / (time.perf_counter() - began))
@@ -498,9 +479,7 @@ with bar:
         tokens, validating = done * tokens_per_step, done % eval_interval == 0 or done == max_steps
         if master:
             event = dict(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=norm)
-            log(**event, tokens_per_s=round(speeds[-1], 1), **(dict(spike=True) if spike else {}))
-            if spike:
-                bar.write(f'step {done}: {spike}')
+            log(**event, tokens_per_s=round(speeds[-1], 1))
             bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
         if validating:
@@ -514,8 +493,8 @@ with bar:
                 bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
         if validating or stopping:
             state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
-            state |= dict(model_config=asdict(raw_model.config), config=config, data_start_step=data_start_step)
-            checkpoints.save(state | dict(best_val=best_val, last_losses=last_losses), best)
+            state |= dict(model_config=asdict(raw_model.config), config=config, best_val=best_val)
+            checkpoints.save(state, best)
         if stopping:
             break
     checkpoints.wait()

@@ -273,7 +273,6 @@ BAD = [
     Bad('resume with another beta', MORE + '--beta2=0.9', says='beta2=0.999 (now 0.9)'),
     Bad('resume with another seed', MORE + '--seed=7', says='seed=42 (now 7)'),
     Bad('resume on another tokenizer', MORE, 'tokenizer', edit_meta(tokenizer_sha256='0')),
-    Bad('resume on another tokenizer by new_data', MORE + '--new_data', 'tokenizer', edit_meta(tokenizer_sha256='0')),
     Bad('a log that is a folder', MORE, 'log.jsonl cannot be written', log_is_a_folder),
     Bad('a folder in the way', MORE, 'ckpt.pt.tmp', lambda f: (f / 'out/ckpt.pt.tmp').mkdir()),
     Bad('export of nothing', TRAIN + '--export=x', says='needs --init_from=resume'),
