@@ -6,6 +6,8 @@ Models on disk: the checkpoints of a run, and the released format of the paper's
     save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
     opened = open_model()                                       # the newest under this folder, with its tokenizer
 
+    $ python -m checkpoint out/mhf_tiny FOLDER                  # a run's newest checkpoint, in the released format
+
 train.py writes and resumes by Checkpoints. What a resumed run may not change is train.py's FIXED_ON_RESUME.
 """
 
@@ -508,3 +510,17 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
             other = f"another signature table than tokenizer '{tok.name}' gives"
             raise InputError(f'{released} has {other}; name its own with --tokenizer')
     return Opened(model, tok, name, source)
+
+
+def export(out_dir, folder):
+    """The newest whole checkpoint of a run, in the released format, into a new folder. Raises InputError."""
+    checkpoints = Checkpoints(out_dir, keep=0, writes=False)
+    model, ckpt = checkpoints.newest_whole()
+    save_pretrained(model, folder, ckpt['config']['tokenizer'])
+    print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {folder}')
+
+
+if __name__ == '__main__':
+    if len(sys.argv) != 3 or sys.argv[1].startswith('-'):
+        raise InputError('usage: python -m checkpoint OUT_DIR FOLDER')
+    export(*sys.argv[1:])

@@ -21,7 +21,6 @@ Without, attention's backward and the compiled embedding's sum gradients there b
 rounding, is another in each run. With --auto_resume one command starts and goes on:
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 (the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
-    $ python train.py config/mhf_1b.py --init_from=resume --export=DIR    # the newest checkpoint in the released format
 """
 
 import contextlib
@@ -44,7 +43,7 @@ from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device, save_pretrained
+from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device
 from configurator import InputError, configure, declared
 from model import MHF, MHFConfig
 from processes import World
@@ -57,7 +56,6 @@ eval_interval = 1000  # steps between validations; each also writes a checkpoint
 init_from = 'scratch'
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
-export = ''  # with resume: only writes the model in the released format into this new folder
 wandb = False  # also log to Weights & Biases, where it is installed
 wandb_project = 'multihashformer'
 wandb_run_name = ''
@@ -207,19 +205,11 @@ if wandb and master:
         raise InputError('wandb=True, but it is not installed: pip install wandb') from None
 
 # -----------------------------------------------------------------------------
-# export; the bins
+# the bins
 
 starts_from_model = init_from not in ('scratch', 'resume')
 if auto_resume and checkpoints.there():
     init_from = 'resume'
-if export:
-    if init_from != 'resume':
-        raise InputError(f'export={export} needs --init_from=resume: it writes what is in {out}')
-    if master:
-        model, ckpt = checkpoints.newest_whole()
-        save_pretrained(model, export, ckpt['config']['tokenizer'])
-        print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {export}')
-    sys.exit()
 meta = bins.load_meta(config)
 train_ids, val_ids = bins.open_bins(config, meta, 'train'), bins.open_bins(config, meta, 'val')
 num_blocks = (len(train_ids) - 1) // block_size

@@ -275,9 +275,11 @@ BAD = [
     Bad('resume on another tokenizer', MORE, 'tokenizer', edit_meta(tokenizer_sha256='0')),
     Bad('a log that is a folder', MORE, 'log.jsonl cannot be written', log_is_a_folder),
     Bad('a folder in the way', MORE, 'ckpt.pt.tmp', lambda f: (f / 'out/ckpt.pt.tmp').mkdir()),
-    Bad('export of nothing', TRAIN + '--export=x', says='needs --init_from=resume'),
-    Bad('export over a folder', RESUME + '--export=bins', says='bins is there already'),
-    Bad('export below a file', RESUME + '--export=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
+    # checkpoint.py
+    Bad('export to nowhere', 'checkpoint.py out', says='usage: python -m checkpoint OUT_DIR FOLDER'),
+    Bad('export of nothing', 'checkpoint.py nowhere x', says='no checkpoint at nowhere/ckpt.pt'),
+    Bad('export over a folder', 'checkpoint.py out bins', says='bins is there already'),
+    Bad('export below a file', 'checkpoint.py out docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),

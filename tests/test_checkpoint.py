@@ -156,7 +156,7 @@ def test_a_malicious_checkpoint_is_not_run(quick):
 def test_a_checkpoint_names_no_files(quick):
     """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
     state, path = weights(quick), quick / 'out/ckpt.pt'
-    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset', 'export', 'wandb_run_name'), str(quick / 'outside/x'))
+    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset', 'wandb_run_name'), str(quick / 'outside/x'))
     state['config'] |= hostile | dict(tokenizer='../../outside/x')
     state['data']['tokenizer'] = '../../outside/x'
     state['model_config']['../../outside/x'] = 1
@@ -196,11 +196,9 @@ def assert_read_back(m, folder):
 
 
 def test_export(quick):
-    """A trained model that is exported is another one, or under torchrun several processes write it."""
-    processes = ranks(2, 'train.py', 'cfg.py', '--init_from=resume', '--export=released', cwd=quick)
-    (said, errors), others = (p.communicate(timeout=60) for p in processes)
-    assert said == 'out/ckpt.pt, step 24 -> released\n' and others == ('', '') and not errors
-    assert [p.returncode for p in processes] == [0, 0] and not list(quick.glob('*.tmp'))
+    """A trained model that is exported is another one."""
+    done = ok('checkpoint.py', 'out', 'released', cwd=quick)
+    assert done.stdout == 'out/ckpt.pt, step 24 -> released\n' and not done.stderr and not list(quick.glob('*.tmp'))
     fields = json.loads((quick / 'released/config.json').read_text())
     assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
     assert_read_back(load_checkpoint(quick / 'out/ckpt.pt')[0], quick / 'released')

@@ -254,7 +254,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
     is_token = weights(folder, 'grown')['model']['is_token']
     assert is_token[:V].all() and not is_token[V:].any() and len(is_token) > V
-    ok('train.py', *args, '--init_from=resume', '--out_dir=grown', '--export=out_given', cwd=folder)
+    ok('checkpoint.py', 'grown', 'out_given', cwd=folder)
     for name in ('tok.json', 'tokenizer_config.json'):
         (folder / name).unlink()
     model, name, _ = load_model(folder / 'out_given')
