@@ -42,7 +42,6 @@ from bins import Bins, read_meta
 from checkpoint import digest_of_state, open_model, pick_device
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
-from plot import bars
 from scorer import BAR, MHFLM, Scorer
 from sources import ReadState, Source, batches
 
@@ -70,7 +69,6 @@ output_path = 'results'
 bos = None  # bos before every context; None is True for a model trained here, False for a released one, as the paper
 batch_size = 256  # contexts that go through the model at a time, at most: memory may hold fewer
 seed = 1234  # of the few-shot examples, and of sampled answers
-plot = False  # also draw the comparison, as .png beside the results
 device = None
 dtype = None
 
@@ -407,26 +405,6 @@ def compare(before, after):
             print(f'{task}: {key.split(",")[0]} {before["results"][task][key]:.4f} -> {r[key]:.4f}')
 
 
-def draw(results, before, target):
-    """The scores beside the published row's, and each text's bits per byte before an expansion and after."""
-    published, name = results['published'], results['name']
-    keys = {task: key for task, r in results['results'].items() if (key := main_score(task, r))}
-    if keys:
-        path, scores = target.with_suffix('.png'), {task: results['results'][task] for task in keys}
-        errors = [scores[task][key.replace(',', '_stderr,')] for task, key in keys.items()]
-        errors = [100 * e if isinstance(e, float) else 0 for e in errors]
-        paper = [published[PAPER[task]['column']] if task in PAPER else None for task in keys]
-        ours = [100 * scores[task][key] for task, key in keys.items()]
-        groups = {'this model': ours, f'published: {published["model"]}': paper}
-        bars(list(keys), groups, path, 'score, %', name, errors={'this model': errors})
-        print(path)
-    if before and 'bits_per_byte' in results:
-        path, texts = target.with_name(f'{target.stem}_text.png'), list(results['bits_per_byte'])
-        groups = {r['name']: [r['bits_per_byte'][t]['bits_per_byte'] for t in texts] for r in (before, results)}
-        bars([Path(t).stem for t in texts], groups, path, 'bits per byte', fmt='%.3f')
-        print(path)
-
-
 def where(source, date=''):
     """The folder and the results' file of a model, as lm-eval's tracker names them."""
     path = Path(output_path)
@@ -453,7 +431,6 @@ def write(results, samples, tracker):
     except (OSError, ValueError) as e:
         raise InputError(f'{file} could not be written ({e}); name another folder with --output_path') from None
     print(file, *of_tasks, sep='\n')
-    return file
 
 
 def measure(opened, names, first_new, with_bos, device, dtype):
@@ -562,12 +539,7 @@ def main():
         compare(measured[0][0], measured[1][0])
     print()
     for results, samples, tracker in measured:
-        file = write(results, samples, tracker)
-    if plot:
-        try:
-            draw(measured[-1][0], measured[0][0] if before else None, file)
-        except OSError as e:
-            raise InputError(f'{file.parent} cannot be written ({e}); name another folder with --output_path') from None
+        write(results, samples, tracker)
 
 
 if __name__ == '__main__':

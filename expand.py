@@ -36,7 +36,6 @@ from tqdm import tqdm
 from checkpoint import load_model, only_tokens, save_pretrained
 from configurator import InputError, configure
 from hashing import SentencePieceTokenizer, get_tokenizer, signature_table, tokenizer_fingerprint
-from plot import bars
 from sources import ReadState, Source, batches
 
 # the tokenizer
@@ -171,12 +170,11 @@ def expanded(tok, documents, numbers):
 
 
 def learn(tok, wanted):
-    """languages() -> (larger tokenizer, {language: held-out documents}, {language: tokens per character})."""
+    """languages() -> (larger tokenizer, {language: held-out documents}); prints what each language gains."""
     documents, held = {}, {}
     for name, (source, _) in wanted.items():
         documents[name], held[name] = read(source)
     larger, chosen = expanded(tok, documents, {name: number for name, (_, number) in wanted.items()})
-    saved = {}
     print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"bytes per token":>24}{"fewer tokens":>14}')
     for name, (_, number) in wanted.items():
         olds, news = tok.encode(held[name]), larger.encode(held[name])
@@ -185,12 +183,11 @@ def learn(tok, wanted):
             raise InputError(f'{name}: the larger tokenizer does not give back {len(bad)} texts, first {bad[0][:60]!r}')
         characters, size = sum(map(len, held[name])), sum(len(text.encode()) for text in held[name])
         was, now, got = sum(map(len, olds)), sum(map(len, news)), len(chosen.get(name, ()))
-        saved[name] = was / characters, now / characters
         tokens = f'{was / characters:>11.3f} -> {now / characters:<9.3f}{size / was:>11.2f} -> {size / now:<9.2f}'
         print(f'{name:<14}{got:>11,}{tokens}{1 - now / was:>14.1%}')
         if got < number:
             print(f'{name}: the text gives {got:,} of the {number:,} tokens asked for')
-    return larger, held, saved
+    return larger, held
 
 
 # -----------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def main():
     if before and init_from in ('', 'scratch', 'resume'):
         raise InputError(f"init_from='{init_from}': name the folder to write the grown model into, --init_from=FOLDER")
     held_files = {name: file.with_name(f'{file.stem}_{name}.jsonl') for name in wanted}
-    outputs = [file, file.with_suffix('.png'), *held_files.values()] if learns else []
+    outputs = [file, *held_files.values()] if learns else []
     outputs += [Path(init_from)] if before else []
     if there := [path for path in outputs if path.exists()]:
         raise InputError(f'{there[0]} is there already; delete it, or choose another --tokenizer or --init_from')
@@ -259,7 +256,7 @@ def main():
     model = open_before(tok) if before else None
 
     if learns:
-        larger, held, saved = learn(tok, wanted)
+        larger, held = learn(tok, wanted)
     else:
         larger = get_tokenizer(tokenizer)
         print(f'{tokenizer} is used as it is')
@@ -275,9 +272,6 @@ def main():
             for name, path in held_files.items():
                 rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in held[name]]
                 path.write_text(''.join(rows), encoding='utf-8', newline='\n')
-            was, now = zip(*saved.values(), strict=True)
-            groups = {f'{Path(base).stem}, {V:,} tokens': was, f'{file.stem}, {len(larger.tokens):,} tokens': now}
-            bars(list(saved), groups, file.with_suffix('.png'), 'tokens per character, held-out text', fmt='%.2f')
             file.write_bytes(larger.sp.serialized_model_proto())
         if before:
             save_pretrained(model, init_from, tokenizer)

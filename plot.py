@@ -1,8 +1,5 @@
 """
-Every picture of this repository: functions of plain data that write a .png file. train.py draws its loss, expand.py
-what new tokens save, eval.py its scores.
-
-    $ python plot.py        # draws assets/signatures.png, the picture of the README
+Pictures, by matplotlib, and the log that they are made of: train.py draws its loss.
 """
 
 import contextlib
@@ -59,43 +56,3 @@ def loss_curve(events, title, path):
             ax.plot(*zip(*sorted(points.values()), strict=True), label=label, **style)
     ax.grid(alpha=0.3)
     save(fig, ax, path, xlabel='tokens', ylabel='nats per token', title=title)
-
-
-def bars(labels, groups, path, ylabel, title='', fmt=None, errors=None):
-    """
-    For each label a bar of each group, side by side. groups is {name in the legend: values}, None for no bar;
-    fmt, like '%.2f', writes the values above their bars; errors is {name of a group: the errors of its values}.
-    """
-    width, errors = 0.8 / len(groups), errors or {}
-    fig, ax = figure(max(5, 1.2 * len(labels)), 4.5)
-    for k, (name, values) in enumerate(groups.items()):
-        places = [i + (k - (len(groups) - 1) / 2) * width for i in range(len(labels))]
-        heights = [float('nan') if v is None else v for v in values]
-        drawn = ax.bar(places, heights, width, yerr=errors.get(name), label=name)
-        if fmt:
-            ax.bar_label(drawn, fmt=fmt, fontsize=8)
-    many = len(labels) > 5 or any(len(label) > 14 for label in labels)
-    ax.set_xticks(range(len(labels)), labels, rotation=45 if many else 0, ha='right' if many else 'center')
-    # room for the legend
-    ax.margins(y=0.05 + 0.1 * len(groups))
-    save(fig, ax, path, ylabel=ylabel, title=title)
-
-
-def signatures(path):
-    """What a signature is: some tokens' buckets in the paper's H4B16K."""
-    from hashing import get_tokenizer, signature_table
-
-    tok = get_tokenizer('mistral')
-    table = signature_table(tok.tokens, 4, 16384, pad_id=tok.pad)
-    fig, ax = figure(8, 3.4)
-    for word in ('▁the', '▁The', '▁hash', 'ing', '<0x0A>'):
-        row = table[tok.tokens.index(word)].tolist()
-        ax.plot(range(1, 5), row, 'o-', lw=1, label=f'{word}  {row}')
-    # room for the legend
-    ax.set_xlim(0.8, 7.4)
-    ax.set_xticks(range(1, 5))
-    save(fig, ax, path, xlabel='hash function', ylabel='bucket, of 16,384', title='a token is its signature')
-
-
-if __name__ == '__main__':
-    signatures(Path(__file__).with_name('assets') / 'signatures.png')

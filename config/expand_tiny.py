@@ -22,5 +22,4 @@ train_layers = 1
 # eval.py, sample.py
 tasks = 'bits_per_byte'
 text = ','.join(f'out/tokenizer/tiny_ar_zh_hi_{_name}.jsonl' for _name in ('ar', 'zh', 'hi'))
-plot = True
 start = 'The '

@@ -539,11 +539,10 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     settings = dict(device='cpu', dtype='float32', out_dir=str(out), data_dir=str(tmp_path), text=f'{text},{bins}')
     settings |= dict(tasks='arc_easy,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
 
-    one, shown = command(monkeypatch, **settings, batch_size=1, plot=True), capsys.readouterr()
+    one, shown = command(monkeypatch, **settings, batch_size=1), capsys.readouterr()
     for said in ('|arc_easy|', 'bits_per_byte', 'published: 100M H3B10K', '12 of 2,376 documents', '1B H3B10K'):
         assert said in shown.out
     assert 'scoring: ' in shown.err and 'fatal' not in shown.err
-    assert next(tmp_path.glob('results/**/*.png')).stat().st_size > 5000
     again, shown = command(monkeypatch, **settings, batch_size=256), capsys.readouterr()
     # everything was in the cache
     assert 'scoring: ' not in shown.err

@@ -70,7 +70,6 @@ def test_expanded_tokenizer(expansion, mistral):
         assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
         saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
         assert float(saved[1]) >= 25
-    assert (expansion / 'three.png').read_bytes()[:4] == b'\x89PNG'
 
 
 def held_out(path):
@@ -161,7 +160,7 @@ def test_expand_a_model(expansion, mistral):
     refused = run('train.py', *args, '--train_layers=0', '--max_steps=9', cwd=expansion)
     assert refused.returncode == 1 and 'train_layers=1 (now 0)' in refused.stderr
 
-    done = ok('eval.py', '--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', '--plot', '--device=cpu',
+    done = ok('eval.py', '--out_dir=expanded', '--before=base', '--tasks=bits_per_byte', '--device=cpu',
               '--text=three_hi.jsonl,three_docs.jsonl', cwd=expansion)  # fmt: skip
     files = [next(expansion.glob(f'results/{model}/results_*.json')) for model in ('base', 'expanded')]
     before, after = (json.loads(file.read_text())['bits_per_byte'] for file in files)
@@ -170,7 +169,6 @@ def test_expand_a_model(expansion, mistral):
         assert now['bytes'] == then['bytes'] and 'new_tokens' not in then
         assert ('new_tokens' in now) == ('docs' not in name)
         assert f'{name}: {then["bits_per_byte"]:.4f} -> {now["bits_per_byte"]:.4f} bits per byte' in done.stdout
-    assert files[1].with_name(f'{files[1].stem}_text.png').stat().st_size > 5000
 
 
 def test_expand_a_standard_model(expansion, mistral):

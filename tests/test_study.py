@@ -274,3 +274,11 @@ def test_a_wrong_list_ends_in_one_line(study):
     command = [sys.executable, REPO / 'study/costs.py', 'none.py']
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 1 and done.stderr.startswith('error: none.py: no such file'), done.stderr
+
+
+def test_the_picture_of_signatures(tmp_path):
+    """The script behind README's picture of signatures does not run."""
+    from study import signatures
+
+    signatures.draw(tmp_path / 'signatures.png')
+    assert (tmp_path / 'signatures.png').read_bytes()[:4] == b'\x89PNG'
