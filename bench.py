@@ -7,44 +7,35 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_100m.py --loss=exact --parts=profile     # where a step's time goes, by kernels
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, the predicted step, days and disk
 
-The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory is what a
-step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and add, causal
-attention counts half); a share of the GEMM rate is FLOPs per second over those of large products in the same run.
+The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory, known on a
+GPU, is what a step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and
+add, causal attention counts half); a share of the GEMM rate is FLOPs per second over those of large products in the
+same run.
 """
 
 import contextlib
-import ctypes
-import functools
 import gc
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import astuple, replace
 from json import dumps
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from bins import Bins, read_ahead, read_meta
 from checkpoint import pick_device
 from configurator import InputError, configure, did_you_mean
 from cost import PRICED, Rates, count, flops_per_token, memory_plan, price
 from hashing import get_tokenizer, signature_table
 from model import MHF, MHFConfig
-from prepare import tokenise, workers
-from sources import HUB, ReadState, Source, batches
 
 # what to do
-parts = 'train,head,generate,infer,prepare'  # also: profile
+parts = 'train,head,generate,infer'  # also: profile
 repeats = 3  # of each measurement; the median counts
 head_tokens = '4096'  # tokens of the head alone, one number or several
 new_tokens = 64  # of generation
@@ -55,7 +46,6 @@ gpus = 8
 gpu = 'H100'
 gemm_share = 0.5  # of the data sheet's FLOP/s, what large bfloat16 products reach
 # the rest as in train.py
-dataset = 'fineweb-edu:sample-10BT'  # of the part prepare, which takes stdlib for what is on the hub
 tokenizer = 'mistral'
 batch_size = 256
 micro_batch_size = 8
@@ -225,35 +215,15 @@ class Machine:
         return time.perf_counter() - began
 
     def peak_memory(self, f):
-        """Bytes of f: the largest memory in use while it runs, over that before; None where it is not known."""
+        """Bytes of f: the largest memory in use while it runs, over that before; None on a CPU, which does not say."""
         gc.collect()
-        if self.device_type == 'cuda':
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        if self.device_type != 'cuda':
             f()
-            return torch.cuda.max_memory_allocated() - before
-        status = Path('/proc/self/status')
-        if not status.exists():
-            return f()
-
-        def read(key):
-            return 1024 * int(status.read_text().split(key)[1].split()[0])
-
-        def give_back_from(mapped, at_the_end):  # bytes; M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
-                ctypes.CDLL(None).mallopt(-3, mapped)
-                ctypes.CDLL(None).mallopt(-1, at_the_end)
-
-        # what is freed is given back at once, so that the system's figures are true
-        give_back_from(2**18, 2**17)
-        # the peak begins anew
-        Path('/proc/self/clear_refs').write_text('5')
-        before = read('VmRSS:')
+            return None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         f()
-        # as both are after a while if nobody sets them: else each step would wait for its memory
-        give_back_from(2**25, 2**26)
-        return read('VmHWM:') - before
+        return torch.cuda.max_memory_allocated() - before
 
     def rates(self, c):
         """Rates, measured at the sizes of a micro-batch of c."""
@@ -307,6 +277,15 @@ class Machine:
                 else:
                     seconds[name].append(run(self.timed, item))
         return {name: (statistics.median(seconds[name][1:]), memory[name]) for name in items}
+
+
+def peak_of_process():
+    """Bytes that this process had at most so far; None where Python cannot tell, on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
 def gigabytes(b):
@@ -539,47 +518,7 @@ def bench_infer(machine, variants, tok, results):
     return dict(seconds=got, **ratios, published_time_1B=published)
 
 
-def bench_prepare(machine, variants, tok, results):
-    """prepare.py on all cores against the bare tokenizer; reading its bins, beside training, if that was measured."""
-    source, cores = 'stdlib' if dataset.partition(':')[0] in HUB else dataset, os.cpu_count()
-    made = [batch for batch, _ in batches(Source(source), ReadState(), 0.01, 4e6)]
-    size = sum(len(text.encode()) for batch in made for text, _ in batch)
-    with tempfile.TemporaryDirectory() as folder, workers(cores, tokenizer) as pool:
-        bins = Path(folder) / 'bins'
-        command = [sys.executable, Path(__file__).with_name('prepare.py'), f'--dataset={source}', f'--data_dir={bins}']
-        command += [f'--tokenizer={tokenizer}', '--val_fraction=0.01', '--shard_tokens=5000000']
-
-        def prepare():
-            shutil.rmtree(bins, ignore_errors=True)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise InputError(f'prepare.py: {done.stderr[-300:]}')
-
-        def tokenise_all():
-            list(pool.map(functools.partial(tokenise, tokenizer), made))
-
-        works = {'the tokenizer alone': tokenise_all, 'prepare.py': prepare}
-        got = machine.in_turn(lambda measure, work: measure(work), works)
-        ids = Bins(bins, read_meta(bins)['splits']['train'])
-        length = min(block_size + 1, len(ids))
-        starts = np.random.default_rng(0).integers(0, len(ids) - length + 1, 64)
-        read = (np.stack([ids[b : b + length] for b in starts]).astype(np.int64) for _ in range(50))
-        reading = 50 * len(starts) * (length - 1) / machine.timed(lambda: list(read_ahead(read)))
-    rates = {name: size / seconds for name, (seconds, _) in got.items()}
-    say(f'\nprepare: {size / 1e6:.1f} MB of text ({source}), {tokenizer}, {cores} cores')
-    for name, rate in rates.items():
-        say(f'{name:<28}{rate / 1e6:>8.2f} MB/s{rates["prepare.py"] / rate:>8.2f} times as fast is prepare.py')
-    share = ''
-    if 'train' in results:
-        share = f', {results["train"]["exact"]["tokens_per_s"] / reading:.1%} of the time of a training step'
-    say(f'reading: {reading / 1e6:.1f} M tokens/s{share}')
-    return dict(bytes_per_s=rates, reading_tokens_per_s=reading)
-
-
-PARTS = dict(
-    train=bench_train, head=bench_head, generate=bench_generate, infer=bench_infer, prepare=bench_prepare,
-    profile=bench_profile,
-)  # fmt: skip
+PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=bench_infer, profile=bench_profile)
 
 
 def main():
@@ -609,6 +548,8 @@ def main():
                 gc.collect()
                 if machine.device_type == 'cuda':
                     torch.cuda.empty_cache()
+        results['peak_of_process'] = peak_of_process()
+        say(f'\nthis process had {gigabytes(results["peak_of_process"])} at most')
     if json:
         print(dumps(results))
 

@@ -72,12 +72,16 @@ def test_trace():
 def test_bench(trained):
     """A part of bench.py does not run, or compares other models than it says."""
     few = ['cfg.py', '--repeats=1', '--head_tokens=64', '--new_tokens=2', '--num_buckets=256']
-    parts = ['train', 'head', 'generate', 'infer', 'prepare']
+    parts = ['train', 'head', 'generate', 'infer', 'profile']
     r = json.loads(ok('bench.py', *few, '--json', f'--parts={",".join(parts)}', cwd=trained).stdout)
-    assert set(r) == {'config', 'device', 'dtype', 'torch', 'gemm_flops', *parts}
+    assert set(r) == {'config', 'device', 'dtype', 'torch', 'gemm_flops', 'peak_of_process', *parts}
+    assert 5e7 < r['peak_of_process'] < 2e10
     assert {row['loss'] for row in r['head']} == {'exact', 'product', 'Standard'}
     assert all(row[head]['seconds'] > 0 for row in r['head'] for head in ('lean', 'plain'))
-    assert all(rate > 0 for rate in (*r['prepare']['bytes_per_s'].values(), r['prepare']['reading_tokens_per_s']))
+    for row in r['profile'].values():
+        # the update among them, and no more time than the step took, but for the profiler's own
+        assert any('adam' in kernel for *_, kernel in row['kernels'])
+        assert 0 < sum(busy for busy, *_ in row['kernels']) < 20 * row['seconds']
     assert r['infer']['published_time_1B'] == 97.38 / 96.42
     assert 0 < r['generate']['exact']['bandwidth_share'] < 10
     for name, c in (('exact', small_config(trained)), ('Standard', small_config(trained, num_hashes=0))):
