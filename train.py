@@ -115,6 +115,8 @@ FIXED_ON_RESUME = (
 # -----------------------------------------------------------------------------
 # processes and device
 
+# into a file or a pipe, too, a line is written when it is said
+sys.stdout.reconfigure(line_buffering=True)
 world = World()
 master, out = world.rank == 0, Path(out_dir)
 checkpoints = Checkpoints(out_dir, keep, writes=master)

@@ -426,6 +426,9 @@ def test_kill_train(quick):
             shutil.rmtree(quick / 'killed')
             continue
         assert process.returncode == -signal.SIGKILL
+        # the lines of a run are in its log file when it is killed
+        said = process.communicate()[0]
+        assert 'process(es)' in said and said.endswith('\n')
         killed += 1
         _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', whole=True)
         print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
