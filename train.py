@@ -27,10 +27,8 @@ import contextlib
 import json
 import math
 import os
-import re
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -44,7 +42,7 @@ from tqdm import tqdm
 import bins
 import plot
 from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device
-from configurator import InputError, configure, declared
+from configurator import InputError, configure
 from model import MHF, MHFConfig
 from processes import World
 
@@ -122,34 +120,13 @@ master, out = world.rank == 0, Path(out_dir)
 checkpoints = Checkpoints(out_dir, keep, writes=master)
 
 
-def planned():
-    """What bench.py's plan says that this run needs, in words; nothing where it does not know, as of shards."""
-    if shard:
-        return ''
-    try:
-        from bench import GPUS
-
-        name = torch.cuda.get_device_name(device) if device_type == 'cuda' else ''
-        gpu = max((g for g in GPUS if set(g.split('-')) <= set(re.split('[ -]', name))), key=len, default='')
-        flags = {k: config[k] for k in declared('bench.py') if k in config} | dict(gpus=world.size, gpu=gpu or 'H100')
-        command = [sys.executable, Path(__file__).with_name('bench.py'), '--plan', '--json']
-        command += [f'--{k}={v}' for k, v in flags.items()]
-        # it needs no GPU, and this one is full
-        how = dict(capture_output=True, timeout=60, check=True, env=os.environ | dict(CUDA_VISIBLE_DEVICES=''))
-        plan = json.loads(subprocess.run(command, **how).stdout)['plan']
-        fits = f', largest micro_batch_size that fits {gpu}: {plan["largest_micro_batch_size"]}' if gpu else ''
-        return f'; by plan it needs {plan["total"] / 1e9:,.1f} GB{fits}'
-    except Exception:  # of any kind: the command is said all the same
-        return ''
-
-
 def explain_crash(error_class, e, traceback):
     """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
     words = ' '.join(str(e).split())[:300]
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
         less = f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard'
         plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
-        words = f'not enough memory on {device} ({words}){planned()}; {less} needs less, {plan} says how much'
+        words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
         words = f'process {world.rank} of {world.size} lost the others ({words})'
     elif error_class is KeyboardInterrupt:
