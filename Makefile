@@ -2,11 +2,10 @@ PYTHON ?= python3
 
 .PHONY: demo gpu lint test
 
-# text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py
+# text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py. A second time it goes on
 demo: .venv/installed
 	.venv/bin/python prepare.py config/mhf_tiny.py
-	rm -rf out/mhf_tiny
-	.venv/bin/python train.py config/mhf_tiny.py $(ARGS)
+	.venv/bin/python train.py config/mhf_tiny.py --auto_resume $(ARGS)
 	.venv/bin/python sample.py config/mhf_tiny.py
 
 # the rules of pyproject.toml

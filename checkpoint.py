@@ -337,11 +337,14 @@ def save_pretrained(model, folder, tokenizer):
         temporary.mkdir(parents=True)
         save_file(weights, temporary / 'model.safetensors', metadata=dict(format='pt'))
         if (kind := Path(tokenizer).suffix) in ('.model', '.json'):
-            shutil.copyfile(tokenizer, temporary / f'tokenizer{kind}')
+            fields['tokenizer'] = f'tokenizer{kind}'
+            shutil.copyfile(tokenizer, temporary / fields['tokenizer'])
         for path in map(Path(tokenizer).with_name, JSON_FILES[1:] if kind == '.json' else ()):
             if path.exists():
                 shutil.copyfile(path, temporary / path.name)
         (temporary / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
+        # safetensors writes for the owner alone
+        os.chmod(temporary / 'model.safetensors', (temporary / 'config.json').stat().st_mode)
         os.rename(temporary, folder)
     except BaseException as e:  # a full disk, or Ctrl-C
         shutil.rmtree(temporary, ignore_errors=True)

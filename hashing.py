@@ -247,7 +247,7 @@ def from_hub(name, files, revision=None, enough=()):
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f"'{name}' could not be fetched from the hub {reason}") from None
+        raise InputError(f"'{name}' is not here, and could not be fetched from the hub {reason}") from None
 
 
 def get_tokenizer(name):

@@ -173,7 +173,7 @@ BAD = [
         'a tokenizer.json of huge ids', PREPARE + '--tokenizer=x.json', f'id {2**32 - 1}', tokenizer_json(id=2**32 - 1)
     ),
     Bad('a tokenizer that is a folder', PREPARE + '--tokenizer=bins', says="'bins' is a folder; name the file"),
-    Bad('a tokenizer on no hub', PREPARE + '--tokenizer=user/name@v1', says="'user/name@v1' could not be fetched"),
+    Bad('a tokenizer on no hub', PREPARE + '--tokenizer=user/name@v1', says="'user/name@v1' is not here, and"),
     Bad('a tokenizer of no name', PREPARE + '--tokenizer=./user/name', says='not a hub id (user/name)'),
     Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
     Bad('an old piece again', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('▁the')),

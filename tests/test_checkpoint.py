@@ -201,6 +201,9 @@ def test_export(quick):
     assert done.stdout == 'out/ckpt.pt, step 24 -> released\n' and not done.stderr and not list(quick.glob('*.tmp'))
     fields = json.loads((quick / 'released/config.json').read_text())
     assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
+    # others may read all of it
+    modes = {path.stat().st_mode for path in (quick / 'released').iterdir()}
+    assert len(modes) == 1, modes
     assert_read_back(load_checkpoint(quick / 'out/ckpt.pt')[0], quick / 'released')
 
 
