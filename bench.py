@@ -133,7 +133,7 @@ def print_plan(variants):
         helps = f'; --micro_batch_size={fits} would'
         if not fits:
             checkpointed = sum(plan_of(1, True)[-1].values())
-            helps = f'; {"--activation_checkpointing" if checkpointed <= room else "--shard"} helps'
+            helps = '; --activation_checkpointing helps' if checkpointed <= room else '; no setting helps'
     say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
     say(f'\nmemory per GPU, micro-batches of {micro_batch_size} x {block_size:,} tokens, not compiled')
     for name, size in need.items():

@@ -213,8 +213,7 @@ class Checkpoints:
     def save(self, state, best):
         """Copies the state and leaves writing it to the thread; waits for the write before."""
 
-        def on_host(tensor):  # a copy, which training does not change; all processes gather what is sharded
-            tensor = tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
+        def on_host(tensor):  # a copy, which training does not change
             return tensor.detach().to('cpu', copy=True) if self.writes else None
 
         self.wait()

@@ -366,18 +366,15 @@ class MHF(nn.Module):
             raise InputError(f'{shapes}: both must be (N, T, H), none of them 0')
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
-    def compile(self, by_layer=False, **options):
+    def compile(self, **options):
         """
-        nn.Module.compile, of the body or of each of its layers; on a GPU also of what the head does with a chunk, while
-        its loop over chunks stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
+        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, while its loop over chunks
+        stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
         """
         self.head_loss = torch.compiler.disable(self.head_loss)
         if (self.head_device or self.signatures.device.type) != 'cpu':
             self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
-        if not by_layer:
-            return super().compile(**options)
-        for layer in self.layers:
-            layer.compile(**options)
+        super().compile(**options)
 
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""

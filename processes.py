@@ -95,17 +95,10 @@ class World:
             dist.broadcast(tensor.detach(), 0)
         return model
 
-    def wrap(self, model, shard):
-        """The model as it is trained: as it is, or under DDP, or in shards."""
+    def wrap(self, model):
+        """The model as it is trained: as it is, or under DDP."""
         device = model.signatures.device
-        if shard:  # a block's weights are gathered when it runs; all others are one part
-            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-            mesh = dist.init_device_mesh(device.type, (self.size,))
-            for part in (*model.layers, model):
-                fully_shard(part, mesh=mesh)
-            register_fsdp_forward_method(model, 'both_losses')
-        elif self.distributed:
+        if self.distributed:
             # the buffers never change; torch 2.11 has the older name
             names = inspect.signature(DDP).parameters
             how = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
@@ -115,14 +108,12 @@ class World:
         return model
 
     def give_moments(self, state, parameters):
-        """Process 0's {k: {name: tensor}} -> in all, whole or the shards that the parameters are."""
+        """Process 0's {k: {name: tensor}} -> in all."""
         for k, p in enumerate(parameters):
             for name, tensor in state[k].items():
                 if tensor.dim():
                     tensor = torch.empty_like(tensor, device=p.device) if self.rank else tensor.to(p.device)
-                    if hasattr(p, 'placements'):
-                        tensor = dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
-                    elif self.distributed:
+                    if self.distributed:
                         dist.broadcast(tensor, 0)
                     state[k][name] = tensor
 

@@ -3,7 +3,6 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
-    $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_3b.py --shard    # no GPU holds the whole model
     $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
@@ -98,7 +97,6 @@ compile = None  # torch.compile, which needs a C compiler
 deterministic = False  # on a GPU, too, each run has the same bits: slower
 plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
-shard = False  # spreads weights, gradients and optimizer state over the processes: what a GPU has no room for
 backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
@@ -124,7 +122,7 @@ def explain_crash(error_class, e, traceback):
     """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
     words = ' '.join(str(e).split())[:300]
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-        less = f'a smaller --micro_batch_size (now {micro_batch_size}), --activation_checkpointing or --shard'
+        less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing'
         plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
         words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
     elif isinstance(e, dist.DistError) or 'gloo' in words:
@@ -166,8 +164,6 @@ if backend not in (None, 'nccl', 'gloo'):
     raise InputError(f'backend={backend}: must be nccl or gloo')
 if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
     raise InputError(f'backend=nccl is for GPUs, with a torch that has it; for device={device} use --backend=gloo')
-if shard and not world.distributed:
-    raise InputError('shard=True spreads the model over processes; start them by torchrun')
 if batch_size % (micro_batch_size * world.size):
     fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world.size) == 0]
     use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world.size}'
@@ -265,15 +261,15 @@ if damage := verified.error_within(10):
 checkpoints.make_folder()
 
 # -----------------------------------------------------------------------------
-# the weights to all processes; compile, DDP or shards; the optimizer
+# the weights to all processes; compile, DDP; the optimizer
 
 raw_model = world.give_weights(model, device)
 raw_model.activation_checkpointing, raw_model.plain_head = activation_checkpointing, plain_head
 if train_layers:
     raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
 if compile:
-    raw_model.compile(by_layer=shard)
-model = world.wrap(raw_model, shard)
+    raw_model.compile()
+model = world.wrap(raw_model)
 trained = [p for p in model.parameters() if p.requires_grad]
 matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
@@ -291,7 +287,7 @@ if ckpt:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None
     ckpt = None  # frees its memory
 # DDP's gradients stay in its buckets while micro-batches add to them; from the first on, after a backward of nothing
-in_buckets = world.distributed and not shard and accumulation > 1
+in_buckets = world.distributed and accumulation > 1
 if in_buckets:
     nothing = torch.zeros(micro_batch_size, block_size, raw_model.config.coordinates, dtype=torch.int64, device=device)
     with autocast:
@@ -342,12 +338,11 @@ def evaluate():
     starts, whole = list(range(0, n, block_size)), n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
     batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
-    for k in range(world.rank, math.ceil(len(batches) / world.size) * world.size, world.size):
-        x, y = inputs_and_targets(read_batch(val_ids, batches[k % len(batches)]))
+    for batch in batches[world.rank :: world.size]:
+        x, y = inputs_and_targets(read_batch(val_ids, batch))
         with autocast:
-            nats = raw_model.both_losses(x, y)
-        if k < len(batches):  # shards need all processes; who has no batch any more only takes part
-            sums += torch.stack([n.double().sum().cpu() for n in nats])
+            losses = raw_model.both_losses(x, y)
+        sums += torch.stack([each.double().sum().cpu() for each in losses])
     product, nats = (world.sum(sums, device) / n).tolist()
     bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
     return dict(val_loss=product if loss == 'product' and num_hashes else nats, val_nats=nats, val_bpb=bits)
@@ -394,7 +389,7 @@ if master:
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
     how = f'compile={compile}{f" ({no_compiler})" if device_type == "cuda" and no_compiler else ""}'
-    print(f'{device}, {dtype}, {how}; {sequences}{"; sharded" * shard}{"; the plain head" * plain_head}')
+    print(f'{device}, {dtype}, {how}; {sequences}{"; the plain head" * plain_head}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
     if train_layers:
@@ -425,7 +420,7 @@ with bar:
         mean_loss = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = inputs_and_targets(next(batches))
-            if in_buckets:  # gradients are exchanged once per update; shards, in every pass: whole ones have no room
+            if in_buckets:  # gradients are exchanged once per update
                 model.require_backward_grad_sync = k == accumulation - 1
             with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
                 micro_loss = model(x, y) / accumulation
@@ -433,8 +428,7 @@ with bar:
             mean_loss += micro_loss.detach()
         stopping = received[0][0] if received else 0
         shared = world.sum(torch.stack([mean_loss / world.size, mean_loss.new_full((), stopping)]))
-        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-        norm = (norm.full_tensor() if shard else norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
         mean_loss, others_stop = shared.tolist()
         stopping = stopping or (signal.SIGTERM if others_stop else 0)
         wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'

@@ -144,7 +144,7 @@ def test_plan(trained):
 @pytest.mark.parametrize(
     'args, helps',
     [
-        ('config/mhf_3b.py --block_size=64', '--shard helps'),
+        ('config/mhf_3b.py --block_size=64', 'no setting helps'),
         ('config/mhf_100m.py --num_layers=60 --block_size=1024', '--micro_batch_size=4 would'),
         ('config/mhf_100m.py --num_layers=130 --batch_size=8 --micro_batch_size=1', '--activation_checkpointing helps'),
     ],

@@ -424,9 +424,8 @@ def test_kill_train(quick):
             shutil.rmtree(quick / 'killed')
             continue
         assert process.returncode == -signal.SIGKILL
-        # the lines of a run are in its log file when it is killed
-        said = process.communicate()[0]
-        assert 'process(es)' in said and said.endswith('\n')
+        # the lines of a run are in its log file when it is killed; the first one has written a checkpoint
+        assert killed or 'step 2: validation loss' in process.communicate()[0]
         killed += 1
         _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', whole=True)
         print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
@@ -514,28 +513,19 @@ torch.compile, MHF.__init__ = noted, of_a_gpu
 """
 
 
-def test_shards_train_as_copies_do(quick):
-    """
-    --shard learns something else, also compiled, or compiles no head; it writes a checkpoint that is not whole, or a
-    run cannot change between the two.
-    """
-    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--auto_resume', '--loss=product')
-    processes, compiled = ranks(2, *args, '--out_dir=copies', *until(13), cwd=quick), dict(patch=COMPILED, CXX='sh')
-    for last, how, more in ((4, ['--shard'], {}), (8, [], {}), (12, ['--shard', '--compile'], compiled)):
-        processes += ranks(2, *args, '--out_dir=shards', *how, *until(last), cwd=quick, **more)
-        done = waited(processes)
-        assert [code for code, *_ in done] == [0] * len(processes), done[-1][2]
-    layers = weights(quick, 'shards')['config']['num_layers']
-    assert (quick / 'compiled1').read_text().split() == ['chunk_gradients', *['_call_impl'] * layers]
-    ours, (*copies, last_of_copies) = steps(quick, 'shards'), steps(quick, 'copies')
-    assert len(ours) == 12 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in copies], rel=1e-5)
-    assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in copies], rel=1e-4)
-    val = [[e['val_nats'] for e in events(quick, out) if 'val_nats' in e][:3] for out in ('shards', 'copies')]
-    assert val[0] == pytest.approx(val[1], rel=1e-5)
-    # any world size goes on from it, also one
-    load_checkpoint(quick / 'shards/ckpt.pt', whole=True)
-    ok(*args, '--out_dir=shards', *until(13), cwd=quick)
-    assert steps(quick, 'shards')[12]['loss'] == pytest.approx(last_of_copies['loss'], abs=1e-3)
+def test_a_compiled_head_in_two_processes(quick):
+    """Under DDP a GPU's compiled head learns something else than the head of a CPU, or is not compiled at all."""
+    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--eval_interval=4', '--loss=product', *until(4))
+    processes = ranks(2, *args, '--out_dir=plain', cwd=quick)
+    processes += ranks(2, *args, '--out_dir=compiled', '--compile', cwd=quick, patch=COMPILED, CXX='sh')
+    done = waited(processes)
+    assert [code for code, *_ in done] == [0] * 4, done[-1][2]
+    assert (quick / 'compiled1').read_text().split() == ['chunk_gradients', '_call_impl']
+    ours, theirs = steps(quick, 'compiled'), steps(quick, 'plain')
+    assert len(ours) == 4 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in theirs], rel=1e-5)
+    assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in theirs], rel=1e-4)
+    ours, theirs = (events(quick, out)[-1]['val_nats'] for out in ('compiled', 'plain'))
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def pair(*args, cwd, other=None, patch='', **environment):
