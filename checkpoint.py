@@ -206,7 +206,8 @@ class Checkpoints:
             except InputError as e:
                 if path == oldest:
                     raise
-                print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
+                if self.writes:
+                    print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
         self.last_path, self.last_step = path, ckpt['step']
         return model, ckpt
 

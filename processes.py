@@ -1,7 +1,7 @@
 """
-What the processes of one run need of each other: weights and settings of one kind, gradients and sums of all. train.py
-calls the methods of World in the order in which they stand here. Without torchrun a process is alone: meet() and
-agree() are not called, and the others give back what they are given.
+What the processes of one run need of each other: the same settings and files, gradients and sums of all. train.py calls
+the methods of World in the order in which they stand here. Without torchrun a process is alone: meet() and agree() are
+not called, and the others give back what they are given.
 """
 
 import inspect
@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from checkpoint import map_tensors
 from configurator import InputError
-from model import without_weights
 
 
 class World:
@@ -31,24 +29,13 @@ class World:
             raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
 
     def meet(self, device, backend, timeout):
-        """Waits `timeout` seconds for all, and checks that they are as many as each was told. Raises InputError."""
-        # one graph, although DDP's buckets then wait for the whole of it; it is here that all import dynamo at once, a
-        # second that they would else take in turn: process 0 in DDP, the others in a model on meta
+        """Waits `timeout` seconds for all. Raises InputError."""
+        # one graph, although DDP's buckets then wait for the whole of it
         torch._dynamo.config.optimize_ddp = False
         patience, gpu = timedelta(seconds=timeout), torch.device(device).type == 'cuda'
         try:
-            store, *_ = next(dist.rendezvous('env://', timeout=patience))
-            numbers = {self.rank: self.size}
-            # process 0, which keeps the store, tells the others before it asks them; they ask before they tell
-            if self.rank:
-                numbers[0] = int(store.get('process 0 of'))
-            store.set(f'process {self.rank} of', str(self.size))
-            if self.rank == 0:
-                numbers |= {r: int(store.get(f'process {r} of')) for r in range(1, self.size)}
-            if others := [f'process {r} is one of {number}' for r, number in numbers.items() if number != self.size]:
-                raise ValueError(', '.join(others))
             backend = backend or ('nccl' if gpu and dist.is_nccl_available() else 'gloo')
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+            dist.init_process_group(backend, timeout=patience)
             # for objects, and to wait for a checkpoint that takes long to write
             self.host = dist.new_group(backend='gloo', timeout=timedelta(days=1))
         except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
@@ -65,38 +52,23 @@ class World:
                 line = f'process {r} has {", ".join(differing)}; all need the same settings, files and torch'
                 raise SystemExit(1) if self.rank else InputError(line)
 
-    def told_by_first(self, read):
-        """
-        What read() returns in process 0, an MHF or None, a checkpoint's dict or None, and more; elsewhere their tensors
-        have only shapes. Its InputError ends all.
-        """
-        model, ckpt, more, refused = None, None, [], None
-        if self.rank == 0:
-            try:
-                model, ckpt, *more = read()
-            except InputError as e:
-                refused = e
+    def together(self, read):
+        """What read() returns, in every process. An InputError of one ends all; process 0 says it."""
+        result = problem = None
+        try:
+            result = read()
+        except InputError as e:
+            problem = e
         if self.distributed:
-            # a single number stays
-            shapes = map_tensors(lambda t: t.to('meta') if t.dim() else t, ckpt and {**ckpt, 'model': None})
-            told = [(refused, model and model.config, shapes, *more)]
-            dist.broadcast_object_list(told, group=self.host)
-            if self.rank:
-                refused, architecture, ckpt, *more = told[0]
-                model = architecture and without_weights(architecture)
-        if refused:
-            raise SystemExit(1) if self.rank else refused
-        return model, ckpt, *more
-
-    def give_weights(self, model, device):
-        """Process 0's model -> the same in all, each on its device."""
-        model = model.to_empty(device=device) if self.rank else model.to(device)
-        for tensor in (*model.parameters(), *model.buffers()) if self.distributed else ():
-            dist.broadcast(tensor.detach(), 0)
-        return model
+            problems = [None] * self.size
+            dist.all_gather_object(problems, problem, group=self.host)
+            problem = next((p for p in problems if p), None)
+        if problem:
+            raise SystemExit(1) if self.rank else problem
+        return result
 
     def wrap(self, model):
-        """The model as it is trained: as it is, or under DDP."""
+        """The model as it is trained: as it is, or under DDP, which gives all processes the weights of process 0."""
         device = model.signatures.device
         if self.distributed:
             # the buffers never change; torch 2.11 has the older name
@@ -104,18 +76,8 @@ class World:
             how = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
             how['device_ids'] = [device] if device.type == 'cuda' else None
             # one copy of the gradients, not two: buckets are views of them
-            model = DDP(model, gradient_as_bucket_view=True, init_sync=False, **how)
+            model = DDP(model, gradient_as_bucket_view=True, **how)
         return model
-
-    def give_moments(self, state, parameters):
-        """Process 0's {k: {name: tensor}} -> in all."""
-        for k, p in enumerate(parameters):
-            for name, tensor in state[k].items():
-                if tensor.dim():
-                    tensor = torch.empty_like(tensor, device=p.device) if self.rank else tensor.to(p.device)
-                    if self.distributed:
-                        dist.broadcast(tensor, 0)
-                    state[k][name] = tensor
 
     def sum(self, tensor, device=None):
         """Of all processes; on the device, where that is not the tensor's."""

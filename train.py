@@ -204,7 +204,7 @@ if world.distributed:
 
 
 def read_model():
-    """(model, the checkpoint's dict, its path and step), each None where there is none. Raises InputError."""
+    """(model, the checkpoint's dict), each None where there is none. Raises InputError."""
     model = ckpt = None
     if init_from == 'resume':
         # ckpt.pt, or where it is damaged the newest that is whole
@@ -213,10 +213,10 @@ def read_model():
         raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
     elif starts_from_model:
         model, *_ = load_model(init_from)
-    return model, ckpt, checkpoints.last_path, checkpoints.last_step
+    return model, ckpt
 
 
-model, ckpt, checkpoints.last_path, checkpoints.last_step = world.told_by_first(read_model)
+model, ckpt = world.together(read_model)
 source = checkpoints.last_path or init_from
 if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
     architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
@@ -243,7 +243,7 @@ if model:
     V, theirs = meta['vocab_size'], model.signatures
     if not only_tokens(model, V, meta['gaps']):
         raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
-    if master and table is not None:
+    if table is not None:
         ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
         if len(differing := np.flatnonzero((theirs != ours).any(1))):
             first = differing[0]
@@ -254,16 +254,16 @@ else:
     architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
     architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
     # drawn on the device: a GPU draws other numbers than a CPU
-    with torch.device(device if master else 'meta'):
+    with torch.device(device):
         model = MHF(architecture, table, meta['gaps'])
 if damage := verified.error_within(10):
     raise damage
 checkpoints.make_folder()
 
 # -----------------------------------------------------------------------------
-# the weights to all processes; compile, DDP; the optimizer
+# compile, DDP; the optimizer
 
-raw_model = world.give_weights(model, device)
+raw_model = model.to(device)
 raw_model.activation_checkpointing, raw_model.plain_head = activation_checkpointing, plain_head
 if train_layers:
     raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
@@ -275,13 +275,12 @@ matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if 
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 if embedding_rate != 1:
     E = raw_model.embed.weight
-    groups[0]['params'] = matrices = [p for p in matrices if p is not E]
-    groups, matrices = [dict(params=[E], weight_decay=weight_decay, rate=embedding_rate), *groups], [E, *matrices]
+    groups[0]['params'] = [p for p in matrices if p is not E]
+    groups = [dict(params=[E], weight_decay=weight_decay, rate=embedding_rate), *groups]
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
 if ckpt:
     try:
-        world.give_moments(ckpt['optimizer']['state'], matrices + others)
         optimizer.load_state_dict(ckpt['optimizer'])
     except (ValueError, KeyError, AttributeError) as e:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None

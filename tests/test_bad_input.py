@@ -238,7 +238,6 @@ BAD = [
     Bad('no such backend', TRAIN + '--backend=mpi', says='backend=mpi'),
     Bad('nccl without a GPU', TRAIN + '--backend=nccl', says='for device=cpu use --backend=gloo'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C compiler', lambda f: dict(CXX='nothing-like-g++')),
-    Bad('shards of one process', TRAIN + '--shard', says='by torchrun'),
     Bad('compile is no bool', TRAIN + '--compile=maybe', says='compile=maybe'),
     Bad('too little memory', TRAIN + '--intermediate_size=100000000000', says='python bench.py cfg.py --plan'),
     Bad('wandb not installed', TRAIN + '--wandb', says='wandb'),

@@ -569,9 +569,6 @@ def test_processes_agree_before_they_start(quick, tmp_path):
         assert code == 1 and errors.startswith('error: process 1 has ') and errors.count('\n') == 1, errors
         # under torchrun one line says it for all
         assert expected in errors and rest == (1, '', ''), (errors, rest)
-    done = pair('--timeout=100', '--micro_batch_size=2', '--out_dir=new', cwd=quick, WORLD_SIZE='4')
-    assert [code for code, *_ in done] == [1, 1] and all(errors.count('\n') == 1 for *_, errors in done), done
-    assert 'process 0 of 2 did not' in done[0][2] and '(process 1 is one of 4)' in done[0][2]
     shutil.rmtree(other)
     assert snapshot(tmp_path) == {k: v for k, v in before.items() if not k.startswith('other')}
 
