@@ -330,6 +330,10 @@ def micro_batches():
             yield read_batch(train_ids, micro * block_size)
 
 
+# seconds between two pictures of a progress bar: a file keeps all of them
+redraw_interval = 0.2 if sys.stderr.isatty() else 20
+
+
 @torch.no_grad()
 def evaluate():
     """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
@@ -337,7 +341,8 @@ def evaluate():
     starts, whole = list(range(0, n, block_size)), n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
     batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
-    for batch in batches[world.rank :: world.size]:
+    progress = dict(desc='validate', unit='batch', leave=False, delay=1, disable=not master)
+    for batch in tqdm(batches[world.rank :: world.size], **progress, mininterval=redraw_interval):
         x, y = inputs_and_targets(read_batch(val_ids, batch))
         with autocast:
             losses = raw_model.both_losses(x, y)
@@ -405,7 +410,7 @@ for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, stop_after_this_step)
 # no bar before the first step is through
 bar = dict(total=max_steps, initial=start_step, unit='step', desc='train', delay=1, disable=not master)
-bar = tqdm(**bar, mininterval=0.2 if sys.stderr.isatty() else 20)
+bar = tqdm(**bar, mininterval=redraw_interval)
 speeds, batches = [], bins.read_ahead(micro_batches())
 with bar:
     for step in range(start_step, max_steps):
@@ -451,7 +456,9 @@ with bar:
             best, best_val = result['val_loss'] < best_val, min(best_val, result['val_loss'])
             if master:
                 log(step=done, tokens=tokens, **result)
-                numbers = 'validation loss {val_loss:.4f}, {val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
+                # with the exact loss both are one number
+                numbers = 'validation loss {val_loss:.4f}, ' if loss == 'product' and num_hashes else 'validation: '
+                numbers += '{val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
                 bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
         if validating or stopping:
             state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
