@@ -1,6 +1,6 @@
 """
 Times the kernels of lookups.py on this machine's GPU, in each block size that may be the best one, beside a plain copy.
-Says how exact they are and what memory they take. Two minutes. Run from the repository's root:
+Says how exact they are and what memory they take. Run from the repository's root:
 
     $ python -m study.kernels                                     # H4B16K, 32,768 words
     $ python -m study.kernels --buckets=7966                      # a width that is no multiple of 16
