@@ -237,6 +237,10 @@ if ckpt:
             print(f'{source} is at step {ckpt["step"]} of {max_steps}: done')
             sys.exit()
         raise InputError(f'{source} is at step {ckpt["step"]} already; max_steps={max_steps} leaves nothing to do')
+    # an older train.py could change the text of a run, whose batches then began anew
+    if ckpt.get('data_start_step'):
+        began = f'went on with other text at step {ckpt["data_start_step"]} (--new_data, which is gone)'
+        raise InputError(f'{source} {began}; --init_from={out} and another --out_dir begin with its weights')
     start_step, best_val = ckpt['step'], ckpt['best_val']
 if model:
     model.config.block_size, model.config.loss = block_size, loss

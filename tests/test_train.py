@@ -341,6 +341,10 @@ def test_other_text_is_refused(quick):
     assert refused.returncode == 1 and 'train_sha256=' in refused.stderr
     assert '--init_from=out and another --out_dir' in refused.stderr
     ok('train.py', *data, '--init_from=out', '--out_dir=b', cwd=quick)
+    # a checkpoint of an older train.py, which had a setting for that, would be resumed with other batches
+    save_edited(weights(quick) | dict(data_start_step=8), quick / 'out/ckpt.pt')
+    refused = run('train.py', 'cfg.py', '--max_steps=26', '--init_from=resume', cwd=quick)
+    assert refused.returncode == 1 and 'went on with other text at step 8' in refused.stderr
 
 
 # -----------------------------------------------------------------------------
