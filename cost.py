@@ -89,7 +89,8 @@ class Trace(TorchDispatchMode):
         name, in_place = func._overloadpacket.__name__.strip('_'), func._schema.is_mutable
         if 'empty' in name or (not in_place and written.keys() <= read.keys()):
             return result  # a view, which launches nothing
-        kind, flops, size = 'stream', 0, sum(read.values()) + sum(written.values())
+        kind, flops = 'stream', 0
+        size = sum(read.values()) + sum(written.values())
         if name in ('mm', 'addmm', 'bmm', 'baddbmm'):
             b = [t for t in args if isinstance(t, torch.Tensor)][-1]
             kind, flops = 'gemm', 2 * result.numel() * b.shape[-2]

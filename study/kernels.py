@@ -69,7 +69,9 @@ def exactness(case):
     {what: number}: the largest difference of -log P to the sums in columns, in nats; that of the gradient, relative to
     the whole gradient; and whether a second call gives the same bits.
     """
-    by_kernels, again, in_columns = case.copies(), case.copies(), case.copies()
+    by_kernels = case.copies()
+    again = case.copies()
+    in_columns = case.copies()
     nll = exact_nll(by_kernels, case.y, case.table, gradient=True)
     nll_again = exact_nll(again, case.y, case.table, gradient=True)
     expected = exact_nll(in_columns, case.y, case.table._replace(kernels=False), gradient=True)
