@@ -32,7 +32,7 @@ from pathlib import Path
 import mmh3
 import numpy as np
 
-from configurator import InputError, declared, wrong_type
+from configurator import InputError, settings_of, wrong_type
 from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
 
 SPLITS = ('train', 'val')
@@ -130,7 +130,7 @@ def load_meta(config):
     try:
         meta = read_meta(folder)
     except FileNotFoundError:
-        args = [a for a in sys.argv[1:] if a[:2] != '--' or a[2:].partition('=')[0] in declared('prepare.py')]
+        args = [a for a in sys.argv[1:] if a[:2] != '--' or a[2:].partition('=')[0] in settings_of('prepare.py')]
         command = shlex.join(['python', 'prepare.py', *args])
         raise InputError(f'{folder} has no prepared data; make it with: {command}') from None
     made_with, wanted = meta['tokenizer'], config['tokenizer']

@@ -3,9 +3,9 @@ The settings of a script: its own defaults, then config files, then --key=value 
 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
-A script's settings are the lower-case `name = expression` lines between its imports and its line
+A script's settings are its lower-case globals that are numbers, strings, True, False or None when it calls
 
-    config = configure(globals())     # overrides what stands above; an imported script keeps its defaults
+    config = configure(globals())     # overrides them; an imported script keeps its defaults
 
 Config files are Python and run as such; what they assign must be a setting of some script here, so one file serves all.
 A variant begins with `from config.mhf_1b import *`. Names that begin with _ are the file's own. Every unknown name,
@@ -15,7 +15,9 @@ missing value or wrong type is refused, all of them at once. Bad input of any ki
 import ast
 import difflib
 import functools
+import re
 import sys
+import textwrap
 import traceback
 import types
 from pathlib import Path
@@ -57,23 +59,18 @@ def wrong_type(value, like, name='it'):
     return next(filter(None, (wrong_type(*part) for part in parts)), '')
 
 
+def head_of(script):
+    """The text of a script's settings: `name = value` lines and their comments, up to its configure(globals())."""
+    above, _, _ = (HERE / script).read_text(encoding='utf-8').partition('\nconfig = configure(')
+    first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE)
+    return above[first.start() :]
+
+
 @functools.cache
-def declared(script):
-    """{name: default} of the settings of a script of this repository. Raises InputError at a line that is none."""
-    _docstring, *body = ast.parse((HERE / script).read_text(encoding='utf-8')).body
-    end = next(k for k, node in enumerate(body) if ast.unparse(node).startswith('config = configure('))
+def settings_of(script):
+    """{name: default} of the settings of a script of this repository, from running their lines."""
     settings = {}
-    for node in body[:end]:
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not settings:
-            continue
-        where = f'{script}, line {node.lineno}'
-        name = ' '.join(map(ast.unparse, node.targets)) if isinstance(node, ast.Assign) else ''
-        if not (name.isidentifier() and name.islower()):
-            raise InputError(f'{where}: no lower-case `name = expression`; it belongs after configure(globals())')
-        try:
-            settings[name] = eval(ast.unparse(node.value), dict(settings))
-        except Exception as e:
-            raise InputError(f'{where}: {name}: {type(e).__name__}: {e}') from None
+    exec(head_of(script), {}, settings)
     return settings
 
 
@@ -112,49 +109,62 @@ def read_config(path):
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(found)]
         line = lines[-1] if lines else getattr(e, 'lineno', None)
         raise InputError(f'{path}, line {line}: {type(e).__name__}: {" ".join(str(e).split())}') from None
-    known = {k: v for script in SCRIPTS for k, v in declared(script).items()}
-    assigned = {k: v for k, v in scope.items() if k[0] != '_' and not isinstance(v, types.ModuleType)}
-    settings, problems = {}, []
-    for key, value in assigned.items():
-        try:
-            if key not in known:
-                raise InputError(f"unknown setting '{key}'{did_you_mean(key, known)}")
-            settings[key] = converted(key, value, known[key])
-        except InputError as e:
-            problems.append(str(e))
-    if problems:
-        raise InputError(f'{path}: {", and ".join(problems)}')
+    known = {name for script in SCRIPTS for name in settings_of(script)}
+    settings = {k: v for k, v in scope.items() if k[0] != '_' and not isinstance(v, types.ModuleType)}
+    unknown = [f"unknown setting '{key}'{did_you_mean(key, known)}" for key in settings if key not in known]
+    if unknown:
+        raise InputError(f'{path}: {", and ".join(unknown)}')
     return settings
+
+
+def print_help(scope):
+    """Prints a script's docstring and its settings, with their comments."""
+    settings = re.sub(r'^(\w+) = ', r'--\1=', head_of(Path(scope['__file__']).name), flags=re.MULTILINE)
+    groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
+    print(scope['__doc__'].strip(), 'settings:\n' + textwrap.indent(groups, '  '), sep='\n\n')
 
 
 def configure(scope):
     """
-    Overrides the settings of the script whose globals are `scope` from the command line; returns them all as a dict.
-    A script that is imported keeps its defaults. Raises InputError with every problem in it.
+    Overrides the settings among the globals `scope` of a script from the command line; returns them all as a dict. A
+    script that is imported keeps its defaults. Raises InputError with every problem.
     """
     script = Path(scope['__file__']).name
-    mine = declared(script)
+    kinds = (bool, int, float, str, type(None))
+    defaults = {k: v for k, v in scope.items() if k[0] != '_' and k.islower() and isinstance(v, kinds)}
     argv = sys.argv[1:] if scope['__name__'] == '__main__' else []
     if '--help' in argv or '-h' in argv:
-        print(scope['__doc__'].strip(), '\n\nsettings:', *(f'\n  --{k}={v!r}' for k, v in mine.items()), sep='')
+        print_help(scope)
         sys.exit(0)
-    settings, problems = dict(mine), []
+    settings = dict(defaults)
+    problems = []
     for arg in argv:
         try:
-            if not arg.startswith('--'):
-                settings |= {k: v for k, v in read_config(arg).items() if k in mine}
-                continue
-            key, equals, text = arg[2:].partition('=')
-            if key not in mine:
-                owner = next((s for s in SCRIPTS if key in declared(s)), None)
-                hint = f' ({owner} has it)' if owner else did_you_mean(key, mine)
-                raise InputError(f"unknown setting '--{key}' of {script}{hint}")
-            if not equals and not isinstance(mine[key], (bool, type(None))):
-                raise InputError(f'--{key} needs a value: --{key}=...')
-            settings[key] = converted(key, parsed(text, mine[key]) if equals else True, mine[key])
+            given = dict([from_argument(arg, script, defaults)]) if arg.startswith('--') else read_config(arg)
         except InputError as e:
             problems.append(str(e))
+            continue
+        for key, value in given.items():
+            try:
+                if key in defaults:
+                    settings[key] = converted(key, value, defaults[key])
+            except InputError as e:
+                problems.append(str(e) if arg.startswith('--') else f'{arg}: {e}')
     if problems:
         raise InputError(', and '.join(problems))
     scope.update(settings)
     return settings
+
+
+def from_argument(arg, script, defaults):
+    """(key, value) of one --key=value. Raises InputError for a key that the script has not."""
+    key, equals, text = arg[2:].partition('=')
+    if key not in defaults:
+        owner = next((s for s in SCRIPTS if key in settings_of(s)), None)
+        hint = f' ({owner} has it)' if owner else did_you_mean(key, defaults)
+        raise InputError(f"unknown setting '--{key}' of {script}{hint}")
+    if equals:
+        return key, parsed(text, defaults[key])
+    if isinstance(defaults[key], (bool, type(None))):
+        return key, True
+    raise InputError(f'--{key} needs a value: --{key}=...')

@@ -33,7 +33,7 @@ from report import add_row, read_rows  # noqa: E402
 
 from bins import replace_durably  # noqa: E402
 from checkpoint import digest_of_state  # noqa: E402
-from configurator import InputError, declared, read_config  # noqa: E402
+from configurator import InputError, read_config, settings_of  # noqa: E402
 from plot import read_log  # noqa: E402
 
 # what eval.py says of a text
@@ -69,7 +69,7 @@ class Study:
 
     def settings(self, entry, rate, seed):
         """What a run's config and entry say of its training; all else is train.py's default."""
-        config = {k: v for k, v in read_config(entry['config']).items() if k in declared('train.py')}
+        config = {k: v for k, v in read_config(entry['config']).items() if k in settings_of('train.py')}
         settings = config | entry | dict(learning_rate=rate, seed=seed)
         return {k: settings[k] for k in sorted(settings.keys() - OF_ENTRY - OF_DATA)}
 

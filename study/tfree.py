@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import hashing  # noqa: E402
 import model  # noqa: E402
-from configurator import InputError, configure, declared  # noqa: E402
+from configurator import InputError, configure, settings_of  # noqa: E402
 
 HASHES, LOWER = 10, 2  # m, and how many of them are of the lower case
 POSITIVE = 300  # weight of a word's own buckets in the loss
@@ -137,8 +137,9 @@ class TFree(model.MHF):
 
 def settings(script, used):
     """The command line's, by the names, defaults and checks of a script, of whose settings only these are `used`."""
-    given = configure(dict(__file__=script, __name__='__main__', __doc__=__doc__))
-    if other := [key for key, default in declared(script).items() if given[key] != default and key not in used]:
+    defaults = settings_of(script)
+    given = configure(dict(defaults, __file__=script, __name__='__main__', __doc__=__doc__))
+    if other := [key for key, default in defaults.items() if given[key] != default and key not in used]:
         raise InputError(f'{", ".join(other)}: of {script}, T-FREE has only {", ".join(sorted(used))}')
     return given
 

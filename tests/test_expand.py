@@ -12,7 +12,7 @@ from conftest import REPO, events, ok, random_model, real_documents, run, shared
 import expand
 from bins import Bins, read_meta
 from checkpoint import from_pretrained, load_checkpoint, save_pretrained
-from configurator import declared, read_config
+from configurator import read_config, settings_of
 from hashing import extend_table, get_tokenizer, signature_table
 from model import MHF, MHFConfig
 from sources import mixture
@@ -81,7 +81,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
         sources = mixture(settings['dataset'])
-        each = settings.get('val_bytes', declared('prepare.py')['val_bytes']) // len(sources)
+        each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
         # the same texts, and English
         assert settings['texts'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
@@ -103,7 +103,7 @@ def test_the_paper_s_expansions_are_one_epoch():
         tokens = [number for _, number in mixture(settings['dataset'])]
         blocks = (sum(tokens) - 1) // settings['block_size']
         assert settings['max_steps'] * settings['batch_size'] <= blocks and len(tokens) == 4
-        assert 3 * declared('expand.py')['num_new_tokens'] + 32768 == 48122
+        assert 3 * settings_of('expand.py')['num_new_tokens'] + 32768 == 48122
 
 
 def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):

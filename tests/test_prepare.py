@@ -48,7 +48,7 @@ def inline(monkeypatch):
 
 def prepared(folder, **changes):
     """prepare.py with these settings; the split's ids."""
-    defaults = configurator.declared('prepare.py') | dict(val_fraction=0.1, num_workers=1, data_dir=str(folder))
+    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, num_workers=1, data_dir=str(folder))
     prepare.main(defaults | changes)
     return ids_in(folder)
 
@@ -369,7 +369,7 @@ def small(tmp_path_factory):
         in_process(patch)
         prepared(folder / 'bins', dataset=f'{folder}/docs.jsonl', shard_tokens=9000)
     (folder / 'cfg.py').write_text(CONFIG)
-    config = configurator.declared('train.py') | configurator.read_config(folder / 'cfg.py')
+    config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
     return folder, config | dict(data_dir=str(folder / 'bins'))
 
 

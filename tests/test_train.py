@@ -298,7 +298,7 @@ OTHER = dict(
 
 def test_what_a_resumed_run_may_change(quick):
     """A resumed run goes on with another architecture, order of the data or optimizer, or may not change its length."""
-    declared, before = configurator.declared('train.py'), snapshot(quick)
+    declared, before = configurator.settings_of('train.py'), snapshot(quick)
     assert MHFConfig.__annotations__.keys() & declared.keys() <= OTHER.keys()
     args = ('cfg.py', '--init_from=resume', '--max_steps=25')
     *flags, single_id = [f'--{k}={v}' for k, v in OTHER.items()]
