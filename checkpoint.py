@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from bins import replace_durably, tokenizer_facts
-from configurator import InputError, wrong_type
+from configurator import InputError
 from hashing import JSON_FILES, from_hub, get_tokenizer, signature_table
 from loss import no_compiler, no_triton
 from model import MHF, MHFConfig, check_table, without_weights
@@ -77,16 +77,21 @@ def pick_compile(compile, device):
 # -----------------------------------------------------------------------------
 # the checkpoints of a run
 
-# what a checkpoint must hold, beside the digests of its parts
-CHECKPOINT = dict(
-    model=dict,
-    model_config=dict,
-    optimizer=dict(state=dict, param_groups=[dict]),
-    config=dict(tokenizer=str),
-    step=int,  # updates done
-    best_val=(int, float),
-    data=dict(tokenizer=str, tokenizer_sha256=str, table_sha256=(str, type(None)), train_sha256=str),
-)
+# what a checkpoint holds
+PARTS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val', 'data')
+
+
+def beside(path):
+    """Where the SHA-256 of a checkpoint stands, as `sha256sum -c` reads it."""
+    return path.with_name(f'{path.name}.sha256')
+
+
+def read_digest(path):
+    """The SHA-256 beside a checkpoint, or '' where there is none: then the file is taken as it is."""
+    try:
+        return beside(path).read_text(errors='replace').split(' ')[0]
+    except FileNotFoundError:
+        return ''
 
 
 def digest_of_state(state):
@@ -118,24 +123,26 @@ def map_tensors(change, state):
     return [map_tensors(change, v) for v in state] if isinstance(state, list) else state
 
 
-def load_checkpoint(path, whole=False):
+def load_checkpoint(path, check_digest=False):
     """
-    A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. The digest of the model is checked, that of the
-    optimizer and the rest only if `whole`. Raises InputError.
+    A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. With check_digest the whole file is read, and
+    compared with the SHA-256 beside it. Raises InputError.
     """
+    path = Path(path)
     try:
+        written = read_digest(path)
+        if check_digest and written:
+            with open(path, 'rb') as f:
+                found = hashlib.file_digest(f, 'sha256').hexdigest()
+            if found != written:
+                raise ValueError(f'its SHA-256 is {found}, {beside(path).name} says {written}')
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        if 'sha256' not in ckpt:
-            raise ValueError('it has no sha256: an older train.py wrote it')
-        digests = ckpt.pop('sha256')
-        if wrong := wrong_type(ckpt, CHECKPOINT, 'checkpoint'):
-            raise ValueError(wrong)
-        for key in digests if whole else ('model', 'model_config'):
-            if digest_of_state(ckpt[key]) != digests[key]:
-                raise ValueError(f"the digest of its '{key}' is not the one that was written")
+        missing = [key for key in PARTS if key not in ckpt]
+        if missing:
+            raise ValueError(f'it has no {", ".join(missing)}')
         config = MHFConfig(**ckpt['model_config'])
         layers = sum(k.endswith('.input_layernorm.weight') for k in ckpt['model'])
-        there = *ckpt['model']['signatures'].shape, layers
+        there = (*ckpt['model']['signatures'].shape, layers)
         if there != (config.vocab_size, config.coordinates, config.num_layers):
             raise ValueError(f'its tensors are of V, H, layers = {there}, its config says otherwise')
         model = without_weights(config)
@@ -179,12 +186,8 @@ class Checkpoints:
         return [p for p in (self.newest, *self.milestones()) if p.exists()]
 
     def digests(self):
-        """{name: the first digits of the digest of its weights as they were written}; reads no weights."""
-        found = {}
-        for path in self.there():
-            with contextlib.suppress(Exception):  # a damaged one is told apart when it is resumed
-                found[path.name] = torch.load(path, 'cpu', weights_only=True, mmap=True)['sha256']['model'][:8]
-        return found
+        """{name: the first digits of the SHA-256 beside it}; reads no checkpoint."""
+        return {path.name: read_digest(path)[:8] for path in self.there()}
 
     def make_folder(self):
         """Raises InputError where it cannot be written."""
@@ -197,11 +200,11 @@ class Checkpoints:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
     def newest_whole(self):
-        """(model, the checkpoint's dict): the newest whose digests fit; warns of damaged ones. Raises InputError."""
+        """(model, the checkpoint's dict): the newest whose digest fits; warns of damaged ones. Raises InputError."""
         *newer, oldest = self.there() or [self.newest]
         for path in (*newer, oldest):
             try:
-                model, ckpt = load_checkpoint(path, whole=True)
+                model, ckpt = load_checkpoint(path, check_digest=True)
                 break
             except InputError as e:
                 if path == oldest:
@@ -240,22 +243,24 @@ class Checkpoints:
         began = time.perf_counter()
         try:
             self.temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
-            state['sha256'] = {key: digest_of_state(value) for key, value in state.items()}
-            with open(self.temporary, 'wb') as f:
+            with open(self.temporary, 'w+b') as f:
                 torch.save(state, f)
                 f.flush()
                 os.fsync(f.fileno())
+                f.seek(0)
+                digest = hashlib.file_digest(f, 'sha256').hexdigest()
             # from here on ckpt.pt is the one that a resume reads
-            replace_durably(self.temporary, self.newest)
+            self._put(self.newest, digest)
             self.last_path, self.last_step = self.newest, state['step']
             if best:
-                self._same_as_newest(self.folder / 'ckpt_best.pt')
+                self._same_as_newest(self.folder / 'ckpt_best.pt', digest)
             if self.keep:
-                self._same_as_newest(self.folder / f'ckpt_{state["step"]:06}.pt')
+                self._same_as_newest(self.folder / f'ckpt_{state["step"]:06}.pt', digest)
             # later steps than this one are damaged, or of a run that began again before them
             later = [p for p in self.milestones() if self.step_of(p) > state['step']]
             for path in later + self.milestones()[len(later) + self.keep :]:
                 path.unlink()
+                beside(path).unlink(missing_ok=True)
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
             raise InputError(f'{self.newest} could not be written ({e}); the one before is untouched') from None
@@ -264,14 +269,21 @@ class Checkpoints:
             f'{time.perf_counter() - began:.2f} s'
         )
 
-    def _same_as_newest(self, path):
+    def _put(self, path, digest):
+        """The temporary file gets its name, and its SHA-256 a place beside it."""
+        # a crash between these lines leaves a checkpoint without a digest, and never one with another's
+        beside(path).unlink(missing_ok=True)
+        replace_durably(self.temporary, path)
+        self.temporary.write_text(f'{digest}  {path.name}\n')
+        replace_durably(self.temporary, beside(path))
+
+    def _same_as_newest(self, path, digest):
         """ckpt.pt's file under one more name, or a copy of it."""
-        self.temporary.unlink(missing_ok=True)
         try:
             os.link(self.newest, self.temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(self.newest, self.temporary)
-        replace_durably(self.temporary, path)
+        self._put(path, digest)
 
     def kept(self):
         """A sentence for people on what a stopped run leaves."""

@@ -32,7 +32,6 @@ import torch  # noqa: E402
 from report import add_row, read_rows  # noqa: E402
 
 from bins import replace_durably  # noqa: E402
-from checkpoint import digest_of_state  # noqa: E402
 from configurator import InputError, read_config, settings_of  # noqa: E402
 from plot import read_log  # noqa: E402
 
@@ -145,8 +144,8 @@ def weights_only(folder):
     """Takes the optimizer, two thirds of it, out of a finished run's checkpoint -> what it and the log tell the row."""
     state = torch.load(folder / 'ckpt.pt', weights_only=True)
     state['optimizer'] = dict(state={}, param_groups=[{}])
-    state['sha256'] = {k: digest_of_state(v) for k, v in state.items() if k != 'sha256'}
     torch.save(state, folder / 'ckpt.pt.tmp')
+    (folder / 'ckpt.pt.sha256').unlink(missing_ok=True)
     replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
     (folder / 'ckpt_best.pt').unlink(missing_ok=True)
     parts, numbers = dict(embed='embedding', encoder='hash', mixers='hash'), Counter(embedding=0, hash=0, decoder=0)

@@ -1,5 +1,6 @@
 """checkpoint.py: what is on disk, whole, damaged or hostile; the released format both ways."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -46,9 +47,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
         # the same file
         for name in ('ckpt_000024.pt', 'ckpt.pt'):
             (quick / part / name).unlink()
+        # beside it stands the digest of what was written
         torch.save(state, quick / part / 'ckpt.pt')
         done = ok('train.py', 'cfg.py', f'--out_dir={part}', '--init_from=resume', cwd=quick)
-        assert f'WARNING: {part}/ckpt.pt' in done.stderr and f"'{part}'" in done.stderr
+        assert f'WARNING: {part}/ckpt.pt' in done.stderr and 'its SHA-256 is' in done.stderr
         assert 'resumed at step 16' in done.stdout
         assert_same(weights(quick, part)['model'], weights(quick)['model'])
     # processes that read no checkpoint go back as well
@@ -81,7 +83,11 @@ def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(dict(step=1), best=True)
     checkpoints.wait()
-    assert did == ['file', 'ckpt.pt', 'folder', 'ckpt_best.pt', 'folder', 'ckpt_000001.pt', 'folder']
+    names = ('ckpt.pt', 'ckpt_best.pt', 'ckpt_000001.pt')
+    assert did == ['file', *(x for name in names for x in (name, 'folder', f'{name}.sha256', 'folder'))]
+    for name in names:
+        digest = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        assert (tmp_path / f'{name}.sha256').read_text() == f'{digest}  {name}\n'
 
 
 def test_read_only_while_training(quick):
@@ -117,24 +123,38 @@ def test_disk_full_while_training(quick):
 @given(st.data())
 def test_fuzz_checkpoint(few, tmp_path_factory, data):
     """
-    A damaged checkpoint ends in a traceback, or loads with other weights; one with other contents and fitting digests
-    hangs.
+    A damaged checkpoint ends in a traceback, or loads with other weights; one with other contents and no digest hangs.
     """
     path, raw = tmp_path_factory.mktemp('k') / 'ckpt.pt', (few / 'out/ckpt.pt').read_bytes()
     whole = state = weights(few)
     if data.draw(st.booleans()):
         path.write_bytes(damaged(data.draw, raw))
+        shutil.copy(few / 'out/ckpt.pt.sha256', path.parent)
     else:
         state = edited(data.draw, state)
         save_edited(state, path) if isinstance(state, dict) else torch.save(state, path)
     before = snapshot(path.parent)
     try:
-        _, ckpt = load_checkpoint(path, whole=True)
+        _, ckpt = load_checkpoint(path, check_digest=True)
         if state is whole:
-            assert_same(ckpt, {k: v for k, v in whole.items() if k != 'sha256'})
+            assert_same(ckpt, whole)
     except InputError as e:
         assert '\n' not in str(e)
     assert snapshot(path.parent) == before
+
+
+def test_a_checkpoint_without_a_digest(quick):
+    """A checkpoint that was copied alone, or that an older train.py wrote with digests in it, cannot be resumed."""
+    for path in (quick / 'out').glob('*.sha256'):
+        path.unlink()
+    torch.save(weights(quick) | dict(sha256=dict(model='0' * 64)), quick / 'out/ckpt.pt')
+    done = ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', '--lr_decay_steps=24', cwd=quick)
+    assert 'resumed at step 24' in done.stdout and 'WARNING' not in done.stderr
+    refused = weights(quick)
+    del refused['config']
+    save_edited(refused, quick / 'out/ckpt.pt')
+    done = run('sample.py', 'cfg.py', cwd=quick)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and 'it has no config' in done.stderr
 
 
 def test_a_malicious_checkpoint_is_not_run(quick):

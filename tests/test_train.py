@@ -431,7 +431,7 @@ def test_kill_train(quick):
         # the lines of a run are in its log file when it is killed; the first one has written a checkpoint
         assert killed or 'step 2: validation: ' in process.communicate()[0]
         killed += 1
-        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', whole=True)
+        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', check_digest=True)
         print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
     ok(*command, cwd=quick)
     assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
@@ -587,7 +587,7 @@ def test_a_dead_rank_does_not_hang_the_rest(quick):
     _, stderr = master.communicate(timeout=60)
     assert master.returncode == 1 and 'Traceback' not in stderr and 'error: process 0 of 2 lost the others' in stderr
     other.communicate()
-    at = load_checkpoint(quick / 'b/ckpt.pt', whole=True)[1]['step']
+    at = load_checkpoint(quick / 'b/ckpt.pt', check_digest=True)[1]['step']
     assert 8 <= at < 60
     torchrun = ['--standalone', '--nproc_per_node=2', '--max-restarts=1']
     process = started(*command, cwd=quick, wait_for=f'b/ckpt_{at + 8:06}.pt', torchrun=torchrun)
