@@ -5,7 +5,7 @@ What a config costs, measured on this machine beside what the machine can do; Mu
     $ python bench.py config/mhf_100m.py --micro_batch_size=1 --parts=train,head
     $ python bench.py config/mhf_100m.py --parts=head --head_tokens=4096,8192,32768
     $ python bench.py config/mhf_100m.py --loss=exact --parts=profile     # where a step's time goes, by kernels
-    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # memory, the predicted step, days and disk
+    $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100          # does it fit, how many days, how much disk
 
 The Standard model is the config's with num_hashes=0; a Standard config is compared with H4B16K. Peak memory, known on a
 GPU, is what a step needs beyond parameters and optimizer state. FLOPs are those of matrix products (2 per multiply and
@@ -25,14 +25,13 @@ from dataclasses import astuple, replace
 from json import dumps
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import pick_device
+from checkpoint import pick_device, pick_dtype
 from configurator import InputError, configure, did_you_mean
-from cost import PRICED, Rates, count, flops_per_token, memory_plan, price
+from cost import flops_per_token, step_memory
 from hashing import get_tokenizer, signature_table
-from model import MHF, MHFConfig
+from model import MHF, MHFConfig, without_weights
 
 # what to do
 parts = 'train,head,generate,infer'  # also: profile
@@ -44,7 +43,7 @@ json = False  # one JSON object instead of tables
 plan = False
 gpus = 8
 gpu = 'H100'
-gemm_share = 0.5  # of the data sheet's FLOP/s, what large bfloat16 products reach
+mfu = 0.0  # the share of the data sheet's FLOP/s that training reaches; 0 is what an H100 reached with 100M
 # the rest as in train.py
 tokenizer = 'mistral'
 batch_size = 256
@@ -67,13 +66,19 @@ activation_checkpointing = False
 
 config = configure(globals())
 
-# memory in 10^9 bytes, dense bfloat16 in 10^12 FLOP/s, memory and link to other GPUs (one direction) in 10^9 bytes/s,
-# from the makers' data sheets
+# memory in 10^9 bytes and dense bfloat16 in 10^12 FLOP/s, from the makers' data sheets
 GPUS = {
-    'A100': (80, 312, 2039, 300), 'A100-40GB': (40, 312, 1555, 300), 'H100': (80, 989, 3350, 450),
-    'H200': (141, 989, 4800, 450), 'B200': (180, 2250, 8000, 900), 'MI300X': (192, 1307, 5300, 448),
-    'L40S': (48, 362, 864, 32), 'RTX4090': (24, 165, 1008, 32),
-}  # fmt: skip
+    'A100': (80, 312),
+    'A100-40GB': (40, 312),
+    'H100': (80, 989),
+    'H200': (141, 989),
+    'B200': (180, 2250),
+    'MI300X': (192, 1307),
+    'L40S': (48, 362),
+    'RTX4090': (24, 165),
+}
+# of an H100, compiled steps of 8 x 2,048 tokens of the 100M models: 109.3, 61.5 and 44.3 ms
+MEASURED_MFU = dict(exact=0.18, product=0.32, Standard=0.29)
 # what a kernel does, by its name, in a profile: products are cuBLAS's, what torch.compile has fused is Triton's
 KERNELS = {
     'lookups': '^(lay_out|normalise|derive)_kernel',
@@ -105,9 +110,10 @@ def variants_of(tok):
 
 
 def print_plan(variants):
-    """Memory, the predicted step, days and disk of a config, as tables -> the same as a dict."""
-    c = variants[loss if num_hashes else 'Standard']
-    memory, peak, bandwidth, link = GPUS[gpu]
+    """Prints whether a config fits the GPUs, how many days it takes, and how much disk -> the same as a dict."""
+    kind = loss if num_hashes else 'Standard'
+    c = variants[kind]
+    memory, peak = GPUS[gpu]
     room = (memory - RESERVED) * 1e9
     candidates = [m for m in range(1, batch_size // gpus + 1) if batch_size % (m * gpus) == 0]
     if not candidates:
@@ -116,63 +122,42 @@ def print_plan(variants):
         product = f'micro_batch_size={micro_batch_size} x gpus={gpus}'
         largest = max(m for m in candidates if m <= micro_batch_size)
         raise InputError(f'batch_size={batch_size} is not a multiple of {product}; use --micro_batch_size={largest}')
-    # gradients stay from one micro-batch to the next, and so do DDP's buckets, of which they are views
-    accumulate = batch_size > micro_batch_size
+    parameters = sum(without_weights(c).num_params())
 
-    def plan_of(sequences, checkpointing=activation_checkpointing):
-        ops, fused, sizes = count(c, sequences, 'cuda', accumulate, checkpointing, room / 2)
-        return ops, fused, sizes, memory_plan(sizes, accumulate)
+    def need(sequences):
+        accumulates = batch_size > sequences * gpus
+        return step_memory(c, parameters, sequences, accumulates, activation_checkpointing, free=room / 2)
 
-    ops, fused, sizes, need = plan_of(micro_batch_size)
-    total, other = sum(need.values()), micro_batch_size // 2 or 2
-    # the same more for each sequence more
-    slope = (total - sum(plan_of(other)[-1].values())) / (micro_batch_size - other)
-    fits = max((m for m in candidates if total + (m - micro_batch_size) * slope <= room), default=0)
-    helps, P = '', sizes['parameters']
-    if total > room:
-        helps = f'; --micro_batch_size={fits} would'
-        if not fits:
-            checkpointed = sum(plan_of(1, True)[-1].values())
-            helps = '; --activation_checkpointing helps' if checkpointed <= room else '; no setting helps'
-    say(f'{P:,} parameters; {gpus} x {gpu}, {memory} GB each; activation_checkpointing={activation_checkpointing}')
-    say(f'\nmemory per GPU, micro-batches of {micro_batch_size} x {block_size:,} tokens, not compiled')
-    for name, size in need.items():
-        say(f'  {name:<28}{size / 1e9:8.1f} GB')
-    say(f'  {"total":<28}{total / 1e9:8.1f} GB of {room / 1e9:.1f}: {"DOES NOT FIT" if helps else "fits"}{helps}')
-    hint = '' if activation_checkpointing else '; more with --activation_checkpointing'
-    say(f'largest micro_batch_size that fits: {fits or "none"}{hint}')
+    needs = need(micro_batch_size)
+    total = sum(needs.values())
+    fitting = [m for m in candidates if sum(need(m).values()) <= room]
+    largest = max(fitting, default='none')
+    say(f'{parameters:,} parameters; {gpus} x {gpu}, {memory} GB each')
+    say(f'\nmemory per GPU, micro-batches of {micro_batch_size} x {block_size:,} tokens; compiled it is less')
+    for name, size in needs.items():
+        say(f'  {name:<28}{size / 1e9:8.2f} GB')
+    verdict = 'fits' if total <= room else 'DOES NOT FIT'
+    say(f'  {"total":<28}{total / 1e9:8.2f} GB of {room / 1e9:.1f}: {verdict}')
+    say(f'largest micro_batch_size that fits: {largest}')
+    if not activation_checkpointing:
+        say('--activation_checkpointing needs less, and computes every block twice')
 
-    product, moved = gemm_share * peak * 1e12, bandwidth * 1e9
-    rates = Rates(product, product / 2, product / 2, moved, moved, 4e-6, queued=True)
-    ring = 2 * (gpus - 1) / gpus * 4 * P / (link * 1e9)
-    parts = {part: price(ops, rates, part) for part in PRICED}
-    parts |= {f'{part}, fused': price(fused, rates, part) for part in ('body', 'head')}
-    parts['all-reduce'] = dict(seconds=ring, FLOPs=0, bytes=ring, starts=0, launches=0, bound='link')
-    reached = f'products at {gemm_share:.0%} of {peak} TFLOP/s, attention at half of that, {bandwidth:,} GB/s'
-    say(f'\npredicted, never run: {reached}, 4 us a launch;')
-    say('fused: an estimate of what compiling reaches, where all between two products is one kernel')
-    say('                     ms   FLOPs   bytes  starts  launches  bound by')
-    for name, part in parts.items():
-        times = ''.join(f'{part[k] * 1e3:8.1f}' for k in ('seconds', 'FLOPs', 'bytes', 'starts'))
-        say(f'{name:<15}{times}{part["launches"]:>10,}  {part["bound"]}')
-    head_ratio = parts['head']['seconds'] / parts['head']['FLOPs']
-    say(f'the head, eager, takes {head_ratio:.2f} times as long as its products')
-    accumulation, tokens = batch_size // (micro_batch_size * gpus), batch_size * block_size
-    flops, steps = flops_per_token(c), {}
-    for how, fused in (('eager', ''), ('compiled', ', fused')):
-        one = sum(parts[part + fused]['seconds'] for part in ('body', 'head'))
-        seconds = accumulation * one + parts['optimizer']['seconds'] + ring
-        speed, days = tokens / seconds, max_steps * seconds / 86400
-        mfu = flops * speed / (gpus * peak * 1e12)
-        steps[how] = dict(seconds=seconds, tokens_per_s=speed, mfu=mfu, days=days)
-        say(f'{how:<9} {accumulation} x {one * 1e3:.1f} ms, update, then all-reduce: {seconds * 1e3:,.1f} ms a step')
-        say(f'{"":<10}{speed:,.0f} tokens/s, MFU {mfu:.0%} of {gemm_share:.0%} in reach, {days:.1f} days in all')
-    # ids, whatever the signatures
-    disk = max_steps * tokens * (2 if c.vocab_size <= 65536 else 4)
-    say(f'{disk / 1e9:,.0f} GB of disk for its bins')
-    results = dict(parameters=P, memory=need, total=total, fits=total <= room, largest_micro_batch_size=fits)
-    results |= dict(parts=parts, steps=steps, head_over_products=head_ratio)
-    return results | dict(flops_per_token=flops, disk_bytes=disk)
+    flops = flops_per_token(c)
+    share = mfu or MEASURED_MFU[kind]
+    tokens = max_steps * batch_size * block_size
+    speed = share * gpus * peak * 1e12 / flops
+    days = tokens / speed / 86400
+    measured = '--mfu' if mfu else 'what an H100 reached with 100M'
+    say(f'\n{flops / 1e9:,.3g} GFLOP a token, {tokens / 1e9:,.4g} billion tokens')
+    say(f'at {share:.0%} of {peak} TFLOP/s a GPU ({measured}): {speed:,.0f} tokens/s, {days:.3g} days')
+    disk = {'ids': tokens * (2 if c.vocab_size <= 65536 else 4)}
+    if num_hashes:
+        disk = {'signatures': tokens * 2 * num_hashes} | disk
+    for name, size in disk.items():
+        say(f'{size / 1e9:,.4g} GB of disk for bins of {name}')
+    results = dict(parameters=parameters, memory=needs, total=total, fits=total <= room)
+    results |= dict(largest_micro_batch_size=max(fitting, default=0), flops_per_token=flops)
+    return results | dict(tokens_per_s=speed, days=days, disk_bytes=disk)
 
 
 # -----------------------------------------------------------------------------
@@ -182,9 +167,10 @@ def print_plan(variants):
 class Machine:
     """What is measured on: a device and a precision, a clock, and a meter of memory."""
 
-    def __init__(self, device, dtype):
+    def __init__(self, device, dtype, why=''):
         self.device, self.device_type = device, torch.device(device).type
         self.dtype_name, self.dtype = dtype, getattr(torch, dtype)
+        self.why = why
         self.compiles = self.device_type == 'cuda' if compile is None else compile
         self.synchronize = torch.cuda.synchronize if self.device_type == 'cuda' else lambda: None
 
@@ -196,6 +182,8 @@ class Machine:
             torch.cuda.set_device(self.device)
             name = torch.cuda.get_device_name(self.device)
         say(f'{self.device} ({name}), {self.dtype_name}, torch {torch.__version__}')
+        if self.why:
+            say(f'dtype={self.dtype_name}: {self.why}')
         # large enough for the device, and in one timing enough of them
         size, times = (8192, 20) if self.device_type == 'cuda' else (2048, 1)
         x = torch.randn(size, size, device=self.device, dtype=self.dtype)
@@ -224,34 +212,6 @@ class Machine:
         before = torch.cuda.memory_allocated()
         f()
         return torch.cuda.max_memory_allocated() - before
-
-    def rates(self, c):
-        """Rates, measured at the sizes of a micro-batch of c."""
-        N, T, d = micro_batch_size, block_size, c.hidden_size
-
-        def random(*shape, dtype=self.dtype):
-            return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=True)
-
-        x, w, y = random(N * T, d), random(c.intermediate_size, d), random(N * T, c.intermediate_size)
-        # of 32 MiB, more than the caches hold
-        a, b, to = torch.randn(3, 2**23, device=self.device)
-        q, k, v = (random(N, heads, T, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
-
-        def products():
-            return x @ w.T, y @ w, y.T @ x
-
-        def attention():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        out, work, small = attention(), 2 * q.numel() * (T + 1), random(1)
-        launch = self.best_of(lambda: [small * small for _ in range(1000)]) / 1000
-        backward = self.best_of(lambda: torch.autograd.grad(out, (q, k, v), out, retain_graph=True))
-        with torch.no_grad():
-            gemm, forward = 6 * x.numel() * len(w) / self.best_of(products), self.best_of(attention)
-            exp = 2 * a.nbytes / self.best_of(lambda: torch.exp(a, out=to))
-            stream = 3 * a.nbytes / self.best_of(lambda: torch.mul(a, b, out=to))
-        queued = self.device_type == 'cuda'
-        return Rates(gemm, work / forward, 2 * work / backward, exp, stream, launch, queued)
 
     def free_memory(self):
         if self.device_type == 'cuda':
@@ -344,27 +304,26 @@ def training_runs(machine, variants, tok):
 
 
 def bench_train(machine, variants, tok, results):
-    """Training steps: tokens a second, beside what cost.py predicts, and peak memory."""
+    """Training steps: tokens a second, and peak memory beside what cost.py plans."""
     models, run = training_runs(machine, variants, tok)
-    got, tokens = machine.in_turn(run, {name: name for name in models}), micro_batch_size * block_size
+    got = machine.in_turn(run, {name: name for name in models})
+    tokens = micro_batch_size * block_size
     say(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={machine.compiles}')
-    rates = machine.rates(next(iter(variants.values())))
-    say('                parameters  tokens/s  predicted  GFLOP/token  of GEMM rate  peak memory   planned')
-    rows, in_graphs = dict(rates=rates._asdict()), ('body', 'head') if rates.queued else ('body',)
+    say('                parameters  tokens/s  GFLOP/token  of GEMM rate  peak memory   planned')
+    rows = {}
     for name, model in models.items():
         seconds, memory = got[name]
-        how = micro_batch_size, machine.device_type, False, activation_checkpointing
-        ops, fused, sizes = count(variants[name], *how)
-        parts = {part: price(fused if machine.compiles and part in in_graphs else ops, rates, part) for part in PRICED}
-        predicted, flops = sum(part['seconds'] for part in parts.values()), flops_per_token(variants[name])
-        # as measured: beyond these
-        needs = memory_plan(sizes, False)
-        planned = sum(needs.values()) - needs['parameters'] - needs['optimizer']
-        P, speed, share = sum(model.num_params()), tokens / seconds, flops * tokens / seconds / results['gemm_flops']
-        rows[name] = dict(parameters=P, tokens_per_s=speed, flops_per_token=flops, gemm_share=share)
-        rows[name] |= dict(peak_memory=memory, planned_memory=planned, seconds=seconds, predicted_seconds=predicted)
-        rows[name]['predicted_parts'] = parts
-        figures = f'{P:>14,}{speed:>10,.0f}{tokens / predicted:>11,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
+        flops = flops_per_token(variants[name])
+        parameters = sum(model.num_params())
+        speed = tokens / seconds
+        share = flops * speed / results['gemm_flops']
+        # as measured: beyond parameters and the optimizer's state
+        how = (parameters, micro_batch_size, False, activation_checkpointing, machine.device_type)
+        needs = step_memory(variants[name], *how)
+        planned = needs['activations'] + needs['head, or a block']
+        rows[name] = dict(parameters=parameters, tokens_per_s=speed, seconds=seconds)
+        rows[name] |= dict(flops_per_token=flops, gemm_share=share, peak_memory=memory, planned_memory=planned)
+        figures = f'{parameters:>14,}{speed:>10,.0f}{flops / 1e9:>13.3f}{share:>14.0%}'
         say(f'{name:<12}{figures}{gigabytes(memory):>13}{gigabytes(planned):>10}')
     for a, b in (('exact', 'Standard'), ('product', 'Standard'), ('exact', 'product')):
         if {a, b} <= models.keys():
@@ -522,9 +481,11 @@ PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=
 
 
 def main():
-    for key in 'repeats new_tokens gpus gemm_share batch_size micro_batch_size block_size max_steps'.split():
+    for key in 'repeats new_tokens gpus batch_size micro_batch_size block_size max_steps'.split():
         if config[key] <= 0:
             raise InputError(f'{key}={config[key]}: must be above 0')
+    if not 0 <= mfu <= 1:
+        raise InputError(f'mfu={mfu}: must be a share, from 0 to 1')
     wanted = parts.split(',')
     for part in wanted:
         if part not in PARTS:
@@ -540,7 +501,8 @@ def main():
     if plan:
         results['plan'] = print_plan(variants)
     else:
-        machine = Machine(*pick_device(device, dtype))
+        on_device = pick_device(device)
+        machine = Machine(on_device, *pick_dtype(dtype, on_device))
         results |= machine.describe()
         for part, measure in PARTS.items():
             if part in wanted:

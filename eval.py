@@ -39,7 +39,7 @@ from lm_eval.utils import make_table, sanitize_model_name
 from tqdm import tqdm
 
 from bins import Bins, read_meta
-from checkpoint import digest_of_state, open_model, pick_device
+from checkpoint import digest_of_state, open_model, pick_device, pick_dtype
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
 from scorer import BAR, MHFLM, Scorer
@@ -511,7 +511,8 @@ def main():
         if not Path(path).exists():
             raise InputError(f'--text={path}: no such file or folder')
 
-    on_device, in_dtype = pick_device(device, dtype)
+    on_device = pick_device(device)
+    in_dtype, _ = pick_dtype(dtype, on_device)
     opened = [open_model(out_dir, released, revision, tokenizer)]
     if before:
         opened.insert(0, open_model(before) if (Path(before) / 'ckpt.pt').exists() else open_model(released=before))

@@ -185,15 +185,6 @@ def lookups(
     return importlib.import_module('lookups').sum_over_vocabulary(o, y, rows, is_token, inverse)
 
 
-def lookup_bytes(o, V):
-    """
-    Bytes that `lookups` allocates and frees for a gradient: the bucket logits o, list of H (n, B), laid out again; and
-    V token logits of each token.
-    """
-    n, dtype = len(o[0]), torch.promote_types(o[0].dtype, torch.float32)
-    return sum(o_i.numel() * o_i.element_size() for o_i in o), n * V * dtype.itemsize
-
-
 @lookups.register_fake
 def _(o, y, rows, is_token, inverse):
     dtype = torch.promote_types(o[0].dtype, torch.float32)

@@ -67,6 +67,13 @@ class World:
             raise SystemExit(1) if self.rank else problem
         return result
 
+    def of_first(self, value):
+        """The value of process 0, which may be anything that can be pickled."""
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, group=self.host)
+        return values[0]
+
     def wrap(self, model):
         """The model as it is trained: as it is, or under DDP, which gives all processes the weights of process 0."""
         device = model.signatures.device

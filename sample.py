@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import open_model, pick_compile, pick_device
+from checkpoint import open_model, pick_compile, pick_device, pick_dtype
 from configurator import InputError, configure
 from model import sample_token
 
@@ -39,7 +39,8 @@ if min(num_samples, max_new_tokens) < 1:
     raise InputError(f'num_samples={num_samples}, max_new_tokens={max_new_tokens}: must be at least 1')
 if not 0 <= seed < 2**64:
     raise InputError(f'seed={seed}: must be from 0 to 2**64 - 1')
-device, dtype = pick_device(device, dtype)
+device = pick_device(device)
+dtype, _ = pick_dtype(dtype, device)
 compile, no_compiler = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:

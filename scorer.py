@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from checkpoint import open_model, pick_device
+from checkpoint import open_model, pick_device, pick_dtype
 from configurator import InputError
 
 BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20)
@@ -235,7 +235,8 @@ class MHFLM(TemplateLM):
     def __init__(self, scorer=None, bos=None, batch_size=256, max_batch_size=None, device=None, dtype=None, **model):
         super().__init__()
         if scorer is None:
-            device, dtype = pick_device(device, dtype)
+            device = pick_device(device)
+            dtype, _ = pick_dtype(dtype, device)
             opened = open_model(**model)
             with_bos = bos if bos is not None else not model.get('released')
             how = dict(batch_size=int(max_batch_size or batch_size), dtype=dtype, tok=opened.tok)

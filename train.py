@@ -40,8 +40,9 @@ from tqdm import tqdm
 
 import bins
 import plot
-from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device
+from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device, pick_dtype
 from configurator import InputError, configure
+from cost import machine_memory, step_memory
 from model import MHF, MHFConfig
 from processes import World
 
@@ -135,7 +136,7 @@ def explain_crash(error_class, e, traceback):
 
 
 sys.excepthook = explain_crash
-device, dtype = pick_device(device, dtype)
+device = pick_device(device)
 device_type = torch.device(device).type
 if device_type == 'cuda':
     torch.cuda.set_device(device)
@@ -145,7 +146,6 @@ if device_type == 'cuda':
         os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 
 # -----------------------------------------------------------------------------
 # checks; the data and the model, too, are checked before anything is written
@@ -198,8 +198,8 @@ verified = bins.Verified((train_ids, val_ids), world.rank, world.size)  # in a t
 if world.distributed:
     world.meet(device, backend, timeout)
     mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
-    mine |= dict(init_from=init_from, device=device_type, dtype=dtype, torch=torch.__version__)
-    mine |= dict(tokenizer=meta['tokenizer_sha256'], checkpoints=checkpoints.digests())
+    mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__)
+    mine['tokenizer'] = meta['tokenizer_sha256']
     world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in bins.SPLITS})
 
 
@@ -217,7 +217,13 @@ def read_model():
 
 
 model, ckpt = world.together(read_model)
+if world.distributed:
+    world.agree(dict(checkpoint=checkpoints.last_digest))
 source = checkpoints.last_path or init_from
+# a resumed run keeps its precision; a CPU's is measured, and what process 0 has measured counts
+same_as_before = ckpt['config'].get('dtype') if ckpt else None
+dtype, why_dtype = world.of_first(pick_dtype(dtype or same_as_before, device))
+autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
     architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
     globals().update(architecture)
@@ -260,6 +266,20 @@ else:
     # drawn on the device: a GPU draws other numbers than a CPU
     with torch.device(device):
         model = MHF(architecture, table, meta['gaps'])
+if device_type == 'cpu':
+    needs = step_memory(
+        model.config,
+        sum(model.num_params()),
+        micro_batch_size,
+        accumulates=accumulation > 1,
+        checkpointing=activation_checkpointing,
+        device_type=device_type,
+    )
+    on_this_machine = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    need = on_this_machine * sum(needs.values())
+    if need > machine_memory():
+        has = f'a step needs {need / 1e9:,.1f} GB, this machine has {machine_memory() / 1e9:,.1f}'
+        raise InputError(f'micro_batch_size={micro_batch_size}: {has}; use a smaller one')
 if damage := verified.error_within(10):
     raise damage
 checkpoints.make_folder()
@@ -396,8 +416,13 @@ if master:
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
-    how = f'compile={compile}{f" ({no_compiler})" if device_type == "cuda" and no_compiler else ""}'
-    print(f'{device}, {dtype}, {how}; {sequences}{"; the plain head" * plain_head}')
+    print(f'{device}, {dtype}, compile={compile}; {sequences}')
+    if why_dtype:
+        print(f'dtype={dtype}: {why_dtype}')
+    if device_type == 'cuda' and no_compiler:
+        print(f'not compiled: {no_compiler}')
+    if plain_head:
+        print('the plain head')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
     if train_layers:
@@ -466,7 +491,7 @@ with bar:
                 bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
         if validating or stopping:
             state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
-            state |= dict(model_config=asdict(raw_model.config), config=config, best_val=best_val)
+            state |= dict(model_config=asdict(raw_model.config), config=config | dict(dtype=dtype), best_val=best_val)
             checkpoints.save(state, best)
         if stopping:
             break

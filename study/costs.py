@@ -21,7 +21,7 @@ import sweep
 
 import bench
 from bins import replace_durably
-from checkpoint import pick_device
+from checkpoint import pick_device, pick_dtype
 from configurator import InputError
 from hashing import get_tokenizer
 from model import MHFConfig
@@ -46,7 +46,8 @@ def main(path):
     found, settings = variants(study, tok)
     bench.micro_batch_size, bench.block_size, bench.repeats = settings['batch_size'], settings['block_size'], 15
     bench.compile, bench.json = False, True
-    machine = bench.Machine(*pick_device())
+    device = pick_device()
+    machine = bench.Machine(device, *pick_dtype(None, device))
     about = machine.describe()
     rows = bench.bench_train(machine, found, tok, about)
     end = {k: about[k] for k in ('device', 'dtype', 'torch')} | dict(threads=bench.torch.get_num_threads())

@@ -20,7 +20,7 @@ import lookups
 from configurator import InputError
 from hashing import get_tokenizer, signature_table
 from lookups import Sizes
-from loss import Table, exact_nll, lookup_bytes, no_triton, read_table
+from loss import Table, exact_nll, no_triton, read_table
 
 # by kernel, the other sizes that are tried with each number of tokens of a block
 TOKENS = (32, 64, 128)
@@ -96,9 +96,15 @@ def calls(case, sizes):
     }
 
 
+def bytes_allocated(case):
+    """What `lookups` allocates and frees for a gradient: the bucket logits laid out again; token logits in float32."""
+    bucket_logits = sum(o_i.numel() * o_i.element_size() for o_i in case.o)
+    return bucket_logits, 4 * len(case.y) * len(case.table.rows)
+
+
 def bytes_moved(case):
     """{kernel: bytes that it has to read and write in the GPU's memory, if its cache holds what it reads again}."""
-    bucket_logits, token_logits = lookup_bytes(case.o, len(case.table.rows))
+    bucket_logits, token_logits = bytes_allocated(case)
     return {
         'lay_out': 2 * bucket_logits,
         'normalise': bucket_logits + token_logits,
@@ -170,7 +176,7 @@ def main():
     print(f'{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}')
     print(f'{args.tokens:,} tokens, H={args.hashes}, B={args.buckets:,}, V={len(signatures):,}')
     measure(case, seconds_of)
-    counted = sum(lookup_bytes(case.o, len(signatures)))
+    counted = sum(bytes_allocated(case))
     print(f'memory {peak_memory(case) / 1e9:.3f} GB, counted {counted / 1e9:.3f}')
 
 

@@ -214,6 +214,11 @@ BAD = [
     Bad('damaged meta.json', TRAIN, 'meta.json is damaged', damage('bins/meta.json', lambda b: b[:50])),
     Bad('vocabulary that does not fit', TRAIN, 'vocab_size=32000', edit_meta(vocab_size=32000)),
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
+    Bad(
+        'a step larger than the memory',
+        TRAIN + '--batch_size=1000000000 --micro_batch_size=1000000000',
+        'micro_batch_size=1000000000: a step needs',
+    ),  # fmt: skip
     Bad('batch that does not divide', TRAIN + '--batch_size=9', says='--micro_batch_size=3'),
     Bad('B too small', TRAIN + '--num_buckets=1', says='num_buckets=1'),
     Bad('B too large', TRAIN + '--num_buckets=65537', says='num_buckets=65537'),

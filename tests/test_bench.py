@@ -1,11 +1,12 @@
 """bench.py: each part runs, its FLOPs are those of the model, and --plan promises memory that training keeps to."""
 
 import json
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ok
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import cost
@@ -18,55 +19,42 @@ def small_config(folder, **changes):
     return MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
 
 
-@pytest.mark.parametrize('device_type', ['cpu', 'cuda'])
-@pytest.mark.parametrize('num_hashes', [3, 0])
-def test_count(trained, num_hashes, device_type):
-    """FLOPs, kernels or memory of many layers are not those of the model: they come from one and two layers."""
-    c = small_config(trained, num_hashes=num_hashes, num_layers=5)
-    of_two_layers, directly, checkpointed = (
-        f(c, 2, device_type, True, checkpointing, 1e9)
-        for f, checkpointing in ((cost.count, False), (cost.trace, False), (cost.count, True))
-    )
-    for a, b in zip(of_two_layers[:2], directly[:2], strict=True):
-        # the update's bytes stand there in two parts
-        kernels = [{op: n for op, n in ops.items() if n and op.part != 'optimizer'} for ops in (a, b)]
-        assert kernels[0] == kernels[1]
-        assert sum(n * k.size for k, n in a.items()) == sum(n * k.size for k, n in b.items())
-    assert of_two_layers[2] == directly[2]
-    flops = Counter()
-    for op, n in directly[0].items():
-        flops[op.part] += n * op.flops
-    model = 2 * c.block_size * cost.flops_per_token(c)
-    # sums as products with ones, and on a CPU the exact loss's columns as products with the identity
-    assert model <= sum(flops.values()) < 1.4 * model
-    head = 6 * c.buckets * c.hidden_size * (2 * c.coordinates - 1)
-    mixers = 3 * (c.coordinates - 1) * 2 * 3 * c.hidden_size * c.bottleneck
-    assert model == flops['body'] + 2 * c.block_size * (head + mixers)
-    # what is computed twice is work, but no FLOPs of the model's
-    assert checkpointed[2]['activations'] < directly[2]['activations'] / 2
-    assert sum(n * op.flops for op, n in checkpointed[0].items()) > sum(flops.values())
+def paper_config(name, **changes):
+    settings = read_config(f'config/{name}.py') | dict(vocab_size=32768, pad_id=2) | changes
+    return MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
 
 
-def test_trace():
-    """Memory that was freed counts, a view is a kernel, a compiled chain is several, or a slow softmax seems fast."""
-    x = torch.zeros(16384, 512)
-    with cost.Trace('cuda') as t:
-        y = (x.T + 1).T
-        del y
-        y = (x + 1).exp()
-        y @ y.T[:, :8]
-        t.end_region()
-        del y
-    big = x.nbytes
-    assert (t.live, t.peak) == (0, 2 * big) and sum(t.ops.values()) == 4
-    # two chains: one that nobody reads; one that reads x and writes what the product reads
-    assert [op.size for op in t.fused if not op.flops] == [2 * big]
-    sizes = []
-    for dim in (0, 1):
-        with cost.Trace('cuda') as t:
-            x.softmax(dim)
-        sizes.append(sum(op.size for op in t.ops))
-    assert sizes == [4 * 132 * big, 2 * big]
+def test_flops(monkeypatch):
+    """FLOPs of --plan, of the MFU and of a share of the GEMM rate are not those of the model's products."""
+    sizes = dict(num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, hidden_size=40, intermediate_size=56)
+    for hashes in (dict(num_hashes=3, num_buckets=50), dict(num_hashes=0)):
+        c = MHFConfig(**sizes, **hashes, block_size=32, vocab_size=300)
+        model = MHF(c)
+        model.plain_head = True
+        x = torch.zeros(2, 32, c.coordinates, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counted:
+            model(x, x).backward()
+        # the counter does not know the CPU's attention: half of two products, and backward twice that
+        attention = 3 * c.num_layers * 2 * c.num_heads * c.head_dim * (c.block_size + 1)
+        ours = cost.flops_per_token(c) - attention
+        assert counted.get_total_flops() == pytest.approx(2 * 32 * ours, rel=0.02)
+
+
+# bytes beyond parameters and optimizer, 8 x 2,048 tokens of the 100M models, not compiled. An H100's peaks were within
+# 0.04 % of the trace that gave them
+H100_PEAKS = dict(exact=13_382_084_742, product=12_307_163_270, Standard=10_603_593_736)
+
+
+@pytest.mark.parametrize('kind', H100_PEAKS)
+def test_memory_of_a_step(kind):
+    """--plan promises memory that a GPU does not keep to."""
+    c = paper_config('mhf_100m', loss='product' if kind == 'product' else 'exact')
+    if kind == 'Standard':
+        c = replace(c, num_hashes=0)
+    needs = cost.step_memory(c, 0, sequences=8, accumulates=False, free=78e9)
+    assert sum(needs.values()) == pytest.approx(H100_PEAKS[kind], rel=0.15)
+    less = cost.step_memory(c, 0, sequences=8, accumulates=False, checkpointing=True, free=78e9)
+    assert less['activations'] < needs['activations'] / 4
 
 
 def test_bench(trained):
@@ -85,7 +73,6 @@ def test_bench(trained):
     assert r['infer']['published_time_1B'] == 97.38 / 96.42
     assert 0 < r['generate']['exact']['bandwidth_share'] < 10
     for name, c in (('exact', small_config(trained)), ('Standard', small_config(trained, num_hashes=0))):
-        assert r['train'][name]['predicted_seconds'] > 0
         assert r['train'][name]['flops_per_token'] == cost.flops_per_token(c)
     # a Standard config is compared with H4B16K
     shown = ok('bench.py', *few, '--num_hashes=0', '--parts=head', cwd=trained).stdout
@@ -100,55 +87,20 @@ def test_the_loss_of_a_variant_stays(trained, mistral):
     assert exact.loss == 'exact'
 
 
-def test_plan(trained):
-    """bench.py --plan promises memory or lookups that training does not keep to, or 3B no longer fits eight GPUs."""
+def test_plan(tmp_path):
+    """bench.py --plan adds up something else than it prints, or 3B no longer fits eight GPUs."""
 
     def plan(*args):
-        return json.loads(ok('bench.py', *args, '--plan', '--json', cwd=trained).stdout)['plan']
+        return json.loads(ok('bench.py', *args, '--plan', '--json', cwd=tmp_path).stdout)['plan']
 
-    promised = plan('cfg.py', '--num_layers=5', '--gpus=2', '--micro_batch_size=4', '--batch_size=16')
-    # the CPU's norms save more than CUDA's
-    c = small_config(trained, num_layers=5)
-    sizes, m, kept = cost.count(c, 4, 'cpu')[2], MHF(c), {}
-
-    def note(t):
-        kept[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast('cpu', torch.bfloat16):
-        m.hidden_states(torch.zeros(4, 64, 3, dtype=torch.long))
-    own = {p.untyped_storage()._cdata for p in m.parameters()}
-    measured = sum(s.nbytes() for k, s in kept.items() if k not in own)
-    assert sizes['activations'] == pytest.approx(measured, rel=0.02)
-    assert measured / 2 < promised['memory']['activations'] < measured
-    P = sum(p.numel() for p in m.parameters())
-    assert promised['parameters'] == sizes['parameters'] == P and promised['memory']['gradients'] == 4 * P
-    # in the end the gradients are in use, which were not there before, h, its gradient and the loss
-    left = 2 * 4 * 4 * 64 * c.hidden_size + 4
-    assert sizes['peak_end'] == 4 * P + left and cost.count(c, 4, 'cpu', True)[2]['peak_end'] == left
-    seconds = {name: part['seconds'] for name, part in promised['parts'].items()}
-    step = 2 * (seconds['body'] + seconds['head']) + seconds['optimizer'] + seconds['all-reduce']
-    assert promised['steps']['eager']['seconds'] == pytest.approx(step)
-    # the kernels of lookups.py move the bucket logits four times and the token logits twice, at a H100's 3,350 GB/s
-    n, bucket_logits, token_logits = 4 * 64, 2 * c.num_hashes * c.num_buckets, 4 * c.vocab_size
-    moving = n * (4 * bucket_logits + 2 * token_logits) / 3350e9
-    assert moving < seconds['head, fused'] < seconds['head']
-    # and take room for both
-    assert promised['memory']['head or backward'] > n * (bucket_logits + token_logits)
     big = plan('config/mhf_3b.py', '--block_size=256')
-    assert big['fits'] and big['parameters'] == 2914422081 and big['memory']['optimizer'] == 8 * 2914422081
-    # token ids of 2 bytes, whatever H
-    assert big['disk_bytes'] == 2 * 256 * 256 * 200_000
-
-
-@pytest.mark.parametrize(
-    'args, helps',
-    [
-        ('config/mhf_3b.py --block_size=64', 'no setting helps'),
-        ('config/mhf_100m.py --num_layers=60 --block_size=1024', '--micro_batch_size=4 would'),
-        ('config/mhf_100m.py --num_layers=130 --batch_size=8 --micro_batch_size=1', '--activation_checkpointing helps'),
-    ],
-)
-def test_hint(tmp_path, args, helps):
-    """A plan that does not fit names a setting that does not help, or none."""
-    assert helps in ok('bench.py', *args.split(), '--plan', '--gpu=RTX4090', '--loss=product', cwd=tmp_path).stdout
+    assert big['fits'] and big['parameters'] == 2914422081 and big['memory']['AdamW'] == 8 * 2914422081
+    assert big['total'] == sum(big['memory'].values()) and big['memory']['gradients'] == 4 * 2914422081
+    # token ids of 2 bytes, or four numbers of 2 bytes
+    tokens = 256 * 256 * 200_000
+    assert big['disk_bytes'] == dict(signatures=8 * tokens, ids=2 * tokens)
+    assert big['days'] == pytest.approx(tokens * big['flops_per_token'] / (0.32 * 8 * 989e12) / 86400)
+    half = plan('config/mhf_3b.py', '--block_size=256', '--mfu=0.64', '--gpus=4', '--micro_batch_size=16')
+    assert half['days'] == pytest.approx(big['days']) and half['memory']['activations'] > big['memory']['activations']
+    shown = ok('bench.py', 'config/mhf_3b.py', '--plan', '--gpu=RTX4090', cwd=tmp_path).stdout
+    assert 'DOES NOT FIT' in shown and 'largest micro_batch_size that fits: none' in shown

@@ -150,7 +150,7 @@ def test_expand_a_model(expansion, mistral):
     args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--train_layers=1',
             '--num_layers=4', '--warmup_steps=1', '--auto_resume', '--out_dir=expanded')  # fmt: skip
     assert 'are frozen' in ok('train.py', *args, '--max_steps=3', cwd=expansion).stdout
-    trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt', check_digest=True)
+    trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt')
     assert trained_on.num_params() == base.num_params()
     pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
     frozen = [name for (name, a), b in pairs if torch.equal(a, b)]

@@ -35,9 +35,10 @@ from conftest import (
     write_released,
 )
 
+import checkpoint
 import configurator
 from bins import blocks_of
-from checkpoint import load_checkpoint
+from checkpoint import checked_digest, load_checkpoint, pick_dtype
 from hashing import signature_table
 from model import MHFConfig
 
@@ -191,6 +192,29 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
         del state[key][name]
     save_edited(state, quick / 'out/ckpt.pt')
     ok('train.py', 'cfg.py', '--auto_resume', *until(25), cwd=quick)
+
+
+def test_a_resumed_run_keeps_its_precision(quick):
+    """A run that goes on where another precision is faster becomes another run without a word."""
+    args = ('cfg.py', '--out_dir=b', '--auto_resume', '--compile=False')
+    ok('train.py', *args, '--dtype=bfloat16', *until(4), cwd=quick)
+    # the precision is left to train.py
+    for wanted, said in (('None', 'cpu, bfloat16'), ('float32', 'cpu, float32'), ('None', 'cpu, float32')):
+        done = ok('train.py', *args, f'--dtype={wanted}', *until(steps(quick, 'b')[-1]['step'] + 1), cwd=quick)
+        assert said in done.stdout, wanted
+
+
+@pytest.mark.parametrize(
+    'bfloat16, float32, faster', [(3e12, 1e12, 'bfloat16'), (1.1e12, 1e12, 'float32'), (1, 9, 'float32')]
+)
+def test_the_precision_of_a_cpu_is_measured(monkeypatch, bfloat16, float32, faster):
+    """A CPU whose products in bfloat16 are slower trains in bfloat16, or one without them waits for seconds."""
+    rates, sizes = {torch.bfloat16: bfloat16, torch.float32: float32}, []
+    monkeypatch.setattr(checkpoint, 'products_per_second', lambda dtype, size: sizes.append(size) or rates[dtype])
+    dtype, why = pick_dtype(None, 'cpu')
+    assert dtype == faster and 'GFLOP/s in float32' in why
+    assert max(sizes) == (256 if bfloat16 == 1 else 1024)
+    assert pick_dtype('float32', 'cpu') == ('float32', '')
 
 
 def test_batches_are_a_permutation_without_replacement():
@@ -431,7 +455,8 @@ def test_kill_train(quick):
         # the lines of a run are in its log file when it is killed; the first one has written a checkpoint
         assert killed or 'step 2: validation: ' in process.communicate()[0]
         killed += 1
-        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt', check_digest=True)
+        checked_digest(quick / 'killed/ckpt.pt')
+        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt')
         print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
     ok(*command, cwd=quick)
     assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
@@ -560,14 +585,15 @@ def test_processes_agree_before_they_start(quick, tmp_path):
     # the same names, and another checkpoint
     shutil.rmtree(other)
     shutil.copytree(quick, other)
-    shutil.copy(other / 'out/ckpt_000016.pt', other / 'out/ckpt.pt')
+    for suffix in ('', '.sha256'):
+        shutil.copy(other / f'out/ckpt_000016.pt{suffix}', other / f'out/ckpt.pt{suffix}')
     done.append(pair(*args, cwd=quick, other=other))
     says = (
-        'checkpoints={} (process 0: {',
+        'init_from=scratch (process 0: resume)',
         'init_from=resume (process 0: scratch)',
         'torch=2.0.1 (',
         'train bins=',
-        'ckpt.pt',
+        'checkpoint=',
     )
     for ((code, _, errors), rest), expected in zip(done, says, strict=True):
         assert code == 1 and errors.startswith('error: process 1 has ') and errors.count('\n') == 1, errors
@@ -587,7 +613,8 @@ def test_a_dead_rank_does_not_hang_the_rest(quick):
     _, stderr = master.communicate(timeout=60)
     assert master.returncode == 1 and 'Traceback' not in stderr and 'error: process 0 of 2 lost the others' in stderr
     other.communicate()
-    at = load_checkpoint(quick / 'b/ckpt.pt', check_digest=True)[1]['step']
+    checked_digest(quick / 'b/ckpt.pt')
+    at = weights(quick, 'b')['step']
     assert 8 <= at < 60
     torchrun = ['--standalone', '--nproc_per_node=2', '--max-restarts=1']
     process = started(*command, cwd=quick, wait_for=f'b/ckpt_{at + 8:06}.pt', torchrun=torchrun)
