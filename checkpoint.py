@@ -173,7 +173,7 @@ def load_checkpoint(path):
         # copies, because the mapped file may be replaced while a training run goes on
         model.load_state_dict({k: v.clone() for k, v in ckpt['model'].items()}, assign=True)
     except FileNotFoundError:
-        raise InputError(f'no checkpoint at {path}; train one with: python train.py config/mhf_tiny.py') from None
+        raise InputError(f'no checkpoint at {path}; train.py writes one there') from None
     except Exception as e:  # torch.load's errors are many: zip, pickle, missing keys
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f'{path} is no checkpoint of train.py, or is damaged {reason}') from None

@@ -545,8 +545,12 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
 
 
 if __name__ == '__main__':
+    import sys
+
     from configurator import read_config
 
+    if sys.argv[1:]:
+        raise InputError(f'{sys.argv[1]}: model.py counts the parameters of config/*.py and has no settings')
     print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         settings = read_config(path)

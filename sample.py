@@ -50,7 +50,9 @@ if start.startswith('FILE:'):
 model, tok, name, _ = open_model(out_dir, released, revision, tokenizer)
 # refuses what means nothing for this vocabulary, before anything is printed
 sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
-print(f'{name}; not compiled, {no_compiler}' if 'cuda' in device and no_compiler else name, file=sys.stderr)
+print(f'{name}; seed {seed}', file=sys.stderr)
+if 'cuda' in device and no_compiler:
+    print(f'not compiled: {no_compiler}', file=sys.stderr)
 
 model.to(device, getattr(torch, dtype)).eval()
 context, prompt = model.config.block_size, [tok.bos, *tok.encode([start])[0]]
@@ -66,7 +68,7 @@ try:
         list(model.stream(first, 4, **options))
     began = time.perf_counter()
     for n in range(num_samples):
-        print(f'----- sample {n + 1} of {num_samples}, seed {seed}')
+        print(f'----- sample {n + 1} of {num_samples}')
         text, shown, ids = tok.decode(prompt), 0, list(prompt)
         stream = model.stream(first, max_new_tokens, generator=generator, **options)
         # to read a token is to wait for all that a GPU was given, so it is given eight steps at a time

@@ -37,7 +37,7 @@ def test_sample_from_a_released_model(trained, tmp_path):
 def test_seeds(trained):
     """A seed beyond 64 bits is a traceback, or one of 64 bits is refused."""
     args = ('sample.py', 'cfg.py', '--num_samples=1', '--max_new_tokens=1')
-    assert f'seed {2**64 - 1}' in ok(*args, f'--seed={2**64 - 1}', cwd=trained).stdout
+    assert f'seed {2**64 - 1}' in ok(*args, f'--seed={2**64 - 1}', cwd=trained).stderr
     for seed in (2**64, -1):
         done = run(*args, f'--seed={seed}', cwd=trained)
         assert done.returncode == 1 and done.stderr == f'error: seed={seed}: must be from 0 to 2**64 - 1\n'
