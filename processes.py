@@ -28,14 +28,13 @@ class World:
             named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
             raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
 
-    def meet(self, device, backend, timeout):
+    def meet(self, device, timeout):
         """Waits `timeout` seconds for all. Raises InputError."""
         # one graph, although DDP's buckets then wait for the whole of it
         torch._dynamo.config.optimize_ddp = False
         patience, gpu = timedelta(seconds=timeout), torch.device(device).type == 'cuda'
         try:
-            backend = backend or ('nccl' if gpu and dist.is_nccl_available() else 'gloo')
-            dist.init_process_group(backend, timeout=patience)
+            dist.init_process_group('nccl' if gpu and dist.is_nccl_available() else 'gloo', timeout=patience)
             # for objects, and to wait for a checkpoint that takes long to write
             self.host = dist.new_group(backend='gloo', timeout=timedelta(days=1))
         except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set

@@ -54,9 +54,7 @@ eval_interval = 1000  # steps between validations; each also writes a checkpoint
 init_from = 'scratch'
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
-wandb = False  # also log to Weights & Biases, where it is installed
-wandb_project = 'multihashformer'
-wandb_run_name = ''
+wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJECT and WANDB_NAME name project and run
 # data, as in prepare.py
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''
@@ -98,7 +96,6 @@ compile = None  # torch.compile, which needs a C compiler
 deterministic = False  # on a GPU, too, each run has the same bits: slower
 plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
-backend = None  # nccl | gloo
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
@@ -160,10 +157,6 @@ for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
     if not 0 <= config[key] < limit:
         raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
 compile, no_compiler = pick_compile(compile, device)
-if backend not in (None, 'nccl', 'gloo'):
-    raise InputError(f'backend={backend}: must be nccl or gloo')
-if backend == 'nccl' and not (device_type == 'cuda' and dist.is_nccl_available()):
-    raise InputError(f'backend=nccl is for GPUs, with a torch that has it; for device={device} use --backend=gloo')
 if batch_size % (micro_batch_size * world.size):
     fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world.size) == 0]
     use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world.size}'
@@ -196,7 +189,7 @@ verified = bins.Verified((train_ids, val_ids), world.rank, world.size)  # in a t
 # the processes meet and agree; weights from elsewhere
 
 if world.distributed:
-    world.meet(device, backend, timeout)
+    world.meet(device, timeout)
     mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
     mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__)
     mine['tokenizer'] = meta['tokenizer_sha256']
@@ -434,7 +427,8 @@ if master:
     half_a_line = log_path.is_file() and not log_path.read_bytes().endswith(b'\n')  # as a crash leaves it
     append_to_log('\n' if half_a_line else '')
     if wandb:
-        wandb_run = wandb_module.init(project=wandb_project, name=wandb_run_name or out.name, config=config)
+        project = os.environ.get('WANDB_PROJECT', 'multihashformer')
+        wandb_run = wandb_module.init(project=project, name=os.environ.get('WANDB_NAME', out.name), config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, stop_after_this_step)
 # no bar before the first step is through

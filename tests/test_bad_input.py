@@ -240,8 +240,6 @@ BAD = [
     Bad('no such device', TRAIN + '--device=abacus', says='abacus'),
     Bad('not an Apple', TRAIN + '--device=mps', says='device=mps is not there'),
     Bad('no such dtype', TRAIN + '--dtype=float8', says='dtype=float8'),
-    Bad('no such backend', TRAIN + '--backend=mpi', says='backend=mpi'),
-    Bad('nccl without a GPU', TRAIN + '--backend=nccl', says='for device=cpu use --backend=gloo'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C compiler', lambda f: dict(CXX='nothing-like-g++')),
     Bad('compile is no bool', TRAIN + '--compile=maybe', says='compile=maybe'),
     Bad('too little memory', TRAIN + '--intermediate_size=100000000000', says='python bench.py cfg.py --plan'),

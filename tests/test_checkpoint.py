@@ -177,7 +177,7 @@ def test_a_malicious_checkpoint_is_not_run(quick):
 def test_a_checkpoint_names_no_files(quick):
     """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
     state, path = weights(quick), quick / 'out/ckpt.pt'
-    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset', 'wandb_run_name'), str(quick / 'outside/x'))
+    hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset'), str(quick / 'outside/x'))
     state['config'] |= hostile | dict(tokenizer='../../outside/x')
     state['data']['tokenizer'] = '../../outside/x'
     state['model_config']['../../outside/x'] = 1
