@@ -146,27 +146,14 @@ def summary(study, rows):
     return table(heads, lines)
 
 
-def by_frequency(study, entries, rows):
-    """What details.py says of a group: nats, top-1 and ranks of each tenth of the tokens, and temperatures."""
-    of_names, parts = {}, []
+def temperatures(study, entries, rows):
+    """A sentence for each model whose best temperature details.py has measured."""
+    parts = []
     for entry in entries:
-        if found := [row for row in best_rows(study, entry, rows) if row.get('nats_1')]:
-            of_names[entry['name']] = found
-    for what, form in (('nats', '.2f'), ('top1', '.1%'), ('rank', ',.0f')) if of_names else ():
-        if not any(values(found, f'{what}_1') for found in of_names.values()):
-            continue
-        columns, lines = [f'{what}_{k}' for k in range(1, 11)], []
-        for name, found in of_names.items():
-            means = [values(found, column) for column in columns]
-            lines.append([name, *(f'{statistics.mean(v):{form}}' if v else MISSING for v in means)])
-        first = next(iter(of_names.values()))[0]
-        heads = [f'{float(first[f"frequency_{k}"]):,.0f}' for k in range(1, 11)]
-        parts.append(f'{what}, by how often the target is in the training text, a tenth of the tokens each:\n')
-        parts.append(table(['mean frequency', *heads], lines))
-    for name, found in of_names.items():
+        found = best_rows(study, entry, rows)
         if chosen := values(found, 'temperature'):
             at_it, without = (number(values(found, column), '.3f') for column in ('nats_at_it', 'nats_without'))
-            parts.append(f'{name}: {at_it} nats at temperature {number(chosen, ".2f")}, {without} without.\n')
+            parts.append(f'{entry["name"]}: {at_it} nats at temperature {number(chosen, ".2f")}, {without} without.\n')
     return parts
 
 
@@ -341,7 +328,7 @@ def write(studies, target='RESULTS.md'):
             parts.append(f'![bits per byte by vocabulary]({os.path.relpath(picture)})\n')
         for group, entries in groups(study).items():
             parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
-            parts += by_frequency(study, entries, rows)
+            parts += temperatures(study, entries, rows)
             if found := curves(study, entries, rows):
                 rates = sorted({rate for entry in entries if entry['name'] in found for rate in entry['rates']})
                 parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]
