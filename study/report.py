@@ -118,18 +118,6 @@ def likelihoods(study, entries, rows):
     return table(heads, lines)
 
 
-def others(study, entries, rows):
-    """The table of top-1 and calibration."""
-    texts = list(entries[0]['texts'])
-    columns = {f'{text}: top-1': (f'{text}_top1_accuracy', '.2%') for text in texts}
-    columns |= {f'{text}: calibration error': (f'{text}_expected_calibration_error', '.4f') for text in texts}
-    lines = []
-    for entry in entries:
-        found = best_rows(study, entry, rows)
-        lines.append([entry['name'], *(number(values(found, column), form) for column, form in columns.values())])
-    return table(['model', *columns], lines)
-
-
 def summary(study, rows):
     """The table of the models that the list calls MAIN, or of all, which README shows."""
     texts, lines = list(study.entries[0]['texts']), []
@@ -140,9 +128,8 @@ def summary(study, rows):
                 line[2] = f'{sum(int(seeds[0][f"params_{part}"]) for part in PARTS) / 1e6:.2f} M'
             line += [number(values(seeds, f'{text}_nats_per_token'), '.3f') for text in texts]
             line.append(number(values(seeds, f'{texts[0]}_top1_accuracy'), '.1%'))
-            line.append(number(values(seeds, f'{texts[0]}_expected_calibration_error'), '.4f'))
             lines.append(line)
-    heads = ['trained on', 'model', 'parameters', *(f'nats, {text}' for text in texts), 'top-1', 'calibration error']
+    heads = ['trained on', 'model', 'parameters', *(f'nats, {text}' for text in texts), 'top-1']
     return table(heads, lines)
 
 
@@ -327,7 +314,7 @@ def write(studies, target='RESULTS.md'):
             draw_vocabularies(study, rows, picture)
             parts.append(f'![bits per byte by vocabulary]({os.path.relpath(picture)})\n')
         for group, entries in groups(study).items():
-            parts += [f'### {group}\n', likelihoods(study, entries, rows), others(study, entries, rows)]
+            parts += [f'### {group}\n', likelihoods(study, entries, rows)]
             parts += temperatures(study, entries, rows)
             if found := curves(study, entries, rows):
                 rates = sorted({rate for entry in entries if entry['name'] in found for rate in entry['rates']})
