@@ -1,14 +1,15 @@
 """
-Cost: a training step of each variant, by bench.py, all in turn in one run
+Cost: time and memory of a training step of each variant
 
     $ python study/costs.py study/english.py     # minutes, of an idle machine; writes study/costs.csv
 
-Of the list's first group, each shape once: one micro-batch, forward, backward, clipping, AdamW. The median of
-repetitions; memory, in bytes, beyond the parameters and AdamW's moments. Nats at equal time are those of the claims
-that compare with a Standard model of 1.5 times the tokens: what H4's time buys on a GPU, where such a step is mostly
-launches, and about the least on a CPU. Rows of other devices, or numbers of threads, stay.
+The models are those of the list's first group, each shape once, measured in turn by bench.py: forward, backward,
+clipping and AdamW on one micro-batch. Time is the median of 15 repetitions, in times the first model's; memory is what
+a step needs beyond the parameters and AdamW's moments. Each device and number of threads is a column, whose commit the
+CSV names. On a GPU steps as small as these are mostly launches of kernels.
 """
 
+import argparse
 import csv
 import sys
 from dataclasses import replace
@@ -16,13 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import report
 import sweep
+from rows import commit
 
 import bench
 from bins import replace_durably
 from checkpoint import pick_device, pick_dtype
-from configurator import InputError
 from hashing import get_tokenizer
 from model import MHFConfig
 
@@ -51,7 +51,7 @@ def main(path):
     about = machine.describe()
     rows = bench.bench_train(machine, found, tok, about)
     end = {k: about[k] for k in ('device', 'dtype', 'torch')} | dict(threads=bench.torch.get_num_threads())
-    end |= dict(gemm_flops=about['gemm_flops'], commit=report.commit())
+    end |= dict(gemm_flops=about['gemm_flops'], commit=commit())
     if machine.device_type == 'cuda':
         end['device'] = bench.torch.cuda.get_device_name(machine.device)
     fields = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
@@ -73,6 +73,6 @@ def main(path):
 
 
 if __name__ == '__main__':
-    if len(sys.argv) != 2:
-        raise InputError(f'{len(sys.argv) - 1} arguments: name one list of runs, like study/english.py')
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('list', help='a list of runs, like study/english.py')
+    main(parser.parse_args().list)

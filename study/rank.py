@@ -1,22 +1,22 @@
 """
-The rank claim: the numerical rank of log P, contexts x vocabulary, in float64, against its bounds.
+Rank: how many dimensions log P has, contexts x vocabulary, in float64, and its bounds
 
-    $ python prepare.py config/mhf_tiny.py     # the Python standard library: the contexts, and what MODELS learn
-    $ python study/rank.py                     # trains MODELS; prints a table, also in study/rank.csv; study/rank.png
-    $ python study/rank.py out/mhf_tiny        # or checkpoints of train.py, on their held-out text, into the first
+    $ python prepare.py config/mhf_tiny.py     # the contexts, and what MODELS learn
+    $ python study/rank.py                     # trains MODELS; writes study/rank.csv and study/rank.png
+    $ python study/rank.py out/mhf_tiny        # checkpoints of train.py instead; writes into the first one's folder
 
-Each is measured as trained, and with fresh weights. A row of log P is linear in h (d numbers), in what each of H - 1
-mixers adds to it (z numbers) and in two constants, the mixers' biases and the normaliser; and the logits of a
-coordinate lie in the span of E_i, of dimension min(d, B). So the rank is at most
+A row of log P is linear in h (d numbers), in what each of H - 1 mixers adds to it (z numbers), and in two constants:
+the mixers' biases and the normaliser. The logits of a coordinate lie in the span of E_i, of dimension min(d, B). So
 
-    min(d + (H - 1) z + 2, H min(d, B) + 1, V)        Standard: d + 1        the paper: min(B, H d)
+    rank <= min(d + (H - 1) z + 2, H min(d, B) + 1, V)        Standard: d + 1        the paper: min(B, H d)
 
-Reachable is what random E and mixers fill. It has H (B - 2) + 2 in place of H B + 1: each coordinate's buckets sum to
-the same vector of ones, and bucket 0 is the padding token's in all of them. Fresh biases are 0, which takes 1.
-The table's last columns are singular values by the largest: the first beyond Standard's bound, the last above numpy's
-threshold, 9.1e-13 here, and the first below. Of the tokens a random 2,048 are columns: fewer only lower a rank.
+Random E and mixers fill what is called reachable. It has H (B - 2) + 2 in place of H B + 1: the buckets of each
+coordinate sum to the same vector of ones, and bucket 0 belongs to the padding token alone. Fresh biases are 0, which
+takes 1. The last columns are singular values by the largest: the first beyond Standard's bound, the last above numpy's
+threshold of 9.1e-13, and the first below it. Columns are 2,048 random tokens; fewer columns only lower a rank.
 """
 
+import argparse
 import csv
 import subprocess
 import sys
@@ -115,7 +115,9 @@ def draw(spectra, path):
 
 
 if __name__ == '__main__':
-    named = {path: Path(path) for path in sys.argv[1:]}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('folders', nargs='*', help='checkpoints of train.py in place of MODELS')
+    named = {path: Path(path) for path in parser.parse_args().folders}
     folders, spectra = named or train(), []
     for name, folder in folders.items():
         trained, ckpt = load_checkpoint(folder / 'ckpt.pt')

@@ -1,81 +1,83 @@
-"""The CSVs of sweep.py; RESULTS.md and its pictures, from them alone: the same CSVs give the same bytes."""
+"""
+RESULTS.md and its pictures, from the CSVs alone: the same CSVs give the same bytes. sweep.py --report calls it.
+
+The first page answers the questions of ABOUT. Under each stand the claims of the lists that name it, those that the
+runs decide first. verdict() is the rule by which a claim holds; no line of the page is decided by hand.
+"""
 
 import ast
 import csv
-import fcntl
 import os
 import statistics
-import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
-from bins import replace_durably
-from configurator import InputError
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import pictures  # noqa: E402
+from rows import best_rows, curves, parameters, read_rows, values  # noqa: E402
+
+from configurator import InputError  # noqa: E402
+
 MISSING = '–'
+# the repository's own lists, whose report is RESULTS.md
+OWN_LISTS = ['english.py', 'vocabulary.py']
+# the questions of the first page, in their order; a claim names one of them as `about`
+ABOUT = dict(
+    loss='What the exact loss gives',
+    standard='Where MultiHashFormer is ahead of Standard, level with it, behind it',
+    parts='What each part of the method earns',
+    optimizer="What the optimizer's settings give",
+    vocabulary='What a larger vocabulary costs',
+    time='What it costs in time',
+    other='Other claims',
+)
+HOLDS = 'Holds'
+FAILS = 'Does not hold'
+TOO_SMALL = 'Too small to tell'
+ONE_SEED = 'One seed'
+NOT_RUN = 'Not run'
+DECIDED = (HOLDS, FAILS)
+OPEN = (TOO_SMALL, ONE_SEED, NOT_RUN)
 INTRODUCTION = """# Results
 
-Every table, picture and verdict is made by `python study/sweep.py {lists} --report` from the CSVs in `study/`, which
-`python study/sweep.py LIST --jobs=2` makes, the others the command that their section names. Numbers are means over the
-seeds, with their standard deviation; {missing} is what has not been run yet, or what was lost. A model
-whose rates are not all tried stands at the best so far.
+Standard is a small decoder with an embedding matrix. H4 is MultiHashFormer: the same decoder, but it reads and predicts
+four hash IDs a token in place of the token. Each was trained from scratch and is measured on text held out of training.
 
-## What does not hold, and what does
-
-A claim holds where the difference is as large as it says, and larger than two standard deviations, those of both models
-together; it does not where it falls short by more than these; else it is too small to tell.
-
+A figure on this page says by how many nats a token the model that a claim names first is better: the difference of the
+means over the seeds ± the standard deviation of that difference from seed to seed, and in brackets the seeds of both
+models. A claim **holds** where the difference is as large as the claim says and larger than two standard deviations. It
+**does not hold** where the difference falls short of the claim by more than two. The rest is open: where it is too
+small to tell, the models are level as far as these seeds show, and one seed decides nothing.
 """
-VERDICTS = ('does not hold', 'too small to tell', 'holds', 'one seed', 'not run')
-PARTS = ('embedding', 'hash', 'decoder')
-# CSVs beside the first list, each made by a script of this folder, whose docstring is the section's text
-OTHERS = ('costs', 'tasks', 'rank')
+HOW = """## How the numbers were made
+
+    $ python study/sweep.py {lists} --jobs=2    # trains and evaluates what has no row yet
+    $ python study/sweep.py {lists} --report    # writes this page and its pictures
+
+Costs, tasks and ranks have their commands in their sections. The CSVs have more columns than this page: calibration
+error, and nats, top-1 and ranks by how frequent a token is. Rows by the code and the device that made them:
+"""
 
 
-def commit():
-    """Of this repository, and whether its Python differs from it; '' where it is no checkout."""
-
-    def git(*command):
-        return subprocess.run(['git', '-C', str(HERE), *command], capture_output=True, text=True).stdout.strip()
-
-    changed = git('diff', '--name-only', 'HEAD', '--', ':/*.py')
-    return git('rev-parse', '--short', 'HEAD') + ('-dirty' if changed else '')
-
-
-def read_rows(path):
-    """{key: row} of a CSV; a row is a dict of strings."""
-    if not path.exists():
-        return {}
-    with open(path, newline='') as f:
-        return {row['key']: row for row in csv.DictReader(f)}
-
-
-def add_row(path, row):
-    """The CSV is written anew beside itself: no kill leaves half a row, and a new column is no trouble."""
-    with open(path.with_suffix('.lock'), 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        rows = [*read_rows(path).values(), row]
-        with open(path.with_suffix('.tmp'), 'w', newline='') as f:
-            writer = csv.DictWriter(f, list(dict.fromkeys(column for r in rows for column in r)), lineterminator='\n')
-            writer.writeheader()
-            writer.writerows(rows)
-        replace_durably(path.with_suffix('.tmp'), path)
-
-
-def number(values, form):
-    """The mean of values, and where there are several their standard deviation."""
-    if not values:
+def number(found, form):
+    """The mean of some values, and where there are several their standard deviation."""
+    if not found:
         return MISSING
-    deviation = f' ± {statistics.stdev(values):{form}}' if len(values) > 1 else ''
-    return f'{statistics.mean(values):{form}}{deviation}'
+    mean = f'{statistics.mean(found):{form}}'
+    if len(found) == 1:
+        return mean
+    return f'{mean} ± {statistics.stdev(found):{form}}'
 
 
 def table(heads, lines):
-    return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, ['---'] * len(heads), *lines)) + '\n'
+    rule = ['---'] * len(heads)
+    return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, rule, *lines)) + '\n'
 
 
-def groups(study):
+def groups_of(study):
     """{group: its entries}, in the order of the list."""
     found = {}
     for entry in study.entries:
@@ -83,244 +85,298 @@ def groups(study):
     return found
 
 
-def best_rows(study, entry, rows):
-    """The finished runs of an entry at its rate, a row a seed."""
-    rate = study.best_rate(entry, rows, so_far=True)
-    keys = [study.key(entry, study.settings(entry, rate, seed)) for seed in entry['seeds'] if rate]
-    return [rows[key] for key in keys if key in rows]
+# -----------------------------------------------------------------------------
+# the first page
 
 
-def values(found, column):
-    return [float(row[column]) for row in found if row.get(column)]
+def verdict(better, than, by):
+    """The nats of two models, a number a seed -> does `better` have fewer by at least `by`; and by how many."""
+    if not better or not than:
+        return NOT_RUN, MISSING
+    difference = statistics.mean(than) - statistics.mean(better)
+    if len(better) == 1 or len(than) == 1:
+        return ONE_SEED, f'{difference:+.3f}'
+    deviation = (statistics.variance(better) + statistics.variance(than)) ** 0.5
+    figure = f'{difference:+.3f} ± {deviation:.3f}'
+    if difference >= by and difference > 2 * deviation:
+        return HOLDS, figure
+    if by - difference > 2 * deviation:
+        return FAILS, figure
+    return TOO_SMALL, figure
 
 
-def likelihoods(study, entries, rows):
-    """The table of what the models say of the texts, and of their sizes."""
-    texts = list(entries[0]['texts'])
-    heads = ['model', 'embedding interface + decoder, M', 'rate', 'seeds']
-    heads += [f'{text}: {what}' for text in texts for what in ('nats', 'against the first', 'bits per byte')]
-    first, lines = best_rows(study, entries[0], rows), []
-    for entry in entries:
-        found, line = best_rows(study, entry, rows), [entry['name'], MISSING, MISSING, MISSING]
-        if found:
-            of = {part: int(found[0][f'params_{part}']) / 1e6 for part in PARTS}
-            line[1:] = (
-                f'{of["embedding"] + of["hash"]:.2f} + {of["decoder"]:.2f}',
-                found[0]['learning_rate'],
-                str(len(found)),
-            )
-        for text in texts:
-            nats = values(found, f'{text}_nats_per_token')
-            base = values(first, f'{text}_nats_per_token')
-            less = f'{statistics.mean(nats) - statistics.mean(base):+.3f}' if nats and base else MISSING
-            line += [number(nats, '.3f'), less, number(values(found, f'{text}_bits_per_byte'), '.4f')]
-        lines.append(line)
-    return table(heads, lines)
-
-
-def summary(study, rows):
-    """The table of the models that the list calls MAIN, or of all, which README shows."""
-    texts, lines = list(study.entries[0]['texts']), []
-    for group, entries in groups(study).items():
-        for entry in (e for e in entries if e['name'] in (study.main or [e['name']])):
-            seeds, line = best_rows(study, entry, rows), [group, entry['name'], MISSING]
-            if seeds:
-                line[2] = f'{sum(int(seeds[0][f"params_{part}"]) for part in PARTS) / 1e6:.2f} M'
-            line += [number(values(seeds, f'{text}_nats_per_token'), '.3f') for text in texts]
-            line.append(number(values(seeds, f'{texts[0]}_top1_accuracy'), '.1%'))
-            lines.append(line)
-    heads = ['trained on', 'model', 'parameters', *(f'nats, {text}' for text in texts), 'top-1']
-    return table(heads, lines)
-
-
-def temperatures(study, entries, rows):
-    """A sentence for each model whose best temperature details.py has measured."""
-    parts = []
-    for entry in entries:
-        found = best_rows(study, entry, rows)
-        if chosen := values(found, 'temperature'):
-            at_it, without = (number(values(found, column), '.3f') for column in ('nats_at_it', 'nats_without'))
-            parts.append(f'{entry["name"]}: {at_it} nats at temperature {number(chosen, ".2f")}, {without} without.\n')
-    return parts
-
-
-def verdict(study, claim, group, entries, rows):
-    """(the place in VERDICTS, a line of the table) of a claim in a group, or None where it has no such models."""
-    of_names = {entry['name']: entry for entry in entries}
-    if not {claim['better'], claim['than']} <= of_names.keys():
-        return None
-    text, by = claim.get('on', next(iter(entries[0]['texts']))), claim.get('by', 0)
-    better, than = (
-        values(best_rows(study, of_names[claim[k]], rows), f'{text}_nats_per_token') for k in ('better', 'than')
-    )
-    kind, less = 4, MISSING
-    if better and than:
-        kind, difference = 3, statistics.mean(than) - statistics.mean(better)
-        less = f'{difference:+.3f}'
-        if len(better) > 1 and len(than) > 1:
-            deviation = (statistics.variance(better) + statistics.variance(than)) ** 0.5
-            less += f' ± {deviation:.3f}'
-            kind = 2 if difference >= by and difference > 2 * deviation else 1
-            kind = 0 if by - difference > 2 * deviation else kind
-    seeds = f'{len(better)} and {len(than)}'
-    return kind, [f'**{VERDICTS[kind]}**', claim['says'], group, text, less, f'{by:g}', seeds]
-
-
-def verdicts(studies):
-    """The table of all claims; what does not hold first."""
-    found = []
-    for study in studies:
-        rows = read_rows(study.csv)
-        for claim in study.claims:
-            found += [verdict(study, claim, group, entries, rows) for group, entries in groups(study).items()]
-    lines = [line for _, line in sorted(filter(None, found), key=lambda kind_and_line: kind_and_line[0])]
-    return table(['', 'claim', 'models', 'text', 'nats below', 'at least', 'seeds'], lines)
-
-
-def shortened(cell):
-    """A number of a CSV, as a reader wants it; other text as it is."""
-    try:
-        return f'{int(cell):,}' if cell.isdecimal() else f'{float(cell):.4g}'
-    except ValueError:
-        return cell
-
-
-def other(path):
-    """The section of a CSV: the docstring of the script that made it, with its commands, a picture and the table."""
-    title, *paragraphs = ast.get_docstring(ast.parse((HERE / f'{path.stem}.py').read_text())).split('\n\n')
-    with open(path, newline='') as f:
-        heads, *lines = csv.reader(f)
-    lines = [
-        [shortened(cell) if head != 'commit' else cell for head, cell in zip(heads, line, strict=True)]
-        for line in lines
-    ]
-    parts = [f'## {title.rstrip(".")}\n', *(f'{paragraph}\n' for paragraph in paragraphs), table(heads, lines)]
-    if path.with_suffix('.png').exists():
-        parts.insert(-1, f'![{path.stem}]({os.path.relpath(path.with_suffix(".png"))})\n')
-    return parts
-
-
-def curves(study, entries, rows):
-    """{entry's name: {rate: nats of its first seed on the first text}} of the entries that try several rates."""
+def verdicts(study, claim, rows):
+    """{verdict: figures} of a claim, a figure for each group that has its two models."""
     found = {}
-    for entry in entries:
-        if study.curve(entry) is entry and len(entry['rates']) > 1:
-            keys = {rate: study.key(entry, study.settings(entry, rate, entry['seeds'][0])) for rate in entry['rates']}
-            column = f'{next(iter(entry["texts"]))}_nats_per_token'
-            found[entry['name']] = {rate: float(rows[k][column]) for rate, k in keys.items() if k in rows}
+    for group, entries in groups_of(study).items():
+        of_names = {entry['name']: entry for entry in entries}
+        if claim['better'] not in of_names or claim['than'] not in of_names:
+            continue
+        text = claim.get('on', study.first_text(entries[0]))
+        column = f'{text}_{claim.get("measure", "nats_per_token")}'
+        better = values(best_rows(study, of_names[claim['better']], rows), column)
+        than = values(best_rows(study, of_names[claim['than']], rows), column)
+        answer, figure = verdict(better, than, claim.get('by', 0))
+        found.setdefault(answer, []).append(f'{group} {figure} ({len(better)}+{len(than)})')
     return found
 
 
-def curve_table(found, rates):
+def temperatures(study, rows):
+    """A sentence for each model whose best temperature is known: details.py measures it for the paper's loss."""
     lines = []
-    for name, of_entry in found.items():
-        best = min(of_entry.values(), default=0)
-        numbers = {rate: f'{nats:.3f}' for rate, nats in of_entry.items()}
-        numbers |= {rate: f'**{numbers[rate]}**' for rate, nats in of_entry.items() if nats == best}
-        lines.append([name, *(numbers.get(rate, MISSING) for rate in rates)])
-    return table(['rate', *(f'{rate:g}' for rate in rates)], lines)
+    for entry in study.entries:
+        found = best_rows(study, entry, rows)
+        temperature = values(found, 'temperature')
+        if temperature:
+            without = number(values(found, 'nats_without'), '.3f')
+            with_it = number(values(found, 'nats_at_it'), '.3f')
+            best = number(temperature, '.2f')
+            lines.append(
+                f"The paper's loss ({entry['name']}, {entry['group']}): {without} nats, and {with_it} at its best "
+                f'temperature, {best}, which is chosen on one half of the text and measured on the other.'
+            )
+    return lines
 
 
-def draw(study, groups, rows, path):
-    """A row of two pictures a group: nats with deviations of what is finished, and the curves of the rates."""
-    from matplotlib.figure import Figure
-
-    finished = {group: [e for e in entries if best_rows(study, e, rows)][::-1] for group, entries in groups.items()}
-    heights = [max(2.8, 0.9 + 0.2 * len(entries)) for entries in finished.values()]
-    fig = Figure(figsize=(13, sum(heights)))
-    axes = fig.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
-    for (group, entries), (left, right) in zip(finished.items(), axes, strict=True):
-        text = next(iter(groups[group][0]['texts']))
-        found = [values(best_rows(study, entry, rows), f'{text}_nats_per_token') for entry in entries]
-        # what is far off is written at the edge
-        edge = min((statistics.mean(nats) for nats in found), default=0) + 0.6
-        for place, nats in enumerate(found):
-            if statistics.mean(nats) > edge:
-                left.text(edge, place, f'{statistics.mean(nats):.2f} \N{RIGHTWARDS ARROW}', ha='right', va='center')
-            else:
-                deviation = statistics.stdev(nats) if len(nats) > 1 else 0
-                left.errorbar(statistics.mean(nats), place, xerr=deviation, fmt='o', capsize=3, color='C0')
-        left.set_yticks(range(len(entries)), [entry['name'] for entry in entries])
-        left.set(title=group, xlabel=f'nats per token, {text}', ylim=(-0.5, len(entries) - 0.5))
-        rates = {}
-        for k, (name, of_entry) in enumerate(curves(study, groups[group], rows).items()):
-            rates |= of_entry
-            if of_entry and min(of_entry.values()) < edge:
-                style = dict(marker='o', color=f'C{k % 10}', linestyle='-' if k < 10 else '--')
-                right.plot(*zip(*sorted(of_entry.items()), strict=True), **style, label=name)
-                right.legend(fontsize=8, loc='upper left', bbox_to_anchor=(1, 1))
-        right.set(title='the first seed', xlabel='learning rate', ylabel='nats per token', xscale='log')
-        right.set_xticks(sorted(rates), [f'{rate:g}' for rate in sorted(rates)])
-        right.minorticks_off()
-        left.grid(alpha=0.3)
-        right.grid(alpha=0.3)
-    fig.tight_layout()
-    # without matplotlib's version
-    fig.savefig(path, dpi=110, metadata=dict(Software=None))
+def vocabularies(study, rows):
+    """A sentence for each model of the smallest and the largest vocabulary of a list: what the larger one changes."""
+    lines = []
+    if not study.vocabularies:
+        return lines
+    groups = groups_of(study)
+    ends = [function(study.vocabularies, key=study.vocabularies.get) for function in (min, max)]
+    small, large = ({entry['name']: entry for entry in groups[group]} for group in ends)
+    for name in small:
+        if name not in large:
+            continue
+        before = best_rows(study, small[name], rows)
+        after = best_rows(study, large[name], rows)
+        if not before or not after:
+            continue
+        tokens = [f'{study.vocabularies[group]:,} ({group})' for group in ends]
+        sizes = [f'{parameters(found[0]) / 1e6:.2f} M' for found in (before, after)]
+        line = f'{name} from {tokens[0]} to {tokens[1]} tokens: from {sizes[0]} to {sizes[1]} parameters'
+        for text in small[name]['texts']:
+            bits = [number(values(found, f'{text}_bits_per_byte'), '.4f') for found in (before, after)]
+            line += f', from {bits[0]} to {bits[1]} bits per byte of {text}'
+        lines.append(line + '.')
+    return lines
 
 
-def draw_vocabularies(study, rows, path):
-    """Bits per byte, and parameters, against the vocabulary: a group a tokenizer, whose tokens the list counts."""
-    from matplotlib.figure import Figure
-
-    fig = Figure(figsize=(9, 3.4))
-    left, right = fig.subplots(1, 2)
-    text = next(iter(study.entries[0]['texts']))
-    for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
-        points = []
-        for entry in study.entries:
-            found = best_rows(study, entry, rows) if entry['name'] == name else []
-            if bits := values(found, f'{text}_bits_per_byte'):
-                millions = sum(int(found[0][f'params_{part}']) for part in PARTS) / 1e6
-                deviation = statistics.stdev(bits) if len(bits) > 1 else 0
-                points.append((study.vocabularies[entry['group']], statistics.mean(bits), deviation, millions))
-        if points:
-            tokens, bits, deviations, millions = zip(*sorted(points), strict=True)
-            left.errorbar(tokens, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
-            right.plot(tokens, millions, marker='o', color=f'C{k}', label=name)
-    for ax, label in ((left, f'bits per byte of held-out {text}'), (right, 'parameters, millions')):
-        ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
-        ax.set_xticks(list(study.vocabularies.values()), [f'{n // 1000} K' for n in study.vocabularies.values()])
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-    right.set_ylim(bottom=0)
-    left.legend()
-    fig.tight_layout()
-    fig.savefig(path, dpi=110, metadata=dict(Software=None))
+def times(study):
+    """A sentence for each main model in costs.csv: what a training step of it takes on each device."""
+    lines = []
+    devices = costs_by_device(study.path.with_name('costs.csv'))
+    for name in study.main or ():
+        ratios = []
+        for device, of_device in devices.items():
+            first = next(iter(of_device))
+            if name in of_device and name != first:
+                ratios.append(f"{of_device[name]['time / the first']} times {first}'s on {device}")
+        if ratios:
+            lines.append(f'The time of a training step of {name} is {", ".join(ratios)}.')
+    return lines
 
 
-def write(studies, target='RESULTS.md'):
-    """
-    Writes the report of the lists, into the working folder, and a picture beside each CSV. Raises InputError where a
-    claim or MAIN names no entry.
-    """
+def first_page(studies):
+    """Each question of ABOUT: what holds, what does not, what else was measured, and what is open."""
+    facts = {about: [] for about in ABOUT}
+    claims = {about: {answer: [] for answer in (*DECIDED, *OPEN)} for about in ABOUT}
     for study in studies:
-        named = {*(study.main or ()), *(claim[k] for claim in study.claims for k in ('better', 'than'))}
-        if unknown := named - {entry['name'] for entry in study.entries}:
-            raise InputError(f'{study.path}: no entry has the name {sorted(unknown)[0]!r}, which a claim or MAIN has')
-    lists = ' '.join(os.path.relpath(study.path) for study in studies)
-    parts = [INTRODUCTION.format(lists=lists, missing=MISSING) + verdicts(studies), '## In short\n']
-    parts.append(summary(studies[0], read_rows(studies[0].csv)))
+        rows = read_rows(study.csv)
+        facts['loss'] += temperatures(study, rows)
+        facts['vocabulary'] += vocabularies(study, rows)
+        facts['time'] += times(study)
+        for claim in study.claims:
+            for answer, figures in verdicts(study, claim, rows).items():
+                claims[claim.get('about', 'other')][answer].append(f'{claim["says"]}: {"; ".join(figures)}.')
+    parts = [INTRODUCTION]
+    for about, heading in ABOUT.items():
+        lines = [f'* **{answer}**: {line}' for answer in DECIDED for line in claims[about][answer]]
+        lines += [f'* {line}' for line in facts[about]]
+        for answer in OPEN:
+            if claims[about][answer]:
+                lines.append(f'* Open, {answer.lower()}: {" ".join(claims[about][answer])}')
+        if lines:
+            parts += [f'## {heading}\n', '\n'.join(lines) + '\n']
+    return parts
+
+
+# -----------------------------------------------------------------------------
+# the tables
+
+
+def main_table(study, rows):
+    """The models that the list calls MAIN, or all, group by group. README shows the first list's."""
+    texts = list(study.entries[0]['texts'])
+    # nats per token are another quantity for each tokenizer
+    if study.vocabularies:
+        measure, column, form = 'bits per byte', 'bits_per_byte', '.4f'
+    else:
+        measure, column, form = 'nats', 'nats_per_token', '.3f'
+    lines = []
+    for group, entries in groups_of(study).items():
+        for entry in entries:
+            if study.main and entry['name'] not in study.main:
+                continue
+            found = best_rows(study, entry, rows)
+            size = f'{parameters(found[0]) / 1e6:.2f} M' if found else MISSING
+            measured = [number(values(found, f'{text}_{column}'), form) for text in texts]
+            top1 = number(values(found, f'{texts[0]}_top1_accuracy'), '.1%')
+            lines.append([group, entry['name'], size, *measured, top1])
+    heads = ['trained on', 'model', 'parameters', *(f'{measure}, {text}' for text in texts), 'top-1']
+    return table(heads, lines)
+
+
+def table_of_groups(study, cells):
+    """{name: {group: cell}} -> a row a name, a column a group."""
+    groups = list(groups_of(study))
+    lines = [[name, *(of_groups.get(group, '') for group in groups)] for name, of_groups in cells.items()]
+    return table(['model', *groups], lines)
+
+
+def other_models(study, rows):
+    """The nats on each text of the models that are not in MAIN."""
+    cells = {}
+    for entry in study.entries:
+        if entry['name'] in study.main:
+            continue
+        found = best_rows(study, entry, rows)
+        nats = [number(values(found, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
+        cells.setdefault(entry['name'], {})[entry['group']] = ' / '.join(nats)
+    return table_of_groups(study, cells)
+
+
+def rates_tried(study, rows):
+    """The learning rates that were tried, the best one first, with the nats of the first seed."""
+    cells = {}
+    for group, entries in groups_of(study).items():
+        for name, curve in curves(study, entries, rows).items():
+            best_first = sorted(curve, key=curve.get)
+            tried = ', '.join(f'{rate:g}: {curve[rate]:.3f}' for rate in best_first)
+            cells.setdefault(name, {})[group] = tried or MISSING
+    return table_of_groups(study, cells) if cells else None
+
+
+def costs_by_device(path):
+    """{device: {model: row}} of costs.csv, or {}."""
+    found = {}
+    if path.exists():
+        with open(path, newline='') as f:
+            for row in csv.DictReader(f):
+                device = row['device']
+                if device == 'cpu':
+                    device = 'a CPU with 1 thread' if row['threads'] == '1' else f'a CPU with {row["threads"]} threads'
+                found.setdefault(device, {})[row['model']] = row
+    return found
+
+
+def shortened(cell):
+    """A number of a CSV with its thousands apart; other text as it is."""
+    return f'{int(cell):,}' if cell.isdecimal() else cell
+
+
+def whole_table(path):
+    """A CSV as it is."""
+    with open(path, newline='') as f:
+        heads, *lines = csv.reader(f)
+    return table(heads, [[shortened(cell) for cell in line] for line in lines])
+
+
+# the CSVs beside the first list, each made by the script of its name, whose docstring is the section's text
+TABLES = dict(costs=whole_table, tasks=whole_table, rank=whole_table)
+
+
+def title_and_text(docstring):
+    title, _, text = docstring.strip().partition('\n')
+    return title.rstrip('.'), text.strip('\n')
+
+
+def image(text, path, target):
+    """A picture, by its place as seen from the report's."""
+    return f'![{text}]({os.path.relpath(path, target.parent)})\n'
+
+
+def section(path, target):
+    """The section of a CSV in TABLES."""
+    title, text = title_and_text(ast.get_docstring(ast.parse((HERE / f'{path.stem}.py').read_text())))
+    parts = [f'## {title}\n', f'{text}\n']
+    picture = path.with_suffix('.png')
+    if picture.exists():
+        parts.append(image(path.stem, picture, target))
+    return [*parts, TABLES[path.stem](path)]
+
+
+# -----------------------------------------------------------------------------
+# the report
+
+
+def study_section(study, target):
+    """A list's docstring, its pictures, which are drawn here, and its tables."""
+    rows = read_rows(study.csv)
+    title, text = title_and_text(study.doc)
+    picture = study.path.with_suffix('.png')
+    pictures.draw(study, groups_of(study), rows, picture)
+    parts = [f'## {title}\n', f'{text}\n', main_table(study, rows)]
+    if study.main:
+        texts = ' / '.join(study.entries[0]['texts'])
+        about = f'The other models, nats on {texts} (no ±: one seed so far):\n'
+        parts += [about, other_models(study, rows)]
+    if rates := rates_tried(study, rows):
+        parts += ['The learning rates that were tried, the best one first, with the nats of the first seed:\n', rates]
+    parts.append(image(title, picture, target))
+    if study.vocabularies:
+        picture = study.path.with_name(f'{study.path.stem}_size.png')
+        pictures.draw_vocabularies(study, rows, picture)
+        parts.append(image('bits per byte by vocabulary', picture, target))
+    return parts
+
+
+def how_it_was_made(studies):
+    """The commands, and which code and device made the rows."""
+    lines = [HOW.format(lists=' '.join(os.path.relpath(study.path) for study in studies))]
     for study in studies:
-        rows, picture = read_rows(study.csv), study.path.with_suffix('.png')
-        title, _, text = study.doc.strip().partition('\n')
-        draw(study, groups(study), rows, picture)
-        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in rows.values())
-        listed = '; '.join(f'{number} of {commit}' for commit, number in sorted(commits.items()))
-        parts.append(f'## {title}\n\n{text.strip()}\n\nRuns by commit: {listed or MISSING}.\n')
-        parts.append(f'![{title}]({os.path.relpath(picture)})\n')
-        if study.vocabularies:
-            picture = study.path.with_name(f'{study.path.stem}_size.png')
-            draw_vocabularies(study, rows, picture)
-            parts.append(f'![bits per byte by vocabulary]({os.path.relpath(picture)})\n')
-        for group, entries in groups(study).items():
-            parts += [f'### {group}\n', likelihoods(study, entries, rows)]
-            parts += temperatures(study, entries, rows)
-            if found := curves(study, entries, rows):
-                rates = sorted({rate for entry in entries if entry['name'] in found for rate in entry['rates']})
-                parts += ['Nats of the first seed by learning rate:\n', curve_table(found, rates)]
-    for path in (studies[0].path.with_name(f'{name}.csv') for name in OTHERS):
+        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in read_rows(study.csv).values())
+        listed = '; '.join(f'{count} of {commit}' for commit, count in sorted(commits.items()))
+        lines.append(f'* `{os.path.relpath(study.csv)}`: {listed or MISSING}.')
+    return '\n'.join(lines) + '\n'
+
+
+def check(study):
+    """Raises InputError where a claim or MAIN names no entry, or a claim another question than those of ABOUT."""
+    named = {*(study.main or ())}
+    for claim in study.claims:
+        named |= {claim['better'], claim['than']}
+        about = claim.get('about', 'other')
+        if about not in ABOUT:
+            raise InputError(f'{study.path}: about={about!r} of a claim: must be one of {", ".join(ABOUT)}')
+    if unknown := named - {entry['name'] for entry in study.entries}:
+        raise InputError(f'{study.path}: no entry has the name {sorted(unknown)[0]!r}, which a claim or MAIN has')
+
+
+def target_of(studies):
+    """RESULTS.md for the repository's own lists; else a file beside the first list, so that none replaces another's."""
+    if [study.path.name for study in studies] == OWN_LISTS:
+        return Path('RESULTS.md').resolve()
+    return studies[0].path.with_suffix('.md')
+
+
+def write(studies):
+    """Writes the report of some lists, and a picture beside each CSV. Raises InputError where check() does."""
+    for study in studies:
+        check(study)
+    target = target_of(studies)
+    parts = first_page(studies)
+    for study in studies:
+        parts += study_section(study, target)
+    for name in TABLES:
+        path = studies[0].path.with_name(f'{name}.csv')
         if path.exists():
-            parts += other(path)
-    Path(target).write_text('\n'.join(parts))
-    print(target)
+            parts += section(path, target)
+    parts.append(how_it_was_made(studies))
+    target.write_text('\n'.join(parts), encoding='utf-8')
+    print(os.path.relpath(target))
+
+
+if __name__ == '__main__':
+    print(__doc__.strip())

@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import report  # noqa: E402
 import torch  # noqa: E402
-from report import add_row, read_rows  # noqa: E402
+from rows import add_row, commit, read_rows  # noqa: E402
 
 from bins import replace_durably  # noqa: E402
 from configurator import InputError, read_config, settings_of  # noqa: E402
@@ -66,6 +66,10 @@ class Study:
                 return e
         raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry of its group with rates')
 
+    def first_text(self, entry):
+        """The name of the text that chooses an entry's rate."""
+        return next(iter(entry['texts']))
+
     def settings(self, entry, rate, seed):
         """What a run's config and entry say of its training; all else is train.py's default."""
         config = {k: v for k, v in read_config(entry['config']).items() if k in settings_of('train.py')}
@@ -84,7 +88,7 @@ class Study:
         rates = {self.key(curve, self.settings(curve, rate, curve['seeds'][0])): rate for rate in curve['rates']}
         if not (so_far or rates.keys() <= rows.keys() | self.failed.keys()) or not rates.keys() & rows.keys():
             return None
-        column = f'{next(iter(curve["texts"]))}_nats_per_token'
+        column = f'{self.first_text(curve)}_nats_per_token'
         return min((float(rows[key][column]), rate) for key, rate in rates.items() if key in rows)[1]
 
     def runs(self, rows):
@@ -106,7 +110,7 @@ class Study:
             if key in read_rows(self.csv):
                 return
             row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
-            row['commit'] = report.commit()
+            row['commit'] = commit()
             how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=str(threads)))
             tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
             flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)

@@ -1,15 +1,16 @@
 """
-Tasks: how far from chance?
+Tasks: how far are models of this size from chance?
 
     $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
     $ python study/tfree.py eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
-    $ python study/tasks.py H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json           # writes study/tasks.csv
+    $ python study/tasks.py H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
 
-Models of 11 M parameters (T-FREE's 7) after a million tokens, its words; the first 300 documents of each task; the
-paper's shots and metrics. ± is lm-eval's standard error, and the last line counts the tasks in which a model is above
-chance by more than two. T-FREE's scores rank words and are no likelihoods: it stands beside others nowhere else.
+The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). Of each task the first 300
+documents, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the tasks in which a
+model is above chance by more than two of them. T-FREE's scores rank words and are no likelihoods.
 """
 
+import argparse
 import csv
 import json
 import sys
@@ -57,7 +58,9 @@ def main(models, target):
 
 
 if __name__ == '__main__':
-    arguments = sys.argv[1:]
-    if not arguments or any('=' not in argument for argument in arguments):
-        raise InputError(f'{" ".join(arguments) or "no arguments"}: say NAME=RESULTS.json of each model')
-    main(dict(argument.split('=', 1) for argument in arguments), Path(__file__).with_suffix('.csv'))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('models', nargs='+', metavar='NAME=RESULTS.json', help='what eval.py or tfree.py wrote')
+    models = parser.parse_args().models
+    if any('=' not in model for model in models):
+        raise InputError(f'{" ".join(models)}: say NAME=RESULTS.json of each model')
+    main(dict(model.split('=', 1) for model in models), Path(__file__).with_suffix('.csv'))

@@ -125,16 +125,22 @@ def report(folder):
     read, pictures = [], []
     for _ in range(2):
         ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
-        read.append((folder / 'RESULTS.md').read_text())
+        read.append((folder / 'runs.md').read_text())
         pictures.append((folder / 'runs.png').read_bytes())
-    best = min(float(row['docs_nats_per_token']) for row in rows(folder).values())
+    nats = {float(row['learning_rate']): float(row['docs_nats_per_token']) for row in rows(folder).values()}
+    best, other = sorted(nats, key=nats.get)
     assert read[0] == read[1] and pictures[0] == pictures[1]
-    assert '## A title' in read[0] and f'**{best:.3f}**' in read[0] and '–' not in read[0].partition('###')[2]
+    assert '## A title' in read[0] and '–' not in read[0]
+    assert f'| H3 | {best:g}: {nats[best]:.3f}, {other:g}: {nats[other]:.3f} |' in read[0]
+    assert re.search(rf'\| tiny \| H3 \| \S+ M \| {nats[best]:.3f} \|', read[0])
     header, first, _ = (folder / 'runs.csv').read_text().splitlines()
     (folder / 'runs.csv').write_text(f'{header}\n{first}\n')
     ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
-    # of the curve of two rates
-    assert re.search(r'\| H3 \| (– \| \*\*|\*\*[\d.]+\*\* \| –)', (folder / 'RESULTS.md').read_text())
+    assert re.search(r'\n\| H3 \| [\d.]+: [\d.]+ \|\n', (folder / 'runs.md').read_text())
+    (folder / 'runs.csv').write_text(f'{header}\n')
+    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    text = (folder / 'runs.md').read_text()
+    assert '\n| H3 | – |\n' in text and '\n| tiny | H3 | – | – | – |\n' in text
 
 
 CLAIMS = '''"""
@@ -147,8 +153,8 @@ _COMMON = dict(group='all', config='cfg.py', train='data', texts=dict(docs='data
 RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCD']
 CLAIMS = [
     dict(says='A below D', better='A', than='D'),
+    dict(says='A below C', better='A', than='C', about='parts'),
     dict(says='A 0.1 below B', better='A', than='B', by=0.1),
-    dict(says='A below C', better='A', than='C'),
     dict(says='A 0.1 below C', better='A', than='C', by=0.1),
     dict(says='B below A', better='B', than='A'),
     dict(says='A 0.3 below B', better='A', than='B', by=0.3),
@@ -157,9 +163,9 @@ CLAIMS = [
 
 
 def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
-    """A claim is said to hold that does not, or within the noise, or without runs; or what fails is not first."""
+    """A claim is said to hold that does not, or within the noise, or without runs; or what is decided is not first."""
     monkeypatch.syspath_prepend(REPO / 'study')
-    from report import add_row
+    from rows import add_row
     from sweep import Study
 
     (tmp_path / 'claims.py').write_text(CLAIMS)
@@ -172,14 +178,22 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
             key = study.key(entry, study.settings(entry, 1e-3, seed))
             add_row(study.csv, dict(key=key, docs_nats_per_token=value) | found)
     ok('study/sweep.py', 'claims.py', '--report', cwd=tmp_path)
-    lines = re.findall(r'\*\*(.*)\*\* \| (.*?) \| all \| docs \| (.*?) \|', (tmp_path / 'RESULTS.md').read_text())
-    assert lines == [
-        ('does not hold', 'B below A', '-0.200 ± 0.014'),
-        ('does not hold', 'A 0.3 below B', '+0.200 ± 0.014'),
-        ('too small to tell', 'A below C', '+0.020 ± 0.126'),
-        ('too small to tell', 'A 0.1 below C', '+0.020 ± 0.126'),
-        ('holds', 'A 0.1 below B', '+0.200 ± 0.014'),
-        ('not run', 'A below D', '–'),
+    page = (tmp_path / 'claims.md').read_text().split('## ')
+    assert page[1].splitlines() == [
+        'What each part of the method earns',
+        '',
+        '* Open, too small to tell: A below C: all +0.020 ± 0.126 (3+3).',
+        '',
+    ]
+    assert page[2].splitlines() == [
+        'Other claims',
+        '',
+        '* **Holds**: A 0.1 below B: all +0.200 ± 0.014 (3+3).',
+        '* **Does not hold**: B below A: all -0.200 ± 0.014 (3+3).',
+        '* **Does not hold**: A 0.3 below B: all +0.200 ± 0.014 (3+3).',
+        '* Open, too small to tell: A 0.1 below C: all +0.020 ± 0.126 (3+3).',
+        '* Open, not run: A below D: all – (3+0).',
+        '',
     ]
 
 
@@ -187,22 +201,22 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
 def test_a_row_names_the_code(tmp_path, monkeypatch):
     """A row says that the code was changed where only rows were added, or does not say so where it was."""
     monkeypatch.syspath_prepend(REPO / 'study')
-    import report
+    import rows
 
     def git(*command):
         subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=a', '-c', 'user.email=a@b', *command], check=True)
 
     (tmp_path / 'study').mkdir()
-    monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
+    monkeypatch.setattr(rows, 'HERE', tmp_path / 'study')
     for name in ('model.py', 'study/runs.csv'):
         (tmp_path / name).write_text('1')
     git('init', '-q')
     git('add', '.')
     git('commit', '-qm', 'a')
     (tmp_path / 'study/runs.csv').write_text('2')
-    assert re.fullmatch('[0-9a-f]{7,}', report.commit())
+    assert re.fullmatch('[0-9a-f]{7,}', rows.commit())
     (tmp_path / 'model.py').write_text('2')
-    assert report.commit().endswith('-dirty')
+    assert rows.commit().endswith('-dirty')
 
 
 def test_costs_and_tasks_are_sections(study, monkeypatch):
@@ -236,18 +250,25 @@ def test_costs_and_tasks_are_sections(study, monkeypatch):
         with pytest.raises(InputError, match=says):
             main(dict(A=folder / 'a.json', B=folder / wrong), folder / 'tasks.csv')
     ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
-    text = (folder / 'RESULTS.md').read_text()
+    text = (folder / 'runs.md').read_text()
     assert '| copa | acc | 6 | 50.0% | 50.0% ± 25.0% | 50.0% ± 25.0% |' in text
     assert '| above chance | – | – | – | 0 of 1 | 0 of 1 |' in text
-    assert f'| S | {float(costs["S"]["time / the first"]):.4g} |' in text
+    ratio = costs['S']['time / the first']
+    assert f'| S | {ratio} |' in text
 
 
 def test_results_are_what_the_rows_say(tmp_path):
-    """RESULTS.md is not what the CSVs of the repository make, or README's table is not in it."""
+    """RESULTS.md is not what the CSVs make, README's table is not in it, or the report of another list replaces it."""
     for folder in ('study', 'config'):
         shutil.copytree(REPO / folder, tmp_path / folder)
     ok('study/sweep.py', 'study/english.py', 'study/vocabulary.py', '--report', cwd=tmp_path)
     results = (REPO / 'RESULTS.md').read_text()
+    assert (tmp_path / 'RESULTS.md').read_text() == results
+    # a list of one's own, and one of the two alone, leave it as it is
+    shutil.copy(REPO / 'study' / 'vocabulary.py', tmp_path / 'study' / 'mine.py')
+    for name in ('mine', 'english'):
+        said = ok('study/sweep.py', f'study/{name}.py', '--report', cwd=tmp_path).stdout
+        assert said == f'study/{name}.md\n' and (tmp_path / 'study' / f'{name}.md').exists()
     assert (tmp_path / 'RESULTS.md').read_text() == results
     assert re.search(r'\| trained on \|.*?\n\n', (REPO / 'README.md').read_text(), re.DOTALL)[0] in results
 
@@ -266,10 +287,15 @@ def test_a_wrong_list_ends_in_one_line(study):
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
     assert not (folder / 'runs.csv').exists()
     # such a claim, or a line of README's table, would be missing without a word
-    for more in ("MAIN = ('H9',)", "CLAIMS = [dict(says='', better='H3', than='H9')]"):
+    for more, says in (
+        ("MAIN = ('H9',)", "no entry has the name 'H9'"),
+        ("CLAIMS = [dict(says='', better='H3', than='H9')]", "no entry has the name 'H9'"),
+        ("CLAIMS = [dict(says='', better='H3', than='H3', about='price')]", "about='price' of a claim: must be one of"),
+    ):
         (folder / 'runs.py').write_text(f'{LIST}{more}\n')
         done = run('study/sweep.py', 'runs.py', '--report', cwd=folder)
-        assert done.returncode == 1 and "no entry has the name 'H9'" in done.stderr, done.stderr
+        assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
+        assert not (folder / 'runs.md').exists()
     # in an interpreter of its own, which knows the repository's modules only if the script says where they are
     command = [sys.executable, REPO / 'study/costs.py', 'none.py']
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)

@@ -1,0 +1,92 @@
+"""The pictures of RESULTS.md, from the rows of a study alone: the same rows give the same bytes."""
+
+import statistics
+
+from matplotlib.figure import Figure
+from rows import best_rows, curves, parameters, values
+
+# what is farther than this many nats from the best model is written at the edge
+FAR = 0.6
+
+
+def spread(numbers):
+    return statistics.stdev(numbers) if len(numbers) > 1 else 0
+
+
+def save(fig, path):
+    fig.tight_layout()
+    # without matplotlib's version, so that the bytes do not depend on it
+    fig.savefig(path, dpi=110, metadata=dict(Software=None))
+
+
+def draw_models(ax, of_names, edge):
+    """Points with deviations: {name: nats of its seeds}, the first name at the top."""
+    for place, nats in enumerate(reversed(of_names.values())):
+        mean = statistics.mean(nats)
+        if mean > edge:
+            ax.text(edge, place, f'{mean:.2f} \N{RIGHTWARDS ARROW}', ha='right', va='center')
+        else:
+            ax.errorbar(mean, place, xerr=spread(nats), fmt='o', capsize=3, color='C0')
+    ax.set_yticks(range(len(of_names)), list(reversed(of_names)))
+    ax.set_ylim(-0.5, max(1, len(of_names)) - 0.5)
+
+
+def draw_rates(ax, of_names, edge):
+    """Curves of {name: {rate: nats of the first seed}}."""
+    rates = sorted({rate for curve in of_names.values() for rate in curve})
+    for k, (name, curve) in enumerate(of_names.items()):
+        if curve and min(curve.values()) < edge:
+            tried = sorted(curve)
+            nats = [curve[rate] for rate in tried]
+            style = '-' if k < 10 else '--'
+            ax.plot(tried, nats, marker='o', color=f'C{k % 10}', linestyle=style, label=name)
+            ax.legend(fontsize=8, loc='upper left', bbox_to_anchor=(1, 1))
+    ax.set(title='the first seed', xlabel='learning rate', ylabel='nats per token', xscale='log')
+    ax.set_xticks(rates, [f'{rate:g}' for rate in rates])
+    ax.minorticks_off()
+
+
+def draw(study, groups, rows, path):
+    """A row a group: the nats of each finished model on the left, the rates that were tried on the right."""
+    nats = {}
+    for group, entries in groups.items():
+        column = f'{study.first_text(entries[0])}_nats_per_token'
+        finished = {entry['name']: values(best_rows(study, entry, rows), column) for entry in entries}
+        nats[group] = {name: found for name, found in finished.items() if found}
+    heights = [max(2.8, 0.9 + 0.2 * len(of_names)) for of_names in nats.values()]
+    fig = Figure(figsize=(13, sum(heights)))
+    axes = fig.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
+    for (group, of_names), (left, right) in zip(nats.items(), axes, strict=True):
+        edge = min(map(statistics.mean, of_names.values()), default=0) + FAR
+        draw_models(left, of_names, edge)
+        left.set(title=group, xlabel=f'nats per token, {study.first_text(groups[group][0])}')
+        draw_rates(right, curves(study, groups[group], rows), edge)
+        left.grid(alpha=0.3)
+        right.grid(alpha=0.3)
+    save(fig, path)
+
+
+def draw_vocabularies(study, rows, path):
+    """Bits per byte, and parameters, against the vocabulary: a group is a tokenizer, whose tokens the list counts."""
+    fig = Figure(figsize=(9, 3.4))
+    left, right = fig.subplots(1, 2)
+    text = study.first_text(study.entries[0])
+    for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
+        points = []
+        for entry in study.entries:
+            found = best_rows(study, entry, rows) if entry['name'] == name else []
+            if bits := values(found, f'{text}_bits_per_byte'):
+                tokens = study.vocabularies[entry['group']]
+                points.append((tokens, statistics.mean(bits), spread(bits), parameters(found[0]) / 1e6))
+        if points:
+            tokens, bits, deviations, millions = zip(*sorted(points), strict=True)
+            left.errorbar(tokens, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+            right.plot(tokens, millions, marker='o', color=f'C{k}', label=name)
+    for ax, label in ((left, f'bits per byte of held-out {text}'), (right, 'parameters, millions')):
+        ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
+        ax.set_xticks(list(study.vocabularies.values()), [f'{n // 1000} K' for n in study.vocabularies.values()])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    right.set_ylim(bottom=0)
+    left.legend()
+    save(fig, path)

@@ -1,0 +1,83 @@
+"""The rows of a study: the CSV that sweep.py writes a run at a time, and which of its rows belong to an entry."""
+
+import csv
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from bins import replace_durably  # noqa: E402
+
+PARTS = ('params_embedding', 'params_hash', 'params_decoder')
+
+
+def git(*command):
+    return subprocess.run(['git', '-C', str(HERE), *command], capture_output=True, text=True).stdout.strip()
+
+
+def commit():
+    """This repository's commit, with '-dirty' where its Python differs from it; '' where it is no checkout."""
+    changed = git('diff', '--name-only', 'HEAD', '--', ':/*.py')
+    return git('rev-parse', '--short', 'HEAD') + ('-dirty' if changed else '')
+
+
+def read_rows(path):
+    """{key: row} of a CSV; a row is a dict of strings."""
+    if not path.exists():
+        return {}
+    with open(path, newline='') as f:
+        return {row['key']: row for row in csv.DictReader(f)}
+
+
+def add_row(path, row):
+    """Writes the CSV anew beside itself, so that no kill leaves half a row and a new column is no trouble."""
+    with open(path.with_suffix('.lock'), 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [*read_rows(path).values(), row]
+        columns = dict.fromkeys(column for r in rows for column in r)
+        with open(path.with_suffix('.tmp'), 'w', newline='') as f:
+            writer = csv.DictWriter(f, list(columns), lineterminator='\n')
+            writer.writeheader()
+            writer.writerows(rows)
+        replace_durably(path.with_suffix('.tmp'), path)
+
+
+def values(found, column):
+    """The numbers in a column of some rows; a row without one is left out."""
+    return [float(row[column]) for row in found if row.get(column)]
+
+
+def parameters(row):
+    return sum(int(row[part]) for part in PARTS)
+
+
+def best_rows(study, entry, rows):
+    """The finished runs of an entry at its best rate so far, a row a seed."""
+    rate = study.best_rate(entry, rows, so_far=True)
+    if rate is None:
+        return []
+    keys = [study.key(entry, study.settings(entry, rate, seed)) for seed in entry['seeds']]
+    return [rows[key] for key in keys if key in rows]
+
+
+def tries_rates(study, entry):
+    """Does an entry try several learning rates of its own?"""
+    return study.curve(entry) is entry and len(entry['rates']) > 1
+
+
+def curves(study, entries, rows):
+    """{name: {rate: nats of the first seed on the first text}} of the entries that try several rates."""
+    found = {}
+    for entry in entries:
+        if not tries_rates(study, entry):
+            continue
+        column = f'{study.first_text(entry)}_nats_per_token'
+        found[entry['name']] = {}
+        for rate in entry['rates']:
+            key = study.key(entry, study.settings(entry, rate, entry['seeds'][0]))
+            if key in rows:
+                found[entry['name']][rate] = float(rows[key][column])
+    return found
