@@ -236,10 +236,10 @@ def table_of_groups(study, cells):
 
 
 def other_models(study, rows):
-    """The nats on each text of the models that are not in MAIN."""
+    """The nats on each text of the models that are not in MAIN; those that the list gives one seed are left out."""
     cells = {}
     for entry in study.entries:
-        if entry['name'] in study.main:
+        if entry['name'] in study.main or len(entry['seeds']) == 1:
             continue
         found = best_rows(study, entry, rows)
         nats = [number(values(found, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
@@ -320,7 +320,7 @@ def study_section(study, target):
     parts = [f'## {title}\n', f'{text}\n', main_table(study, rows)]
     if study.main:
         texts = ' / '.join(study.entries[0]['texts'])
-        about = f'The other models, nats on {texts} (no ±: one seed so far):\n'
+        about = f'The other models that the list gives several seeds, nats on {texts} (no ±: one seed so far):\n'
         parts += [about, other_models(study, rows)]
     if rates := rates_tried(study, rows):
         parts += ['The learning rates that were tried, the best one first, with the nats of the first seed:\n', rates]
