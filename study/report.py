@@ -271,6 +271,24 @@ def costs_by_device(path):
     return found
 
 
+def costs_table(path):
+    """Time and memory of a training step: a row a model, two columns a device."""
+    devices = costs_by_device(path)
+    names = dict.fromkeys(name for of_device in devices.values() for name in of_device)
+    heads = ['model', 'parameters']
+    for device in devices:
+        heads += [f'time, {device}', 'MB']
+    lines = []
+    for name in names:
+        found = [of_device.get(name) for of_device in devices.values()]
+        line = [name, next(f'{int(row["parameters"]):,}' for row in found if row)]
+        for row in found:
+            time, memory = (row['time / the first'], row['peak_memory']) if row else ('', '')
+            line += [time or MISSING, f'{int(memory) / 1e6:,.0f}' if memory else MISSING]
+        lines.append(line)
+    return table(heads, lines)
+
+
 def shortened(cell):
     """A number of a CSV with its thousands apart; other text as it is."""
     return f'{int(cell):,}' if cell.isdecimal() else cell
@@ -284,7 +302,7 @@ def whole_table(path):
 
 
 # the CSVs beside the first list, each made by the script of its name, whose docstring is the section's text
-TABLES = dict(costs=whole_table, tasks=whole_table, rank=whole_table)
+TABLES = dict(costs=costs_table, tasks=whole_table, rank=whole_table)
 
 
 def title_and_text(docstring):
