@@ -1,14 +1,17 @@
 """
 Trains and evaluates the runs of a list, so many at a time; stopped or killed at any moment, the same command goes on.
 
-    $ python study/sweep.py study/english.py --jobs=2       # appends a row a run to study/english.csv
-    $ python study/sweep.py study/english.py --report       # RESULTS.md and its pictures, from the CSV alone
+    $ python study/sweep.py study/english.py --jobs=2                      # appends a row a run to study/english.csv
+    $ python study/sweep.py study/english.py study/vocabulary.py --report  # RESULTS.md and its pictures, from the CSVs
+    $ python study/sweep.py study/mine.py --report                         # study/mine.md of a list of your own
 
 A list is Python, as study/english.py: DATA, {folder: settings of prepare.py}, and RUNS, entries with a name, a group, a
 config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}; the rest
 overrides the config. The first seed is trained at every rate, the others at the best one, by nats on the first text;
-rates='H3' is the best one of the entry H3 of the same group. A run is known by a digest of its settings and data: names
-may change, and no row is taken for another's.
+rates='H3' is the best one of the entry H3 of the same group. CLAIMS, MAIN and VOCABULARIES are for the report. A run is
+known by a digest of its settings and data: names may change, and no row is taken for another's.
+
+Each run has the threads of OMP_NUM_THREADS, or else its share of the cores.
 """
 
 import argparse
@@ -40,8 +43,6 @@ MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expec
 OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
 # of a config; here the list says it
 OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
-# of a row, when a run is finished
-SAID = ('name', 'group', 'learning_rate', 'seed')
 
 
 class Study:
@@ -50,10 +51,21 @@ class Study:
     def __init__(self, path):
         if not Path(path).is_file():
             raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
-        self.path, self.failed, read = Path(path).resolve(), {}, runpy.run_path(path)
-        self.data, self.entries, self.doc, self.main = read['DATA'], read['RUNS'], read['__doc__'], read.get('MAIN')
-        self.claims, self.vocabularies = read.get('CLAIMS', []), read.get('VOCABULARIES', {})
-        self.csv, self.out = self.path.with_suffix('.csv'), Path('out') / self.path.stem
+        read = runpy.run_path(path)
+        if missing := {'DATA', 'RUNS'} - read.keys():
+            raise InputError(f'{path}: no {" and no ".join(sorted(missing))}; a list has both, like study/english.py')
+        self.path = Path(path).resolve()
+        self.csv = self.path.with_suffix('.csv')
+        self.out = Path('out') / self.path.stem
+        self.doc = read['__doc__'] or self.path.stem
+        self.data = read['DATA']
+        self.entries = read['RUNS']
+        self.main = read.get('MAIN')
+        self.claims = read.get('CLAIMS', [])
+        self.vocabularies = read.get('VOCABULARIES', {})
+        self.failed = {}
+        if not self.entries:
+            raise InputError(f'{path}: RUNS is empty; a list has entries, like study/english.py')
         for entry in self.entries:
             if missing := OF_ENTRY - entry.keys() or {entry['train'], *entry['texts'].values()} - self.data.keys():
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
@@ -89,7 +101,8 @@ class Study:
         if not (so_far or rates.keys() <= rows.keys() | self.failed.keys()) or not rates.keys() & rows.keys():
             return None
         column = f'{self.first_text(curve)}_nats_per_token'
-        return min((float(rows[key][column]), rate) for key, rate in rates.items() if key in rows)[1]
+        nats = {rate: float(rows[key][column]) for key, rate in rates.items() if key in rows}
+        return min(nats, key=lambda rate: (nats[rate], rate))
 
     def runs(self, rows):
         """(key, entry, settings) of every run whose rate is known by now, in the order of the list."""
@@ -100,6 +113,10 @@ class Study:
                 settings = self.settings(entry, *rate_and_seed)
                 yield self.key(entry, settings), entry, settings
 
+    def left(self, rows):
+        """The runs that have no row yet and have not failed."""
+        return [run for run in self.runs(rows) if run[0] not in rows and run[0] not in self.failed]
+
     def run(self, key, entry, settings, threads):
         """Trains, evaluates and appends the row. Raises InputError with what a script said last."""
         folder = self.out / key
@@ -109,28 +126,41 @@ class Study:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if key in read_rows(self.csv):
                 return
+            how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=threads))
             row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
             row['commit'] = commit()
-            how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=str(threads)))
-            tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
-            flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
-            # which train.py writes last of all; of a sweep that was killed since then, nobody knows the memory
+            # train.py writes it last of all; of a sweep that was killed since then, nobody knows the memory
             if not (folder / 'loss.png').exists():
-                flags = [f'--{k}={v}' for k, v in flags.items()]
-                row['peak_mb'] = script('train.py', folder, '--auto_resume', *flags, **how)
+                row['peak_mb'] = self.train(folder, entry, settings, how)
             row |= weights_only(folder)
-            texts = f'--text={",".join(entry["texts"].values())}'
-            where = f'--output_path={folder}/eval.json'
-            script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, where, **how)
-            # eval.py puts the date into the name
-            results = json.loads(max(folder.glob('eval_*.json')).read_text())
-            script('study/details.py', folder, folder, entry['train'], next(iter(entry['texts'].values())), **how)
-            row |= dict(dtype=results['dtype'], torch=results['packages']['torch'])
-            row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
-            for text, path in entry['texts'].items():
-                row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
-            add_row(self.csv, row | json.loads((folder / 'details.json').read_text()))
-        print(', '.join(str(v) for k, v in row.items() if k in SAID or k.endswith('nats_per_token')), flush=True)
+            row |= self.evaluate(folder, entry, how)
+            add_row(self.csv, row)
+        nats = [f'{row[f"{text}_nats_per_token"]:.4f}' for text in entry['texts']]
+        print(', '.join([described(entry, settings), *nats]), flush=True)
+
+    def train(self, folder, entry, settings, how):
+        """Trains a run -> the peak memory in MB."""
+        tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
+        flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
+        return script('train.py', folder, '--auto_resume', *(f'--{k}={v}' for k, v in flags.items()), **how)
+
+    def evaluate(self, folder, entry, how):
+        """Measures a trained run on the texts -> columns of its row."""
+        texts = f'--text={",".join(entry["texts"].values())}'
+        where = f'--output_path={folder}/eval.json'
+        script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, where, **how)
+        script('study/details.py', folder, folder, entry['train'], entry['texts'][self.first_text(entry)], **how)
+        # eval.py puts the date into the name
+        results = json.loads(max(folder.glob('eval_*.json')).read_text())
+        row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
+        row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
+        for text, path in entry['texts'].items():
+            row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
+        return row | json.loads((folder / 'details.json').read_text())
+
+
+def described(entry, settings):
+    return f'{entry["name"]}, {entry["group"]}, {settings["learning_rate"]}, {settings["seed"]}'
 
 
 def script(name, folder, *args, **how):
@@ -161,21 +191,38 @@ def weights_only(folder):
     return row | dict(trained_tokens=log[-1]['tokens']) | {f'params_{part}': n for part, n in numbers.items()}
 
 
-def sweep(study, jobs):
-    threads, running, started = max(1, os.cpu_count() // jobs), {}, set()
-    study.out.mkdir(parents=True, exist_ok=True)
+def prepare(study):
+    """Prepares the data of a list; what is there already is kept."""
     with open(study.out / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for folder, recipe in study.data.items():
+            print(f'preparing {folder}', flush=True)
             flags = [f'--{k}={v}' for k, v in (recipe | dict(data_dir=folder)).items()]
             script('prepare.py', study.out, *flags, pass_fds=[lock.fileno()])
+
+
+def threads_of_a_run(jobs):
+    """OMP_NUM_THREADS, where the user has set it; else a run's share of the cores."""
+    return os.environ.get('OMP_NUM_THREADS') or str(max(1, os.cpu_count() // jobs))
+
+
+def sweep(study, jobs):
+    """Runs what has no row yet, `jobs` at a time. Raises InputError at the end if runs failed."""
+    if not study.left(read_rows(study.csv)):
+        print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
+        return
+    study.out.mkdir(parents=True, exist_ok=True)
+    prepare(study)
+    threads = threads_of_a_run(jobs)
+    nats = [f'{text}_nats_per_token' for text in study.entries[0]['texts']]
+    print(', '.join(['name', 'group', 'learning_rate', 'seed', *nats]), flush=True)
+    running = {}
     with ThreadPoolExecutor(jobs) as pool:
         while True:
-            rows = read_rows(study.csv)
-            for key, *run in study.runs(rows):
-                if len(running) < jobs and key not in rows and key not in started:
-                    running[pool.submit(study.run, key, *run, threads)] = key
-                    started.add(key)
+            for key, entry, settings in study.left(read_rows(study.csv)):
+                if len(running) < jobs and key not in running.values():
+                    print(f'starting {described(entry, settings)}', flush=True)
+                    running[pool.submit(study.run, key, entry, settings, threads)] = key
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -187,17 +234,24 @@ def sweep(study, jobs):
         raise InputError(f'{len(study.failed)} runs failed; the same command tries them again')
 
 
-if __name__ == '__main__':
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time, which share the cores')
-    parser.add_argument('--report', action='store_true', help='write RESULTS.md and its pictures instead')
+    parser.add_argument('--report', action='store_true', help='write the report and its pictures instead')
     args = parser.parse_args()
+    if args.jobs < 1:
+        raise InputError(f'--jobs={args.jobs}: must be 1 or more')
     studies = [Study(path) for path in args.lists]
     if args.report:
-        sys.exit(report.write(studies))
+        report.write(studies)
+        return
     try:
         for study in studies:
             sweep(study, args.jobs)
     except KeyboardInterrupt:
         sys.exit('interrupted; the same command goes on')
+
+
+if __name__ == '__main__':
+    main()

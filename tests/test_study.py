@@ -64,9 +64,10 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     straight, killed, draw = study('straight'), study('killed'), np.random.default_rng(seed)
     command = 'study/sweep.py', 'runs.py', '--jobs=2'
     began = time.monotonic()
-    ok(*command, cwd=straight)
+    said = ok(*command, cwd=straight).stdout
     seconds, wanted = time.monotonic() - began, rows(straight)
     assert len(wanted) == 2
+    says_what_it_does(said, ok(*command, cwd=straight).stdout)
     for k in range(kills):
         process, moment, began = start(*command, cwd=killed), draw.uniform(0, seconds), time.monotonic()
         # the first one while a model is trained, with a checkpoint to go on from
@@ -86,6 +87,15 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     assert {key: snapshot(killed / 'out/runs' / key) for key in finished} == before
     details(straight)
     report(straight)
+
+
+def says_what_it_does(first, second):
+    """A sweep is silent until its first run has ended or when nothing is left to do, or its rows have no heading."""
+    lines = first.splitlines()
+    assert lines[:2] == ['preparing data', 'name, group, learning_rate, seed, docs_nats_per_token']
+    assert sorted(lines[2:4]) == ['starting H3, tiny, 0.001, 1', 'starting H3, tiny, 0.01, 1']
+    assert all(re.fullmatch(r'H3, tiny, 0\.0(01|1), 1, \d+\.\d{4}', line) for line in lines[4:])
+    assert len(lines) == 6 and second == 'runs.py: nothing is left to do, runs.csv has every run\n'
 
 
 def details(folder):
@@ -280,12 +290,16 @@ def test_a_wrong_list_ends_in_one_line(study):
         ('rates=(1e-3, 1e-2)', "rates='H9'", 'names no entry'),
         ("docs='data'", "docs='other'", "lacks {'other'}"),
         ('seeds=(1,)', 'seed=1', "lacks {'seeds'}"),
+        ('RUNS = [', 'RUNS = []\nOTHERS = [', 'RUNS is empty'),
+        ('DATA = ', 'DATUM = ', 'no DATA'),
         ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
     ):
         (folder / 'runs.py').write_text(LIST.replace(right, wrong))
         done = run('study/sweep.py', 'runs.py', cwd=folder)
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
     assert not (folder / 'runs.csv').exists()
+    done = run('study/sweep.py', 'runs.py', '--jobs=0', cwd=folder)
+    assert done.returncode == 1 and '--jobs=0: must be 1 or more' in done.stderr, done.stderr
     # such a claim, or a line of README's table, would be missing without a word
     for more, says in (
         ("MAIN = ('H9',)", "no entry has the name 'H9'"),
@@ -308,3 +322,15 @@ def test_the_picture_of_signatures(tmp_path):
 
     signatures.draw(tmp_path / 'signatures.png')
     assert (tmp_path / 'signatures.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_threads(monkeypatch):
+    """A sweep sets OMP_NUM_THREADS over the user's own value, or leaves a run more than its share of the cores."""
+    monkeypatch.syspath_prepend(REPO / 'study')
+    from sweep import threads_of_a_run
+
+    monkeypatch.setattr(os, 'cpu_count', lambda: 8)
+    monkeypatch.setenv('OMP_NUM_THREADS', '3')
+    assert threads_of_a_run(2) == '3'
+    monkeypatch.delenv('OMP_NUM_THREADS')
+    assert threads_of_a_run(2) == '4' and threads_of_a_run(100) == '1'
