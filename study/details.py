@@ -9,6 +9,7 @@ first half of these tokens and measured on the second: of models that were train
 sharp. Writes OUT_DIR/details.json.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 
 from bins import Bins, read_meta
 from checkpoint import load_checkpoint, pick_device, pick_dtype
-from configurator import InputError
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 
@@ -69,7 +69,9 @@ def details(out_dir, train, text):
 
 
 if __name__ == '__main__':
-    if len(sys.argv) != 4:
-        raise InputError(f'{len(sys.argv) - 1} arguments: name OUT_DIR, TRAIN and TEXT, three folders')
-    out_dir, train, text = map(Path, sys.argv[1:])
-    (out_dir / 'details.json').write_text(json.dumps(details(out_dir, train, text)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dir', type=Path, help='a run of train.py')
+    parser.add_argument('train', type=Path, help='the folder of its training data')
+    parser.add_argument('text', type=Path, help='a folder whose held-out split is measured')
+    args = parser.parse_args()
+    (args.out_dir / 'details.json').write_text(json.dumps(details(args.out_dir, args.train, args.text)))

@@ -193,6 +193,9 @@ def evaluate():
 
 COMMANDS = dict(words=write_words, train=train, eval=evaluate)
 if __name__ == '__main__':
+    if sys.argv[1:] in (['--help'], ['-h']):
+        print(__doc__.strip())
+        sys.exit()
     sys.argv = sys.argv[1:] or ['']
     if sys.argv[0] not in COMMANDS:
         raise InputError(f"command '{sys.argv[0]}': must be one of {', '.join(COMMANDS)}")

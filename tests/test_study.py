@@ -1,5 +1,6 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
+import ast
 import contextlib
 import csv
 import json
@@ -334,3 +335,20 @@ def test_threads(monkeypatch):
     assert threads_of_a_run(2) == '3'
     monkeypatch.delenv('OMP_NUM_THREADS')
     assert threads_of_a_run(2) == '4' and threads_of_a_run(100) == '1'
+
+
+SCRIPTS = 'costs', 'details', 'english', 'rank', 'report', 'sweep', 'tasks', 'tfree', 'vocabulary'
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_help(name, tmp_path):
+    """A script of the study takes --help for a file, has a traceback for it, or says nothing."""
+    title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
+    assert title in ok(f'study/{name}.py', '--help', cwd=tmp_path).stdout
+
+
+def test_help_of_report_alone(tmp_path):
+    """study/report.py finds the repository's modules only where another script has said where they are."""
+    command = [sys.executable, REPO / 'study/report.py', '--help']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith('RESULTS.md and its pictures'), done.stderr
