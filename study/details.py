@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bins import Bins, read_meta
-from checkpoint import load_checkpoint, pick_device, pick_dtype
+from checkpoint import load_checkpoint, pick_device
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 
@@ -51,7 +51,8 @@ def details(out_dir, train, text):
     train, val = (torch.tensor(Bins(folder, split)[:].astype('int64')) for folder, split in found)
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device = pick_device()
-    dtype, _ = pick_dtype(None, device)
+    # that of training: a measured one may be another in the next run
+    dtype = ckpt['config']['dtype']
     with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == 'bfloat16'):
         (nats, right, rank), tempered = of_tokens(model.to(device), val.to(device), TEMPERATURES if product else [])
     frequency = torch.bincount(train, minlength=model.config.vocab_size)[val[1:]]

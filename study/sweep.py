@@ -133,7 +133,7 @@ class Study:
             if not (folder / 'loss.png').exists():
                 row['peak_mb'] = self.train(folder, entry, settings, how)
             row |= weights_only(folder)
-            row |= self.evaluate(folder, entry, how)
+            row |= self.evaluate(folder, entry, row['dtype'], how)
             add_row(self.csv, row)
         nats = [f'{row[f"{text}_nats_per_token"]:.4f}' for text in entry['texts']]
         print(', '.join([described(entry, settings), *nats]), flush=True)
@@ -144,11 +144,11 @@ class Study:
         flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
         return script('train.py', folder, '--auto_resume', *(f'--{k}={v}' for k, v in flags.items()), **how)
 
-    def evaluate(self, folder, entry, how):
-        """Measures a trained run on the texts -> columns of its row."""
-        texts = f'--text={",".join(entry["texts"].values())}'
-        where = f'--output_path={folder}/eval.json'
-        script('eval.py', folder, f'--out_dir={folder}', '--tasks=bits_per_byte', texts, where, **how)
+    def evaluate(self, folder, entry, dtype, how):
+        """Measures a trained run on the texts, in the dtype of its training -> columns of its row."""
+        flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['texts'].values()))
+        flags['output_path'] = f'{folder}/eval.json'
+        script('eval.py', folder, *(f'--{k}={v}' for k, v in flags.items()), **how)
         script('study/details.py', folder, folder, entry['train'], entry['texts'][self.first_text(entry)], **how)
         # eval.py puts the date into the name
         results = json.loads(max(folder.glob('eval_*.json')).read_text())
@@ -188,6 +188,7 @@ def weights_only(folder):
     log = read_log(folder / 'log.jsonl')
     row = dict(tokens_per_s=statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event))
     row |= {k: log[-1][k] for k in ('peak_gpu_mb',) if k in log[-1]}
+    row['dtype'] = state['config']['dtype']
     return row | dict(trained_tokens=log[-1]['tokens']) | {f'params_{part}': n for part, n in numbers.items()}
 
 
