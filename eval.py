@@ -6,7 +6,6 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5 --log_samples         # lm-eval's text tasks, groups and tags
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
-    $ python eval.py --out_dir=out/expanded --before=out/base --tasks=bits_per_byte,piqa --text=ar.jsonl,en.jsonl
     $ python eval.py --tasks=card660 --data_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
@@ -50,7 +49,6 @@ out_dir = ''  # the folder of the checkpoint; '' is the newest one under the wor
 released = ''  # or a released model: a folder, or a hub id
 revision = ''  # of the hub id
 tokenizer = ''  # '' is the one the checkpoint was trained with
-before = ''  # an out_dir, released folder or hub id: the model before an expansion, for the same with it
 # on what: paper | bits_per_byte | card660 | any of lm-eval's tasks or of eval_tasks/, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
@@ -295,19 +293,17 @@ def text_file(path, tok):
     return ids, size
 
 
-def bits_per_byte(scorer, tok, path, first_new):
+def bits_per_byte(scorer, tok, path):
     """
     Of a file or of the held-out split of a prepared folder: documents back to back, bos before each, as in training, in
-    windows that overlap by half. Where ids from first_new on occur, also the top-1 accuracy at those.
+    windows that overlap by half.
     """
     (first, *ids), size = (prepared_split if Path(path).is_dir() else text_file)(Path(path), tok)
     nats, right, confidence = sliding(scorer, first, ids)
-    mean, new, T = nats.mean().item(), torch.tensor(ids) >= first_new, scorer.model.config.block_size
+    mean, T = nats.mean().item(), scorer.model.config.block_size
     results = dict(tokens=len(nats), bytes=size, window=T, stride=T - T // 2, nats_per_token=mean)
     results |= dict(bits_per_byte=nats.sum().item() / math.log(2) / size, perplexity=math.exp(min(mean, 700)))
     results |= dict(top1_accuracy=right.mean().item(), expected_calibration_error=calibration_error(right, confidence))
-    if new.any():
-        results |= dict(new_tokens=int(new.sum()), new_token_accuracy=right[new].mean().item())
     return results
 
 
@@ -391,20 +387,6 @@ def show(results):
             print(f'  {key:<28}{value:>14.4f}{paper:>13.2f}' if paper else f'  {key:<28}{value:>14,}')
 
 
-def compare(before, after):
-    """Bits per byte of each text and the tasks' scores, before and after."""
-    print(f'\n{before["name"]} -> {after["name"]}')
-    for path, now in after.get('bits_per_byte', {}).items():
-        then, new = before['bits_per_byte'][path], ''
-        if 'new_tokens' in now:
-            new = f', {now["new_tokens"]:,} new tokens, of which {now["new_token_accuracy"]:.1%} are the likeliest'
-        bits = f'{then["bits_per_byte"]:.4f} -> {now["bits_per_byte"]:.4f} bits per byte'
-        print(f'{path}: {bits}, {then["tokens"]:,} -> {now["tokens"]:,} tokens{new}')
-    for task, r in after['results'].items():
-        if key := main_score(task, r):
-            print(f'{task}: {key.split(",")[0]} {before["results"][task][key]:.4f} -> {r[key]:.4f}')
-
-
 def where(source, date=''):
     """The folder and the results' file of a model, as lm-eval's tracker names them."""
     path = Path(output_path)
@@ -433,10 +415,10 @@ def write(results, samples, tracker):
     print(file, *of_tasks, sep='\n')
 
 
-def measure(opened, names, first_new, with_bos, device, dtype):
+def measure(opened, names, with_bos, device, dtype):
     """
-    All that is known of one model (checkpoint.Opened), {task: samples}, and lm-eval's tracker, which writes both; ids
-    from first_new on are new. None on ranks above 0.
+    All that is known of one model (checkpoint.Opened), {task: samples}, and lm-eval's tracker, which writes both; None
+    on ranks above 0.
     """
     from lm_eval.loggers import EvaluationTracker
 
@@ -470,7 +452,7 @@ def measure(opened, names, first_new, with_bos, device, dtype):
             results['config'] |= dict(model='mhf', model_args=about, device=device, batch_size=batch_size)
             results['notes'] = unlike(results, notes)
         if 'bits_per_byte' in names:
-            results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path, first_new) for path in text.split(',')}
+            results['bits_per_byte'] = {path: bits_per_byte(scorer, tok, path) for path in text.split(',')}
         if 'card660' in names:
             results['card660'] = card660(scorer, tok, data_dir)
             of_card = nearest_published(model.config, model.num_params()[1], 'last_pearson')
@@ -513,10 +495,8 @@ def main():
 
     on_device = pick_device(device)
     in_dtype, _ = pick_dtype(dtype, on_device)
-    opened = [open_model(out_dir, released, revision, tokenizer)]
-    if before:
-        opened.insert(0, open_model(before) if (Path(before) / 'ckpt.pt').exists() else open_model(released=before))
-    folder = where(opened[-1].source)[0].absolute()
+    opened = open_model(out_dir, released, revision, tokenizer)
+    folder = where(opened.source)[0].absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(
@@ -528,19 +508,12 @@ def main():
         # objects alone are sent, and the others wait for as long as rank 0 reads and downloads
         dist.init_process_group('gloo', timeout=timedelta(days=30))
         atexit.register(dist.destroy_process_group)
-    # of the model before the expansion; no token is new to a model alone
-    first_new = len(opened[0].tok.tokens)
     with_bos = not released if bos is None else bos
-    measured = [measure(o, names, first_new, with_bos, on_device, in_dtype) for o in opened]
-    if measured[-1] is None:
-        return
-    for results, *_ in measured:
-        show(results)
-    if before:
-        compare(measured[0][0], measured[1][0])
-    print()
-    for results, samples, tracker in measured:
-        write(results, samples, tracker)
+    measured = measure(opened, names, with_bos, on_device, in_dtype)
+    if measured:
+        show(measured[0])
+        print()
+        write(*measured)
 
 
 if __name__ == '__main__':

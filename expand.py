@@ -4,7 +4,8 @@ Adds the tokens of new languages to a tokenizer, and to a trained model: a Multi
     $ python expand.py config/expand_tiny.py     # learns the tokens; writes the tokenizer and the grown model
     $ python prepare.py config/expand_tiny.py    # text of all languages, split by the larger tokenizer
     $ python train.py config/expand_tiny.py      # goes on from the grown model, which init_from names
-    $ python eval.py config/expand_tiny.py       # bits per byte of held-out text, before and after
+    $ python eval.py config/expand_tiny.py       # bits per byte of held-out text
+    $ python eval.py config/expand_tiny.py --out_dir=out/mhf_tiny --tokenizer=      # the same before the expansion
 
     $ python expand.py --texts=ar.jsonl,zh.jsonl@8000,en.jsonl@0 --tokenizer=a.model    # only a tokenizer
     $ python expand.py --texts=hi.jsonl --base=a.model --tokenizer=b.model              # one language more

@@ -344,7 +344,6 @@ BAD = [
         'results in a file', EVAL + '--tasks=piqa --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'
     ),
     Bad('batches of nothing', EVAL + '--batch_size=0', says='batch_size=0'),
-    Bad('before what is not there', EVAL + '--tasks=bits_per_byte --text=docs.jsonl --before=nowhere', says='nowhere'),
     Bad('unknown part of bench', 'bench.py --parts=hed', says="did you mean 'head'"),
     Bad('unknown gpu', 'bench.py --plan --gpu=H10', says="did you mean 'H100'"),
     Bad('head_tokens that are none', 'bench.py --head_tokens=1k', says='head_tokens=1k'),
