@@ -10,20 +10,18 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
 Results are written as lm-eval writes them: results/<model>/results_<date>.json, and with --log_samples a samples file a
-task. An interrupted evaluation goes on where it stopped. lm-eval itself drives a model from Python: scorer.py.
+task. lm-eval itself drives a model from Python: scorer.py.
 """
 
 import atexit
 import contextlib
 import csv
 import functools
-import hashlib
 import importlib.metadata
 import json
 import logging
 import math
 import os
-import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -153,12 +151,12 @@ def local_data(name, task, data_dir):
 
 
 def run_tasks(
-    names, lm, cache=None, data_dir='', num_fewshot=None, limit=None, gen_kwargs='', include_path='', write_out=False,
+    names, lm, data_dir='', num_fewshot=None, limit=None, gen_kwargs='', include_path='', write_out=False,
     confirm_run_unsafe_code=False, seed=1234,
 ):  # fmt: skip
     """
-    Names of tasks, lm-eval's model -> lm-eval's results, and {task: what is not as on the hub or in the paper}. Answers
-    are kept in a file whose name begins with `cache`; the rest as in the settings. Raises InputError.
+    Names of tasks, lm-eval's model -> lm-eval's results, and {task: what is not as on the hub or in the paper}. The
+    rest is as in the settings. Raises InputError.
     """
     import datasets
     import lm_eval.evaluator
@@ -183,12 +181,9 @@ def run_tasks(
     names = list(dict.fromkeys(n for name in names for n in (PAPER if name == 'paper' else [name])))
     # in the results; where this repository is no checkout, git would complain
     lm_eval.evaluator.get_git_commit_hash = commit
-    # lm-eval's name
-    file = Path(f'{cache}_rank0.db')
-    resumed = file.exists()
     how = dict(num_fewshot=num_fewshot, limit=limit, gen_kwargs=gen_kwargs or None, write_out=write_out)
     how |= {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
-    how |= dict(confirm_run_unsafe_code=confirm_run_unsafe_code, use_cache=cache, bootstrap_iters=1000)
+    how |= dict(confirm_run_unsafe_code=confirm_run_unsafe_code, bootstrap_iters=1000)
     try:
         for name in dict.fromkeys(tasks_of(index, names)):
             if name not in of_paper and not data_dir:
@@ -203,16 +198,8 @@ def run_tasks(
         return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=True, **how), notes
     except InputError:
         raise
-    except sqlite3.Error as e:
-        raise InputError(f'{file} cannot be written ({e}); name another folder with --output_path') from None
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
     except (OSError, ValueError, EOFError, KeyError, StopIteration, TemplateError, DatasetsError, ImportError) as e:
-        # it leaves nothing new
-        if not resumed:
-            file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                file.parent.rmdir()
-                file.parent.parent.rmdir()
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300] or "nothing in it"}'
         raise InputError(f'{", ".join(names)}: cannot be run ({reason}); of the data, see --data_dir') from None
     finally:
@@ -422,7 +409,7 @@ def measure(opened, names, with_bos, device, dtype):
     """
     from lm_eval.loggers import EvaluationTracker
 
-    sha256, tokens = digest_of_state(opened.model.state_dict()), tokenizer_fingerprint(opened.tok)
+    sha256 = digest_of_state(opened.model.state_dict())
     model, tok = opened.model.to(device).eval(), opened.tok
     scorer = Scorer(model, tok.bos if with_bos else None, batch_size, dtype=dtype, tok=tok)
     of_each = [sha256] * scorer.world_size
@@ -443,11 +430,8 @@ def measure(opened, names, with_bos, device, dtype):
     results, samples = {'results': {}, 'configs': {}, 'versions': {}, 'notes': {}}, {}
     try:
         if lm_tasks := [t for t in names if t not in OURS[1:]]:
-            code = b''.join((HERE / f).read_bytes() for f in ('scorer.py', 'model.py', 'loss.py', 'hashing.py'))
-            identity = json.dumps([about, tokens, importlib.metadata.version('lm-eval')]).encode() + code
-            cache = where(opened.source)[0] / f'cache_{hashlib.sha256(identity).hexdigest()[:12]}'
             keys = 'data_dir num_fewshot limit gen_kwargs include_path write_out confirm_run_unsafe_code seed'.split()
-            results, notes = run_tasks(lm_tasks, MHFLM(scorer), str(cache), **{key: globals()[key] for key in keys})
+            results, notes = run_tasks(lm_tasks, MHFLM(scorer), **{key: globals()[key] for key in keys})
             samples = results.pop('samples')
             results['config'] |= dict(model='mhf', model_args=about, device=device, batch_size=batch_size)
             results['notes'] = unlike(results, notes)
@@ -520,5 +504,5 @@ if __name__ == '__main__':
     try:
         main()
     except KeyboardInterrupt:
-        print('interrupted; the same command goes on from the answers that are known', file=sys.stderr)
+        print('interrupted; nothing was written', file=sys.stderr)
         sys.exit(130)
