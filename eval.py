@@ -3,18 +3,16 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks               # the same from local files, no internet
-    $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5 --log_samples         # lm-eval's text tasks, groups and tags
+    $ python eval.py --tasks=gsm8k,mmlu --num_fewshot=5                       # lm-eval's text tasks, groups and tags
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --data_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # batches shared by 8 GPUs
 
-Results are written as lm-eval writes them: results/<model>/results_<date>.json, and with --log_samples a samples file a
-task. lm-eval itself drives a model from Python: scorer.py.
+Results are written to results/<model>/results_<date>.json. lm-eval itself drives a model from Python: scorer.py.
 """
 
 import atexit
-import contextlib
 import csv
 import functools
 import importlib.metadata
@@ -22,17 +20,16 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lm_eval.utils import make_table, sanitize_model_name
+from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 from tqdm import tqdm
 
 from bins import Bins, read_meta
@@ -57,7 +54,6 @@ num_fewshot = None  # examples before the question; None is what the task says
 limit = None  # documents per task, or below 1 the share of them
 gen_kwargs = ''  # of tasks that generate: 'do_sample=True,temperature=0.8'
 include_path = ''  # a folder with more tasks
-log_samples = False  # also write every document, prompt and answer
 write_out = False  # print the first prompt of each task
 confirm_run_unsafe_code = False  # let tasks run code that the model wrote
 output_path = 'results'
@@ -159,7 +155,7 @@ def run_tasks(
     rest is as in the settings. Raises InputError.
     """
     import datasets
-    import lm_eval.evaluator
+    import lm_eval
     from datasets.exceptions import DatasetsError
     from jinja2 import TemplateError
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -179,8 +175,6 @@ def run_tasks(
             raise InputError(f"unknown task '{name}'{did_you_mean(name, [*OURS, *index])}")
     of_paper = PAPER if 'paper' in names else {}
     names = list(dict.fromkeys(n for name in names for n in (PAPER if name == 'paper' else [name])))
-    # in the results; where this repository is no checkout, git would complain
-    lm_eval.evaluator.get_git_commit_hash = commit
     how = dict(num_fewshot=num_fewshot, limit=limit, gen_kwargs=gen_kwargs or None, write_out=write_out)
     how |= {f'{what}_seed': seed for what in ('random', 'numpy_random', 'torch_random', 'fewshot_random')}
     how |= dict(confirm_run_unsafe_code=confirm_run_unsafe_code, bootstrap_iters=1000)
@@ -195,7 +189,7 @@ def run_tasks(
                 changes, notes[name] = local_data(name, task, data_dir)
                 task |= changes
             index[name] = replace(index[name], yaml_path=None, cfg=task)
-        return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=True, **how), notes
+        return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=False, **how), notes
     except InputError:
         raise
     # the hub out of reach; a file that is cut off, empty or not what it should be; a field that is missing
@@ -217,13 +211,6 @@ def unlike(results, notes):
         if paper and shots != paper['shots']:
             notes.setdefault(task, []).append(f'{shots} shots, {paper["shots"]} in the paper')
     return {task: note for task, note in notes.items() if note}
-
-
-def commit():
-    """The commit of this repository, or None."""
-    command = ['git', '-C', str(HERE), 'describe', '--always', '--dirty']
-    with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 # -----------------------------------------------------------------------------
@@ -374,41 +361,34 @@ def show(results):
             print(f'  {key:<28}{value:>14.4f}{paper:>13.2f}' if paper else f'  {key:<28}{value:>14,}')
 
 
-def where(source, date=''):
-    """The folder and the results' file of a model, as lm-eval's tracker names them."""
-    path = Path(output_path)
+def results_file(source):
+    """The file of a model's results, named as lm-eval names it, in a folder that is there. Raises InputError."""
+    path, date = Path(output_path), datetime.now().isoformat().replace(':', '-')
+    file = path / sanitize_model_name(source) / f'results_{date}.json'
     if path.suffix == '.json':
-        return path.parent, path.with_name(f'{path.stem}_{date}.json')
-    folder = path / sanitize_model_name(source)
-    return folder, folder / f'results_{date}.json'
-
-
-def write(results, samples, tracker):
-    """The results' file, and with --log_samples those of the samples. Raises InputError."""
-    tracker.save_results_aggregated(results, samples)
-    folder, file = where(results['model_name'], getattr(tracker, 'date_id', ''))
-    of_tasks = {folder / f'samples_{task}_{tracker.date_id}.jsonl': task for task in samples if log_samples}
-    for task in of_tasks.values():
-        tracker.save_results_samples(task, samples[task])
-    # the tracker is silent about a disk that is full
+        file = path.with_name(f'{path.stem}_{date}.json')
     try:
-        json.loads(file.read_text(encoding='utf-8'))
-        for path, task in of_tasks.items():
-            with open(path, encoding='utf-8') as f:
-                if sum(1 for _ in f) != len(samples[task]):
-                    raise ValueError(f'{path} was cut off')
-    except (OSError, ValueError) as e:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f'output_path={output_path} cannot be written ({e}); name another') from None
+    return file
+
+
+def write(results, file):
+    """Raises InputError."""
+    # strict JSON has no NaN, which a correlation with a constant is
+    results = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
+    try:
+        file.write_text(json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + '\n', encoding='utf-8')
+    except OSError as e:
         raise InputError(f'{file} could not be written ({e}); name another folder with --output_path') from None
-    print(file, *of_tasks, sep='\n')
+    print(f'\n{file}')
 
 
 def measure(opened, names, with_bos, device, dtype):
     """
-    All that is known of one model (checkpoint.Opened), {task: samples}, and lm-eval's tracker, which writes both; None
-    on ranks above 0.
+    All that is known of one model (checkpoint.Opened); None on ranks above 0.
     """
-    from lm_eval.loggers import EvaluationTracker
-
     sha256 = digest_of_state(opened.model.state_dict())
     model, tok = opened.model.to(device).eval(), opened.tok
     scorer = Scorer(model, tok.bos if with_bos else None, batch_size, dtype=dtype, tok=tok)
@@ -424,15 +404,13 @@ def measure(opened, names, with_bos, device, dtype):
     while scorer.rank > 0:
         if scorer.take_part() is None:
             return None
-    tracker, row = EvaluationTracker(output_path), nearest_published(model.config, model.num_params()[1])
+    row = nearest_published(model.config, model.num_params()[1])
     about = dict(pretrained=opened.source, sha256=sha256, tokenizer=tok.name, bos=with_bos, dtype=dtype)
-    tracker.general_config_tracker.log_experiment_args('mhf', about, None, None, False)
-    results, samples = {'results': {}, 'configs': {}, 'versions': {}, 'notes': {}}, {}
+    results = {'results': {}, 'configs': {}, 'versions': {}, 'notes': {}}
     try:
         if lm_tasks := [t for t in names if t not in OURS[1:]]:
             keys = 'data_dir num_fewshot limit gen_kwargs include_path write_out confirm_run_unsafe_code seed'.split()
             results, notes = run_tasks(lm_tasks, MHFLM(scorer), **{key: globals()[key] for key in keys})
-            samples = results.pop('samples')
             results['config'] |= dict(model='mhf', model_args=about, device=device, batch_size=batch_size)
             results['notes'] = unlike(results, notes)
         if 'bits_per_byte' in names:
@@ -449,7 +427,7 @@ def measure(opened, names, with_bos, device, dtype):
     results |= dict(name=opened.name, bos=with_bos, published=dict(model=row, **PUBLISHED[row]), packages=packages)
     results |= dict(settings=config, lm_eval_version=packages['lm-eval'], model_name=opened.source)
     results |= dict(device=device, dtype=dtype)
-    return results, samples, tracker
+    return results
 
 
 def main():
@@ -480,12 +458,6 @@ def main():
     on_device = pick_device(device)
     in_dtype, _ = pick_dtype(dtype, on_device)
     opened = open_model(out_dir, released, revision, tokenizer)
-    folder = where(opened.source)[0].absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(
-            f'output_path={output_path} cannot be written: {there} is no folder, or not yours; name another'
-        )
     if int(os.environ.get('WORLD_SIZE', 1)) > 1:
         if torch.device(on_device).type == 'cuda':
             torch.cuda.set_device(on_device)
@@ -495,9 +467,8 @@ def main():
     with_bos = not released if bos is None else bos
     measured = measure(opened, names, with_bos, on_device, in_dtype)
     if measured:
-        show(measured[0])
-        print()
-        write(*measured)
+        show(measured)
+        write(measured, results_file(opened.source))
 
 
 if __name__ == '__main__':

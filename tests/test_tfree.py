@@ -136,7 +136,7 @@ def test_it_learns_and_is_evaluated(folder):
         ('tokenizer=w.txt: name a file', ['words', '--tokenizer=w.txt']),
         ('no such file', ['words', '--tokenizer=w.json', '--dataset=nothing.jsonl']),
         ('activation_checkpointing', [*TRAIN[1:], '--activation_checkpointing', '--out_dir=other']),
-        ('tasks, log_samples: of eval.py', ['eval', '--log_samples', '--tasks=lambada_openai']),
+        ('tasks, output_path: of eval.py', ['eval', '--output_path=x', '--tasks=lambada_openai']),
     ],
 )
 def test_bad_input_is_one_line(folder, says, args):
