@@ -1,28 +1,45 @@
 """
-A model as lm-eval wants it: log P of continuations and texts, and what it writes, in batches shared by all processes.
+A model as lm-evaluation-harness (lm-eval) wants it, and lm-eval's own command line with that model in it.
 
-    import scorer, lm_eval                        # eval.py does the same, and more
-    lm_eval.simple_evaluate('mhf', model_args='out_dir=out/mhf_1b', tasks=['piqa'])
+    $ python -m scorer run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
+    $ python -m scorer run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
+    $ python -m scorer run --help         # lm-eval's settings: --limit, --log_samples, --output_path, --use_cache ...
+    $ python -m scorer ls tasks           # lm-eval's tasks and those of eval_tasks/
+    $ torchrun --standalone --nproc_per_node=8 -m scorer run --model_args path=out/mhf_1b --tasks mmlu
+
+model_args are path (the out_dir of a run, a folder in the released layout, or a hub id; without it the newest run
+here), revision (of a hub id), tokenizer, bos and dtype. A batch is as large as memory allows, whatever --batch_size is.
+Each process gets every n-th document; lm-eval lets each draw its own examples for few-shot prompts. From Python:
+
+    import lm_eval, scorer
+    lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
+import atexit
 import functools
+import inspect
 import json
+import logging
+import os
 import sys
-import traceback
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from checkpoint import open_model, pick_device, pick_dtype
-from configurator import InputError
+from checkpoint import digest_of_state, fetched, open_model, pick_device, pick_dtype
+from configurator import InputError, did_you_mean
 
-BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20)
+# of progress bars; process 0 of several shows them
+BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, disable=os.environ.get('RANK', '0') != '0')
+MAX_ROWS = 256  # of a batch
+GENERATION = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
 
 def tokens_in_memory(model):
@@ -38,75 +55,175 @@ def tokens_in_memory(model):
     return int(min(65536, torch.cuda.mem_get_info(device)[0] / 2 / (16 * widest)))
 
 
-class Scorer:
+def row_length(row):
+    """How many tokens the model reads of (context, continuations): the last of a continuation predicts nothing."""
+    context, continuations = row
+    return len(context) + sum(len(continuation) - 1 for continuation in continuations)
+
+
+def pack(batch):
     """
-    log P of continuations and texts, and greedy text. Requests with the same context are one row: the context, then
-    every continuation, each of which sees the context and itself only and goes on from the context's last position. A
-    batch holds at most batch_size rows, and `tokens` tokens with their padding. Rank 0 makes the batches, gives one to
-    each of torchrun's processes and takes the answers.
+    Rows -> ids, positions and segments (3, N, S), where segment 0 is the context, k its k-th continuation and -1
+    padding; the places n * S + s that predict a token of a continuation; these tokens; their number by continuation.
+    """
+    S = max(map(row_length, batch))
+    inputs = np.zeros((3, len(batch), S), np.int64)
+    inputs[2] = -1
+    predicting, targets, counts = [], [], []
+    for n, (context, continuations) in enumerate(batch):
+        C = len(context)
+        inputs[0, n, :C] = context
+        inputs[1, n, :C] = range(C)
+        inputs[2, n, :C] = 0
+        end = C
+        for k, continuation in enumerate(continuations, start=1):
+            begin = end
+            # the last token is not read, because it predicts nothing
+            end = begin + len(continuation) - 1
+            inputs[0, n, begin:end] = continuation[:-1]
+            inputs[1, n, begin:end] = range(C, C + end - begin)
+            inputs[2, n, begin:end] = k
+            # the context's last token predicts the first of each continuation
+            predicting += [n * S + C - 1, *range(n * S + begin, n * S + end)]
+            targets += continuation
+            counts.append(len(continuation))
+    return torch.from_numpy(inputs), predicting, targets, counts
+
+
+def text_after(tok, prompt, made):
+    """The text of the ids `made`, which follow the prompt's: SentencePiece drops the first space of what it decodes."""
+    before = prompt[-8:]
+    return tok.decode(before + made)[len(tok.decode(before)) :]
+
+
+@register_model('mhf')
+class MHFLM(TemplateLM):
+    """
+    log P of continuations and texts, and greedy or sampled text, as lm-eval asks for them. Requests with the same
+    context are one row: the context, then every continuation, each of which sees the context and itself only and goes
+    on from the context's last position. A batch of rows has at most `tokens` tokens, padding included.
     """
 
-    def __init__(self, model, bos, batch_size, tokens=None, dtype='float32', tok=None):
-        self.model, self.bos, self.batch_size, self.tok = model, bos, batch_size, tok
-        self.device = model.embed.weight.device
+    # an abstract property of TemplateLM
+    eot_token_id = None
+
+    def __init__(self, model, tok, bos=None, dtype='float32', tokens=None, world=None):
+        super().__init__()
+        self.model = model
+        self.tok = tok
+        # before every context; None is no bos
+        self.bos = bos
+        self.tokens = tokens or tokens_in_memory(model)
+        self._device = model.embed.weight.device
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        of_each = [tokens or tokens_in_memory(model)] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(of_each, of_each[0])
-        self.tokens = min(of_each)
+        self.eot_token_id = tok.bos
+        self.max_length = model.config.block_size
+        # what lm-eval writes of the model beside its results
+        self.about = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
+        # numbers of the last requests whose context did not fit; {(task, number of the document)} of all of them
+        self.too_long, self.cut = [], set()
+        self.world = world
+        if world:
+            self._rank = world.rank
+            self._world_size = world.size
 
-    def share(self, work, batches):
-        """Batches of items -> what the method called `work` gives for them, in order, as soon as it is known."""
-        for first in range(0, len(batches), self.world_size):
-            jobs = [(work, batch) for batch in batches[first : first + self.world_size]]
-            # fewer batches than ranks are left at the end
-            for answers in self.take_part(jobs + [(work, [])] * (self.world_size - len(jobs))):
-                yield from answers
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict, additional_config=None):
+        """What lm-eval calls with model_args, which are open_lm's, and with its batch_size and device."""
+        known = inspect.signature(open_lm).parameters
+        for key in arg_dict:
+            if key not in known:
+                raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
+        return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
-    def take_part(self, jobs=None):
-        """On every rank: rank 0's jobs, a (method, batch) or None for each -> what each gives, on rank 0; or None."""
+    @classmethod
+    def create_from_arg_string(cls, arg_string, additional_config=None):
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    def get_model_info(self):
+        return self.about
+
+    # ---- what lm-eval's evaluator asks for where world_size is above 1
+
+    def all_gather(self, tensor):
+        parts = [None] * self.world_size
+        dist.all_gather_object(parts, tensor.cpu(), group=self.world.host)
+        return torch.stack(parts).flatten()
+
+    def gather_object(self, obj, dst=0):
         if self.world_size == 1:
-            return jobs[0] and [self.in_memory(*jobs[0])]
-        job, answers = [None], [None] * self.world_size
-        dist.scatter_object_list(job, jobs)
-        if job[0] is None:
-            return None
-        try:
-            answer = self.in_memory(*job[0])
-        # rank 0 raises it, and nobody waits for one that is gone
-        except Exception as e:
-            e.add_note(f'rank {self.rank}: {traceback.format_exc()}')
-            answer = e
-        dist.gather_object(answer, None if self.rank else answers)
-        for failed in (a for a in answers if isinstance(a, Exception)):
-            raise failed
-        return answers
+            return [obj]
+        parts = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, parts, dst, group=self.world.host)
+        return parts
 
-    def in_memory(self, work, batch):
-        """What the method gives for the batch, in halves where the whole does not fit."""
-        try:
-            return getattr(self, work)(batch) if batch else []
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise InputError(f'a single sequence does not fit {self.device}') from None
-        half = len(batch) // 2
-        return self.in_memory(work, batch[:half]) + self.in_memory(work, batch[half:])
+    def barrier(self):
+        if self.world_size > 1:
+            dist.barrier(group=self.world.host)
 
-    def __call__(self, requests, done=lambda k, result: None):
-        """[(context ids, continuation ids)] -> [(log P, greedy?)]; done(k, result) as soon as each is known."""
-        results = [None] * len(requests)
-        for k, (logp, best, _) in self.by_token(requests, self.bos, 'scoring'):
-            results[k] = logp.sum().item(), bool(best.all())
-            done(k, results[k])
+    # ---- scores
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return list(self.tok.encode([string])[0])
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        results = super().loglikelihood(requests, disable_tqdm or self.rank > 0)
+        self.note_cut(requests)
         return results
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        results = [None] * len(requests)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        for k, (logp, best, _) in self.by_token(pairs, self.bos, 'scoring'):
+            results[k] = logp.sum().item(), bool(best.all())
+            self.cache_hook.add_partial('loglikelihood', requests[k][0], results[k])
+        return results
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """As all models of lm-eval: in windows that do not overlap, bos before the first, a token before others."""
+        how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+        windows, text_of = [], []
+        for k, request in enumerate(requests):
+            for window in get_rolling_token_windows(self.tok_encode(request.args[0]), **how):
+                windows.append(make_disjoint_window(window))
+                text_of.append(k)
+        results = [0.0] * len(requests)
+        for number, (logp, _, _) in self.by_token(windows, None, 'text'):
+            results[text_of[number]] += logp.sum().item()
+        return results
+
+    def note_cut(self, requests):
+        """Warns of the contexts of these requests that did not fit."""
+        cut = {(requests[k].task_name, requests[k].doc_id) for k in self.too_long}
+        for task, number in Counter(task for task, _ in cut).items():
+            message = '%s: %d documents with a context over %d tokens, of which the model sees the end'
+            logging.getLogger('lm_eval.mhf').warning(message, task, number, self.max_length)
+        self.cut |= cut
 
     def by_token(self, requests, bos, desc):
         """
         [(context ids, continuation ids)] -> as soon as each is known, its number and (3, n), float64, of its
         continuation: log P in nats, is the token the likeliest (1 or 0), probability of the likeliest.
         """
-        T, rows, batches = self.model.config.block_size, defaultdict(dict), [[]]
+        batches = [[]]
+        for row in self.rows(requests, bos):
+            rows = len(batches[-1])
+            if rows and (rows == MAX_ROWS or (rows + 1) * row_length(batches[-1][0]) > self.tokens):
+                batches.append([])
+            batches[-1].append(row)
+        with tqdm(desc=desc, total=len(requests), **BAR) as bar:
+            for batch in batches:
+                numbers = [ks for _, continuations in batch for ks in continuations.values()]
+                for ks, of_tokens in zip(numbers, self.in_memory(self.score, batch), strict=True):
+                    for k in ks:
+                        yield k, of_tokens
+                    bar.update(len(ks))
+
+    def rows(self, requests, bos):
+        """Requests -> [(context, {continuation: the numbers of its requests})], the longest first."""
+        T = self.max_length
+        self.too_long = []
+        rows = defaultdict(lambda: defaultdict(list))
         for k, (context, continuation) in enumerate(requests):
             if bos is not None and context[:1] != [bos]:
                 context = [bos, *context]
@@ -114,164 +231,200 @@ class Scorer:
                 raise InputError(f'request {k}: an empty {"continuation" if context else "context"} has no probability')
             if len(continuation) > T:
                 raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
-            # the end of what is too long
-            rows[tuple(context[-(T + 1 - len(continuation)) :])].setdefault(tuple(continuation), []).append(k)
-        rows = sorted(rows.items(), key=lambda row: -self.length(row))
-        for context, continuations in rows:
-            row, batch = (context, list(continuations)), batches[-1]
-            if batch and (len(batch) == self.batch_size or (len(batch) + 1) * self.length(batch[0]) > self.tokens):
-                batches.append([])
-            batches[-1].append(row)
-        requests_of = [ks for _, continuations in rows for ks in continuations.values()]
-        answers = tqdm(self.share('score', batches), desc, len(requests_of), **BAR)
-        for ks, of_tokens in zip(requests_of, answers, strict=True):
-            for k in ks:
-                yield k, of_tokens
+            room = T + 1 - len(continuation)
+            if len(context) > room:
+                self.too_long.append(k)
+            rows[tuple(context[-room:])][tuple(continuation)].append(k)
+        return sorted(rows.items(), key=row_length, reverse=True)
 
-    @staticmethod
-    def length(row):
-        return len(row[0]) + sum(len(c) - 1 for c in row[1])
+    def in_memory(self, work, batch):
+        """work(batch), in halves where the whole does not fit."""
+        try:
+            return work(batch) if batch else []
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise InputError(f'a single sequence does not fit {self.device}') from None
+        half = len(batch) // 2
+        return self.in_memory(work, batch[:half]) + self.in_memory(work, batch[half:])
 
     @torch.no_grad()
     def score(self, batch):
-        """Rows (context, continuations) -> of each continuation in order, (3, n), as in by_token."""
-        m, S, predicting, targets, ends = self.model, max(map(self.length, batch)), [], [], []
-        # from pinned memory copies keep nobody waiting
-        pinned = self.device.type == 'cuda'
-        # ids, positions, segments: 0 is the context, k its k-th continuation, -1 padding
-        inputs = torch.zeros(3, len(batch), S, dtype=torch.int64, pin_memory=pinned)
-        parts = inputs.numpy()
-        parts[2] = -1
-        for n, (context, continuations) in enumerate(batch):
-            end = C = len(context)
-            parts[:2, n, :C], parts[2, n, :C] = (context, range(C)), 0
-            for k, continuation in enumerate(continuations, start=1):
-                # its last token predicts nothing; its first is predicted by the context's last
-                begin, end = end, end + len(continuation) - 1
-                parts[:2, n, begin:end], parts[2, n, begin:end] = (continuation[:-1], range(C, C + end - begin)), k
-                predicting += [n * S + C - 1, *range(n * S + begin, n * S + end)]
-                targets += continuation
-                ends.append(len(targets))
-        ids, positions, segments = inputs.to(self.device, non_blocking=pinned)
-        predicting = torch.tensor([predicting, targets], pin_memory=pinned)
-        predicting, targets = predicting.to(self.device, non_blocking=pinned)
-        # where no row has two continuations, the causal triangle is all
+        """Rows -> [(3, n)] of each continuation, in order, as in by_token."""
+        inputs, predicting, targets, counts = pack(batch)
+        ids, positions, segments = inputs.to(self.device)
         mask = None
-        if max(len(continuations) for _, continuations in batch) > 1:
+        if len(counts) == len(batch):
+            # no row has two continuations: the causal triangle is all
+            positions = None
+        else:
             seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
             mask = seen.tril()[:, None]
         with self.autocast():
-            h = m.hidden_states(m.sign(ids), positions=None if mask is None else positions, mask=mask).flatten(0, 1)
+            h = self.model.hidden_states(self.model.sign(ids), positions=positions, mask=mask).flatten(0, 1)
             # the head sees only the positions that predict a token of a continuation
-            of_tokens = torch.stack(m.predict(h[predicting], targets)).cpu().double().numpy()
-        return np.split(of_tokens, ends[:-1], axis=1)
+            h = h[torch.tensor(predicting, device=self.device)]
+            of_tokens = torch.stack(self.model.predict(h, torch.tensor(targets, device=self.device)))
+        return np.split(of_tokens.cpu().double().numpy(), np.cumsum(counts)[:-1], axis=1)
 
-    def texts(self, prompts):
-        """[(prompt, lm-eval's options)] -> as soon as each is known, its number and the text that goes on from it."""
+    # ---- texts
+
+    def generate_until(self, requests, disable_tqdm=False):
+        results = [''] * len(requests)
+        self.too_long = []
+        # a batch has the same options
+        alike = defaultdict(list)
+        for k, request in enumerate(requests):
+            prompt, options = request.args[0], self.checked(request.args[1])
+            room = self.max_length - options['max_gen_toks']
+            ids = ([] if self.bos is None else [self.bos]) + self.tok_encode(prompt)
+            if len(ids) > room:
+                self.too_long.append(k)
+            alike[json.dumps(options, sort_keys=True)].append((ids[-room:] or [self.tok.bos], k))
+        self.note_cut(requests)
+        # a CPU reads all weights for a token: 16 rows cost little more than one
+        tokens = self.tokens if self.device.type == 'cuda' else 8 * self.tokens
+        with tqdm(desc='writing', total=len(requests), **BAR) as bar:
+            for key, rows in alike.items():
+                options = json.loads(key)
+                rows.sort(key=lambda row: len(row[0]), reverse=True)
+                longest = len(rows[0][0]) + options['max_gen_toks']
+                size = min(MAX_ROWS, max(1, tokens // longest))
+                for begin in range(0, len(rows), size):
+                    batch = rows[begin : begin + size]
+                    write = functools.partial(self.write, options=options)
+                    said = self.in_memory(write, [ids for ids, _ in batch])
+                    for (_, k), text in zip(batch, said, strict=True):
+                        results[k] = text
+                        self.cache_hook.add_partial('generate_until', requests[k].args, text)
+                    bar.update(len(batch))
+        return results
+
+    def checked(self, options):
+        """lm-eval's options of a request, with its defaults. Raises InputError."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        T, alike, batches = self.model.config.block_size, defaultdict(list), []
-        # a CPU reads all weights for a token: 16 rows cost little more than one
-        room = self.tokens if self.device.type == 'cuda' else 8 * self.tokens
-        for k, (prompt, options) in enumerate(prompts):
-            options = normalize_gen_kwargs(options)
-            known = ['do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until']
-            # one beam is no beam search
-            if unknown := [key for key in options if key not in known and options[key] != 1]:
-                raise InputError(
-                    f'{", ".join(unknown)}: not an option of generation here; there are {", ".join(known)}'
-                )
-            ids = ([] if self.bos is None else [self.bos]) + list(self.tok.encode([prompt])[0])
-            # the end of what is too long
-            ids = ids[-max(1, T - options['max_gen_toks']) :] or [self.tok.bos]
-            alike[json.dumps(options, sort_keys=True)].append((ids, k))
-        for options, rows in alike.items():
-            rows, options = sorted(rows, key=lambda row: -len(row[0])), json.loads(options)
-            while rows:
-                n = max(1, min(self.batch_size, room // (len(rows[0][0]) + options['max_gen_toks'])))
-                batches.append([(*row, options, torch.initial_seed()) for row in rows[:n]])
-                rows = rows[n:]
-        numbers = [k for batch in batches for _, k, _, _ in batch]
-        yield from zip(numbers, tqdm(self.share('write', batches), 'writing', len(numbers), **BAR), strict=True)
+        options = normalize_gen_kwargs(options)
+        # one beam is no beam search
+        if unknown := [key for key in options if key not in GENERATION and options[key] != 1]:
+            known = ', '.join(GENERATION)
+            raise InputError(f'{", ".join(unknown)}: not an option of generation here; there are {known}')
+        number, T = options['max_gen_toks'], self.max_length
+        if number >= T:
+            too_many = f'max_gen_toks={number} leaves nothing of the prompt in a context of {T} tokens'
+            raise InputError(f'{too_many}; give a smaller one, with --gen_kwargs max_gen_toks={T // 2}')
+        return options
 
     @torch.no_grad()
-    def write(self, batch):
-        """
-        [(prompt's ids, its number, options, seed)], of the same options -> [the text that goes on from each, up to the
-        first of options['until'] in it]. Greedy unless options['do_sample'].
-        """
-        tok, (first, number, options, seed) = self.tok, batch[0]
-        lengths = torch.tensor([len(ids) for ids, *_ in batch], device=self.device)
-        # padded at the left to the longest
-        ids = [[0] * (len(first) - len(row)) + row for row, *_ in batch]
-        until, said, made = [stop for stop in options['until'] if stop], [''] * len(batch), [[] for _ in batch]
-        how = dict(temperature=options['temperature'] if options['do_sample'] else 0)
-        how |= {key: options[key] for key in ('top_k', 'top_p') if options.get(key)}
-        how['generator'] = torch.Generator(self.device).manual_seed((seed + number) % 2**63)
-        how['lengths'] = lengths if lengths.min() < len(first) else None
-        writing = set(range(len(batch)))
+    def write(self, prompts, options):
+        """Ids of prompts, the longest first -> the text after each, up to the first of options['until'] in it."""
+        longest = len(prompts[0])
+        # padded at the left
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        how = {key: options[key] for key in ('top_k', 'top_p') if options.get(key)}
+        how['temperature'] = options['temperature'] if options['do_sample'] else 0
+        how['lengths'] = lengths if lengths.min() < longest else None
+        until = [stop for stop in options['until'] if stop]
+        made = [[] for _ in prompts]
+        said = [''] * len(prompts)
+        writing = set(range(len(prompts)))
         with self.autocast():
-            ids = torch.tensor(ids, device=self.device)
             for tokens in self.model.stream(ids, options['max_gen_toks'], **how):
-                for n, token in enumerate(tokens.tolist()):
-                    if n not in writing:
+                tokens = tokens.tolist()
+                for n in list(writing):
+                    # a document is over: the next begins with bos, or eos comes, which may serve as pad
+                    if tokens[n] in (self.tok.bos, self.tok.pad):
+                        writing.remove(n)
                         continue
-                    # a document is over: the next begins, or eos, whose role pad may have
-                    over = token in (tok.bos, tok.pad)
-                    if not over:
-                        made[n].append(token)
-                        said[n] = tok.decode(made[n])
-                    if over or any(stop in said[n] for stop in until):
+                    made[n].append(tokens[n])
+                    said[n] = text_after(self.tok, prompts[n], made[n])
+                    if any(stop in said[n] for stop in until):
                         writing.remove(n)
                 if not writing:
                     break
         return [min([text, *(text.split(stop)[0] for stop in until)], key=len) for text in said]
 
 
-@register_model('mhf')
-class MHFLM(TemplateLM):
-    """A model as lm-eval wants it: of a Scorer, or of what open_model is given. Raises InputError."""
+# -----------------------------------------------------------------------------
+# a model from disk, and the command line
 
-    def __init__(self, scorer=None, bos=None, batch_size=256, max_batch_size=None, device=None, dtype=None, **model):
-        super().__init__()
-        if scorer is None:
-            device = pick_device(device)
-            dtype, _ = pick_dtype(dtype, device)
-            opened = open_model(**model)
-            with_bos = bos if bos is not None else not model.get('released')
-            how = dict(batch_size=int(max_batch_size or batch_size), dtype=dtype, tok=opened.tok)
-            scorer = Scorer(opened.model.to(device).eval(), opened.tok.bos if with_bos else None, **how)
-        self.scorer = scorer
-        self.eot_token_id, self.max_length = scorer.tok.bos, scorer.model.config.block_size
 
-    # an abstract property of TemplateLM
-    eot_token_id = None
+def trained_here(source):
+    """Has train.py trained the model of this folder or hub id, or was it released by the authors?"""
+    folder = fetched(source)
+    return (folder / 'ckpt.pt').exists() or 'trained_loss' in json.loads((folder / 'config.json').read_text())
 
-    def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        return list(self.scorer.tok.encode([string])[0])
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        return self.scorer(pairs, lambda k, r: self.cache_hook.add_partial('loglikelihood', requests[k][0], r))
+def meet(device):
+    """The World of the processes that torchrun has started, or None. Raises InputError."""
+    if os.environ.get('WORLD_SIZE', '1') == '1':
+        return None
+    # it takes two seconds to import
+    from processes import World
 
-    def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """As all models of lm-eval: in windows that do not overlap, bos before the first, a token before others."""
-        how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
-        texts = [self.tok_encode(request.args[0]) for request in requests]
-        rolling = ((k, window) for k, ids in enumerate(texts) for window in get_rolling_token_windows(ids, **how))
-        parts = [(k, make_disjoint_window(window)) for k, window in rolling]
-        results, left = [0.0] * len(texts), Counter(k for k, _ in parts)
-        for part, (logp, _, _) in self.scorer.by_token([window for _, window in parts], None, 'text'):
-            k = parts[part][0]
-            results[k] += logp.sum().item()
-            left[k] -= 1
-            if not left[k]:
-                self.cache_hook.add_partial('loglikelihood_rolling', requests[k].args, results[k])
-        return results
+    world = World()
+    # reading and downloading may take long
+    world.meet(device, timeout=24 * 3600)
+    atexit.register(dist.destroy_process_group)
+    return world
 
-    def generate_until(self, requests, disable_tqdm=False):
-        results = [''] * len(requests)
-        for k, said in self.scorer.texts([request.args for request in requests]):
-            results[k] = said
-            self.cache_hook.add_partial('generate_until', requests[k].args, said)
-        return results
+
+def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
+    """
+    The MHFLM of a run (its out_dir, '' is the newest here), of a folder in the released layout, or of a hub id with
+    its revision. bos before every context: None is True for a model that was trained here, as its documents begin with
+    one, and False for another, as in the paper. Of several processes each opens the model. Raises InputError.
+    """
+    if bos not in (None, True, False):
+        raise InputError(f'bos={bos!r}: must be True or False, or left out')
+    device = pick_device(device)
+    dtype, _ = pick_dtype(dtype, device)
+    if torch.device(device).type == 'cuda':
+        torch.cuda.set_device(device)
+    # lm-eval reads numbers where it can
+    path, revision = str(path), str(revision)
+    if not path or (Path(path) / 'ckpt.pt').exists():
+        opened = open_model(out_dir=path, tokenizer=tokenizer)
+    else:
+        opened = open_model(released=path, revision=revision, tokenizer=tokenizer)
+    if bos is None:
+        bos = trained_here(opened.source)
+    world = meet(device)
+    if world:
+        dtype = world.of_first(dtype)
+        world.agree(dict(weights=digest_of_state(opened.model.state_dict())[:8]))
+    lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype, world=world)
+    lm.about |= dict(name=opened.name, source=opened.source)
+    return lm
+
+
+def main():
+    """lm-eval's own, which knows the tasks of eval_tasks/; its model is mhf unless --model names another."""
+    from lm_eval.__main__ import HarnessCLI, setup_logging
+
+    setup_logging(logging.WARNING if BAR['disable'] else logging.INFO)
+    # that tasks of eval_tasks/ take the place of its own
+    logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
+    cli = HarnessCLI()
+    args = cli.parse_args()
+    more = getattr(args, 'include_path', None)
+    args.include_path = [str(Path(__file__).resolve().parent / 'eval_tasks'), *([more] if more else [])]
+    if args.command == 'run' and not args.config:
+        args.model = args.model or 'mhf'
+        # lm-eval's default is cuda:0
+        args.device = args.device or pick_device()
+    try:
+        cli.execute(args)
+    # an unknown task, the hub out of reach; the author of a task sees the traceback with this level
+    except (OSError, ValueError) as e:
+        if os.environ.get('LMEVAL_LOG_LEVEL', '').upper() == 'DEBUG':
+            raise
+        raise InputError(e) from None
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except KeyboardInterrupt:
+        print('interrupted; with --use_cache the same command goes on from the answers that are known', file=sys.stderr)
+        sys.exit(130)

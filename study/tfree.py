@@ -171,23 +171,22 @@ def train():
 def evaluate():
     """The paper's tasks but LAMBADA, of which it has no T-FREE; with --text, bins, also ranks of held-out words."""
     import eval as evaluation
-    from scorer import MHFLM
+    from scorer import open_lm
 
-    of_model, of_tasks = {'out_dir', 'batch_size', 'device', 'dtype'}, {'data_dir', 'limit', 'seed'}
-    s = settings('eval.py', of_model | of_tasks | {'text'})
-    evaluation.PAPER = {task: row for task, row in evaluation.PAPER.items() if 'lambada' not in task}
-    lm = MHFLM(**{key: s[key] for key in of_model})
+    s = settings('eval.py', {'out_dir', 'device', 'dtype', 'data_dir', 'limit', 'text'})
+    lm = open_lm(s['out_dir'], device=s['device'], dtype=s['dtype'])
     if s['text']:
-        m, T = lm.scorer.model, lm.max_length
-        ids = torch.tensor(evaluation.prepared_split(Path(s['text']), lm.scorer.tok)[0], device=lm.scorer.device)
-        with lm.scorer.autocast(), torch.no_grad():
+        m, T = lm.model, lm.max_length
+        ids = torch.tensor(evaluation.prepared_split(Path(s['text']), lm.tok)[0], device=lm.device)
+        with lm.autocast(), torch.no_grad():
             blocks = ids.unfold(0, T + 1, T)[: 8192 // T]
             ranks = torch.cat([m.ranks(m.hidden_states(m.sign(b[None, :-1]))[0], b[1:]) for b in blocks])
         found = f'first {(ranks < 1).double().mean():.2%}, among ten {(ranks < 10).double().mean():.2%}'
         print(f'{len(ranks):,} held-out words, ranked: {found}, median rank {ranks.median() + 1:,}')
-    results, notes = evaluation.run_tasks(['paper'], lm, **{key: s[key] for key in of_tasks})
+    names = [task for task in evaluation.PAPER if 'lambada' not in task]
+    results = evaluation.run_tasks(lm, *evaluation.load_tasks(names, s['data_dir'], s['limit']), s['limit'])
     Path(s['out_dir'], 'tasks.json').write_text(json.dumps({k: results[k] for k in ('results', 'n-samples')}))
-    notes = [f'{task}: {"; ".join(note)}' for task, note in evaluation.unlike(results, notes).items()]
+    notes = [f'{task}: {"; ".join(note)}' for task, note in results['notes'].items()]
     print(evaluation.make_table(results), 'T-FREE: acc and acc_norm of scores that only rank', *notes, sep='\n')
 
 

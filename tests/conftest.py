@@ -50,7 +50,7 @@ PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
     safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
     pyarrow.parquet zstandard filelock tqdm matplotlib.pyplot scipy.stats transformers lm_eval.tasks lm_eval.api.model
-    lm_eval.evaluator lm_eval_index
+    lm_eval.evaluator
 """.split()
 
 
@@ -59,8 +59,6 @@ def fork_server():
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # where it finds lm_eval_index
-        patch.chdir(Path(__file__).parent)
         # what torchrun sets is not for the scripts
         for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
             patch.delenv(name, raising=False)

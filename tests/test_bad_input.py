@@ -127,6 +127,18 @@ def port_in_use(folder):
     return environment(MASTER_PORT=str(held[-1].getsockname()[1]))(folder)
 
 
+def piqa(data, suffix=''):
+    """A local file of that task."""
+    return file(f'piqa_validation.jsonl{suffix}', data)
+
+
+def arc_easy(answers):
+    """A local file of that task, with a row for each answer."""
+    row = dict(question='Q?', choices=dict(text=['a', 'b'], label=['A', 'B']))
+    rows = [json.dumps(row | dict(id=k, answerKey=answer)) for k, answer in enumerate(answers)]
+    return file('arc_easy_test.jsonl', '\n'.join(rows).encode())
+
+
 def log_is_a_folder(folder):
     (folder / 'out/log.jsonl').unlink()
     (folder / 'out/log.jsonl').mkdir()
@@ -135,8 +147,7 @@ def log_is_a_folder(folder):
 TRAIN_BIN, VAL_BIN = 'bins/train_000000.bin', 'bins/val_000000.bin'
 noise = random.Random(0).randbytes(9999)
 other_id = damage(TRAIN_BIN, lambda raw: raw[:5000] + b'\0\0' + raw[5002:])
-cut_off = file('piqa_validation.jsonl.gz', gzip.compress(noise)[:500])
-sciq = file('sciq_test.jsonl', b'{"question": "Q"}')
+PIQA_ROW = b'{"goal": "Go.", "sol1": "A", "sol2": "B", "label": 0}\n'
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # at the beginning of most rows
 PREPARE = 'prepare.py --data_dir=new '
@@ -151,6 +162,8 @@ SHORTER = 'expand.py --before=out --init_from=grown --tokenizer=x.model'
 REPLACE = 'expand.py --whole --before=small --init_from=grown --tokenizer=tekken'
 EVAL = 'eval.py --out_dir=out '
 TEXT = EVAL + '--tasks=bits_per_byte --text='
+PIQA = EVAL + '--tasks=piqa --data_dir=.'
+ARC = EVAL + '--tasks=arc_easy --data_dir=.'
 
 BAD = [
     # settings
@@ -325,25 +338,33 @@ BAD = [
     Bad('whole, of a Standard model', REPLACE, "before='small' is a Standard model", released(num_hashes=0)),
     # eval.py and bench.py
     Bad('unknown task', EVAL + '--tasks=arc_esy', says="did you mean 'arc_easy'"),
+    Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m scorer run --model_args path=... --tasks gsm8k'),
+    Bad('a part of a document', EVAL + '--limit=0.5', says='limit=0.5'),
     Bad('no local file', EVAL + '--tasks=piqa --data_dir=bins', says='no piqa_validation'),
-    Bad('no folder of data', EVAL + '--data_dir=nowhere', says='no such folder'),
-    Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says='needs --text'),
+    Bad('no folder of data', EVAL + '--data_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
+    Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
+    Bad('a text that is not evaluated', EVAL + '--text=docs.jsonl', says="tasks=paper, text='docs.jsonl'"),
     Bad('text that is not there', EVAL + '--tasks=bits_per_byte --text=no.txt', says='no.txt'),
+    Bad('text without bos', TEXT + 'docs.jsonl --bos=False', says='bits_per_byte has bos before every document'),
     Bad('an empty text', TEXT + 'e.txt', 'no text in it', file('e.txt', b' \n')),
     Bad('text without text', TEXT + 'e.jsonl', 'are: body, id', file('e.jsonl', b'{"body": "x", "id": 1}')),
     Bad('text of parquet without text', TEXT + 'x.parquet', 'content, url', bad_parquet),
     Bad('text that is cut off', TEXT + 'e.jsonl.xz', 'e.jsonl.xz', file('e.jsonl.xz', lzma.compress(noise)[:-20])),
     Bad('text of another kind', TEXT + 'e.pdf', 'e.pdf: expected .txt', file('e.pdf', b'%PDF')),
+    Bad('a second text of another kind', TEXT + 'docs.jsonl,e.pdf', 'e.pdf: expected .txt', file('e.pdf', b'%PDF')),
     Bad('not card660', EVAL + '--tasks=card660 --data_dir=bins', says='dataset.tsv'),
-    Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing/ckpt.pt'),
+    Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing: no such folder'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="another vocabulary than the 'mistral'"),
-    Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='see --data_dir'),
-    Bad('a benchmark that is cut off', EVAL + '--tasks=piqa --data_dir=.', 'EOFError', cut_off),
-    Bad('a benchmark without its fields', EVAL + '--tasks=sciq --data_dir=.', 'sciq', sciq),
-    Bad(
-        'results in a file', EVAL + '--tasks=piqa --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'
-    ),
-    Bad('batches of nothing', EVAL + '--batch_size=0', says='batch_size=0'),
+    Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
+    Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='for --data_dir'),
+    Bad('a benchmark that is cut off', PIQA, 'piqa_validation.jsonl.gz', piqa(gzip.compress(noise)[:500], '.gz')),
+    Bad('a benchmark that is empty', PIQA, 'piqa_validation.jsonl cannot', piqa(b'')),
+    Bad('a benchmark without its fields', PIQA, 'piqa_validation.jsonl cannot', piqa(b'{"goal": "G", "label": 0}')),
+    Bad('a row without a field', PIQA, "row 2: no 'sol2'", piqa(PIQA_ROW + b'{"goal": "G", "sol1": "A", "label": 0}')),
+    Bad('a row with null', PIQA, "row 2: no 'goal'", piqa(PIQA_ROW + PIQA_ROW.replace(b'"Go."', b'null'))),
+    Bad('an answer that is none', ARC, 'arc_easy_test.jsonl, row 2: ValueError', arc_easy('AXBABA')),
+    Bad('too few examples', ARC, 'arc_easy_test.jsonl: 3 rows are too few for 5 examples', arc_easy('ABA')),
+    Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown part of bench', 'bench.py --parts=hed', says="did you mean 'head'"),
     Bad('unknown gpu', 'bench.py --plan --gpu=H10', says="did you mean 'H100'"),
     Bad('head_tokens that are none', 'bench.py --head_tokens=1k', says='head_tokens=1k'),

@@ -1,4 +1,4 @@
-"""eval.py: scores against log_probs, lm-eval's tasks on small local files, the command itself."""
+"""eval.py and scorer.py: scores against log_probs, the paper's tasks on small local files, lm-eval's command line."""
 
 import gzip
 import json
@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 
 import lm_eval
@@ -16,18 +17,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
-from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents, write_jsonl
+from conftest import REPO, SHARED, events, ok, random_model, ranks, real_documents, run, write_jsonl
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import get_latest_filename, get_results_filenames, make_table
+from lm_eval.utils import get_latest_filename, get_results_filenames
 
 import eval as evaluation
 from bins import read_meta
 from checkpoint import from_pretrained, load_checkpoint, save_pretrained
 from configurator import InputError
-from hashing import tokenizer_fingerprint
-from scorer import MHFLM, Scorer
+from hashing import JsonTokenizer, tokenizer_fingerprint
+from scorer import MHFLM, text_after
 
-# one process builds lm-eval's index of its tasks, which takes it 6 seconds
 pytestmark = pytest.mark.xdist_group('eval')
 
 
@@ -35,8 +37,18 @@ pytestmark = pytest.mark.xdist_group('eval')
 # scoring
 
 
+def model_of_lm_eval(model, bos=1, **how):
+    """An MHFLM of a model whose tokenizer does not matter."""
+    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **how)
+
+
+def scored(lm, requests):
+    """[(context ids, continuation ids)] -> [(log P, greedy?)]."""
+    return lm._loglikelihood_tokens([(None, *request) for request in requests])
+
+
 @pytest.mark.parametrize('num_hashes', [3, 0])
-def test_scorer_equals_log_probs(num_hashes):
+def test_scores_equal_log_probs(num_hashes):
     """Continuations of a shared context see each other, a position is off by one, or the batch changes the score."""
     m = random_model(num_hashes=num_hashes)
     draw = np.random.default_rng(0)
@@ -51,32 +63,38 @@ def test_scorer_equals_log_probs(num_hashes):
             logp, targets = m.log_probs(ids[None, :-1])[0, -len(continuation) :], ids[-len(continuation) :]
             expected.append(logp.gather(1, targets[:, None]).sum().item())
             greedy.append(bool((logp.argmax(1) == targets).all()))
-        for batch_size, tokens in ((256, 10**6), (1, 10**6), (16, 10**6), (256, 100), (256, 1)):
-            done, scorer = {}, Scorer(m, bos, batch_size, tokens)
-            got = scorer(requests, done.__setitem__)
-            assert done == dict(enumerate(got))
+        for tokens in (10**6, 100, 1):
+            got = scored(model_of_lm_eval(m, bos, tokens=tokens), requests)
             assert [g for _, g in got] == greedy
             assert np.allclose([logp for logp, _ in got], expected, atol=1e-9)
         # where all rows have one continuation there is no mask
-        assert np.allclose([logp for logp, _ in scorer(requests[3:20:4])], expected[3:20:4], atol=1e-9)
-    scorer, sizes = Scorer(m, None, 256, 10**6), []
-    score = scorer.score
-
-    def in_small_memory(batch):
-        sizes.append(len(batch))
-        if len(batch) > 2:
-            raise torch.OutOfMemoryError
-        return score(batch)
-
-    scorer.score = in_small_memory
-    assert np.allclose([logp for logp, _ in scorer(requests)], expected, atol=1e-9)
-    # continuations of a context are one row
-    assert 2 < sizes[0] < len(requests)
+        got = scored(model_of_lm_eval(m, bos), requests[3:20:4])
+        assert np.allclose([logp for logp, _ in got], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
-    assert Scorer(m, 1, 256)([(contexts[1], [likeliest])])[0][1] is True
+    assert scored(model_of_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
     for continuation, message in (([], 'empty continuation'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=message):
-            Scorer(m, 1, 256)([([5], continuation)])
+            scored(model_of_lm_eval(m), [([5], continuation)])
+
+
+def test_a_batch_that_does_not_fit(monkeypatch):
+    """A GPU that is full ends the evaluation, or the halves of a batch have other scores."""
+    m, draw = random_model(), np.random.default_rng(0)
+    requests = [(draw.integers(3, 300, n).tolist(), [5, 7]) for n in (1, 4, 9, 3, 8)]
+    expected, sizes, hidden_states, room = scored(model_of_lm_eval(m), requests), [], m.hidden_states, 2
+
+    def in_small_memory(x, **how):
+        sizes.append(len(x))
+        if len(x) > room:
+            raise torch.OutOfMemoryError
+        return hidden_states(x, **how)
+
+    monkeypatch.setattr(m, 'hidden_states', in_small_memory)
+    assert np.allclose([logp for logp, _ in scored(model_of_lm_eval(m), requests)], [logp for logp, _ in expected])
+    assert sizes[0] == 5 and min(sizes) <= 2
+    room = 0
+    with pytest.raises(InputError, match='a single sequence does not fit cpu'):
+        scored(model_of_lm_eval(m), requests)
 
 
 def test_sliding_windows():
@@ -84,7 +102,7 @@ def test_sliding_windows():
     m = random_model()  # a context of 24
     for n in (1, 23, 24, 25, 36, 37, 100):
         ids = np.random.default_rng(n).integers(3, 300, n).tolist()
-        nats, right, confidence = evaluation.sliding(Scorer(m, 1, 256), 1, ids)
+        nats, right, confidence = evaluation.sliding(model_of_lm_eval(m), [1, *ids])
         assert len(nats) == n
         whole = [1, *ids]
         for i in range(n):
@@ -134,16 +152,18 @@ def text_files(folder):
 
 def test_text_by_documents(tmp_path, mistral):
     """A file's markup is measured, its documents are run together, or it has other numbers than in training."""
-    scorer = Scorer(random_model(vocab_size=32768, num_buckets=300), None, 256)
+    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral)
     files = text_files(tmp_path)
-    folder = evaluation.bits_per_byte(scorer, mistral, str(tmp_path / 'd'))
+    folder, size = evaluation.prepared_split(tmp_path / 'd', mistral)
+    measured = evaluation.bits_per_byte(lm, folder, size)
     texts = [text.strip() for text in TEXTS if text.strip()]
     ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
-    assert folder['tokens'] == len(ids) - 1 and folder['bytes'] == sum(len(text.encode()) for text in texts)
-    nats, _, _ = evaluation.sliding(scorer, ids[0], ids[1:])
-    assert folder['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / folder['bytes'])
+    assert folder == ids and size == sum(len(text.encode()) for text in texts)
+    assert (measured['tokens'], measured['bytes'], measured['bos']) == (len(ids) - 1, size, True)
+    nats, _, _ = evaluation.sliding(lm, ids)
+    assert measured['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / size)
     for name in files:
-        assert evaluation.bits_per_byte(scorer, mistral, str(tmp_path / name)) == folder, name
+        assert evaluation.text_file(tmp_path / name, mistral) == (ids, size), name
     # a .txt is one document
     (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
     assert evaluation.text_file(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
@@ -153,52 +173,97 @@ def test_text_by_documents(tmp_path, mistral):
 # lm-eval
 
 
+def request(*args, number=0):
+    """One of lm-eval's requests, of document `number`."""
+    return Instance('', {}, args, 0, ('task', number, 1))
+
+
 def test_harness_text_and_generation(mistral):
     """lm-eval's perplexity and generation tasks get something else than the model's likelihood and its greedy text."""
     m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
-    scorer = Scorer(m, 1, 256, tok=mistral)
-    lm = MHFLM(scorer)
-
-    def request(*args):
-        return types.SimpleNamespace(args=args)
-
+    lm = MHFLM(m, mistral, 1)
     ids = mistral.encode(['a few words'])[0]
     by_hand = m.log_probs(torch.tensor([[1, *ids[:-1]]]))[0].gather(1, torch.tensor(ids)[:, None]).sum().item()
     assert lm.loglikelihood_rolling([request('a few words')]) == pytest.approx([by_hand], rel=1e-4)
     greedy = m.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
-    said = mistral.decode(greedy[: greedy.index(1)] if 1 in greedy else greedy)
+    said = text_after(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     assert lm.generate_until([request('a few words', dict(until=[], max_gen_toks=6))]) == [said]
     # eos, whose role pad has, ends a text as bos does
-    ending = types.SimpleNamespace(
-        tokens=mistral.tokens, bos=1, pad=greedy[2], encode=mistral.encode, decode=mistral.decode
-    )
-    ended = MHFLM(Scorer(m, 1, 256, tok=ending)).generate_until(
-        [request('a few words', dict(until=[], max_gen_toks=6))]
-    )
-    assert ended == [mistral.decode(greedy[: greedy.index(greedy[2])])]
+    ending = types.SimpleNamespace(name='ending', bos=1, pad=greedy[2], encode=mistral.encode, decode=mistral.decode)
+    ended = MHFLM(m, ending, 1).generate_until([request('a few words', dict(until=[], max_gen_toks=6))])
+    assert ended == [text_after(mistral, ids, greedy[: greedy.index(greedy[2])])]
     stop = said[len(said) // 2]
     assert lm.generate_until([request('a few words', dict(until=stop, max_gen_toks=6))]) == [said.split(stop)[0]]
     # a batch of prompts of different lengths, in any order, says what each says alone
     texts = ('a', 'a few words', '', 'few')
     prompts = [request(text, dict(until=stop, max_gen_toks=n)) for n in (6, 3) for text in texts]
     assert lm.generate_until(prompts) == [lm.generate_until([p])[0] for p in prompts]
-    sampling = dict(until=[], max_gen_toks=6, do_sample=True, temperature=2.0)
-    drawn = [lm.generate_until([request('a', sampling)] * 3) for _ in range(2)]
+    sampling, drawn = dict(until=[], max_gen_toks=6, do_sample=True, temperature=2.0), []
+    for _ in range(2):
+        # lm-eval does it
+        torch.manual_seed(0)
+        drawn.append(lm.generate_until([request('a', sampling)] * 3))
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
     assert len(set(lm.generate_until([request('a', dict(sampling, top_k=1))] * 3))) == 1
     with pytest.raises(InputError, match='num_beams'):
         lm.generate_until([request('a', dict(until=[], num_beams=4))])
     # all of it in the precision that was asked for
-    low, passes, hidden_states = MHFLM(Scorer(m, 1, 256, dtype='bfloat16', tok=mistral)), [], m.hidden_states
+    low, passes, hidden_states = MHFLM(m, mistral, 1, 'bfloat16'), [], m.hidden_states
     m.hidden_states = lambda *a, **k: passes.append(torch.is_autocast_enabled('cpu')) or hidden_states(*a, **k)
     low.generate_until([request('a', dict(until=[], max_gen_toks=2))])
     low.loglikelihood_rolling([request('a b c')])
     assert len(passes) == 3 and all(passes)
-    # interrupted at the second batch: the first one's result is kept
-    kept, score = [], scorer.score
+
+
+def test_a_prompt_that_does_not_fit(mistral, caplog):
+    """A long context is cut and nobody hears of it, or a text is written from the last token of its prompt alone."""
+    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32), mistral, 1)
+    for number in (lm.max_length, lm.max_length + 1):
+        with pytest.raises(InputError, match=f'max_gen_toks={number} .* context of {lm.max_length} tokens'):
+            lm.generate_until([request('a', dict(until=[], max_gen_toks=number))])
+    assert not lm.cut
+    long = 'one two three four ' * 9
+    # the choices of a document count once
+    lm.loglikelihood([request('short', ' a'), *(request(long, choice, number=1) for choice in (' a', ' b'))])
+    lm.generate_until([request(text, dict(until=[], max_gen_toks=4), number=2) for text in ('short', long)])
+    assert lm.cut == {('task', 1), ('task', 2)}
+    assert [r.getMessage().startswith('task: 1 documents with a context over 24') for r in caplog.records] == [True] * 2
+
+
+def test_first_space_of_an_answer(mistral, tmp_path):
+    """The indentation of what a model writes loses a space, as in humaneval, or the text of the prompt is in it."""
+    import tokenizers
+
+    pieces = {'<s>': 0, '\u2581': 1, 'a': 2, '\u2581a': 3}
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, [('\u2581', 'a')]))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme='always')
+    words.decoder = tokenizers.decoders.Metaspace(prepend_scheme='always')
+    words.add_special_tokens(['<s>'])
+    words.save(str(tmp_path / 'tokenizer.json'))
+    letters = JsonTokenizer('letters', tmp_path / 'tokenizer.json')
+    for tok, texts in ((mistral, ('import', 'class A(object):\n', 'ünïcode 日本', 'x  ')), (letters, ('a', 'a a'))):
+        for text in texts:
+            ids = tok.encode([text])[0]
+            for answer in (' a', '   a a', 'a'):
+                whole = tok.encode([text + answer])[0]
+                # where the prompt is split as it is alone
+                if whole[: len(ids)] == ids:
+                    assert text_after(tok, [tok.bos, *ids], whole[len(ids) :]) == answer
+        # nothing before it
+        assert text_after(tok, [tok.bos], tok.encode(['a'])[0]) == 'a'
+    m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+    made = mistral.encode(['import os\n        return'])[0][len(mistral.encode(['import'])[0]) :]
+    m.stream = lambda ids, n, **how: (torch.tensor([token] * len(ids)) for token in made)
+    lm = MHFLM(m, mistral, 1)
+    assert lm.generate_until([request('import', dict(until=['return'], max_gen_toks=9))]) == [' os\n        ']
+
+
+def test_what_is_known_is_kept(mistral):
+    """lm-eval's --use_cache has nothing of an evaluation that was interrupted."""
+    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1, tokens=1)
+    kept, score = [], lm.score
     lm.set_cache_hook(types.SimpleNamespace(add_partial=lambda kind, request, result: kept.append(request)))
-    scorer.batch_size = 1
-    scorer.score = lambda batch: score(batch) if not kept else 1 / 0
+    lm.score = lambda batch: score(batch) if not kept else 1 / 0
     with pytest.raises(ZeroDivisionError):
         lm.loglikelihood([request('a longer context', ' here'), request('one', ' two')])
     assert kept == [('a longer context', ' here')]
@@ -253,49 +318,52 @@ def small_tasks(folder):
     return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}
 
 
+def paper(lm, folder, names=tuple(evaluation.PAPER), limit=None):
+    """lm-eval's results of the paper's tasks."""
+    return evaluation.run_tasks(lm, *evaluation.load_tasks(names, str(folder), limit), limit)
+
+
 def test_known_answers(tmp_path, mistral):
     """A task's text, answer, metric, shots or file is wrong: a model that knows all answers would not score 1."""
     right = small_tasks(tmp_path)
 
-    class Known:
+    class Known(MHFLM):
         """Scores continuations by their text."""
 
-        model, tok = random_model(), mistral
-
-        def __call__(self, requests, done):
-            scores = [self.judge(mistral.decode(continuation)) for _, continuation in requests]
+        def _loglikelihood_tokens(self, requests, **how):
+            scores = [self.judge(mistral.decode(continuation)) for _, _, continuation in requests]
             return [(s, s == 0) for s in scores]
 
-    scores, known = {}, Known()
+    scores, known = {}, Known(random_model(), mistral)
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
-        known.judge, lm = judge, MHFLM(known)
-        got, notes = evaluation.run_tasks(['paper'], lm, data_dir=tmp_path)
-        scores[name] = [r[evaluation.main_score(task, r)] for task, r in got['results'].items()]
+        known.judge = judge
+        got = paper(known, tmp_path)
+        assert list(got['results']) == list(evaluation.PAPER)
+        scores[name] = [r[f'{evaluation.PAPER[task]["metric"]},none'] for task, r in got['results'].items()]
     assert scores['oracle'] == [1.0] * 11
     # the constant model takes the first choice, or where scores are divided by length, the longest
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
-    assert got['n-shot'] == {task: paper['shots'] for task, paper in evaluation.PAPER.items()}
+    assert Counter(got['n-shot'].values()) == {0: 8, 5: 3} and got['n-shot']['social_iqa'] == 5
     assert got['versions']['race_v2'] == 2
-    notes = evaluation.unlike(got, notes)
-    assert notes['sciq'] == ['validation split for test', '4 of 1,000 documents']
-    assert notes['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
-    # lm-eval's own tasks are as they were
-    again, notes = evaluation.run_tasks(['arc_easy'], lm, data_dir=tmp_path)
-    assert again['n-shot'] == dict(arc_easy=0)
-    assert evaluation.unlike(again, notes) == dict(arc_easy=['12 of 2,376 documents', '0 shots, 5 in the paper'])
+    assert got['notes']['sciq'] == ['validation split for test', '4 of 1,000 documents']
+    assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
+
+
+def local_task(file, data):
+    """A task file, given other data."""
+    task = load_yaml(file) | dict(dataset_path='json', dataset_name=None, dataset_kwargs=dict(data_files=data))
+    return TaskManager(include_defaults=False).load([task])
 
 
 def test_mubench_files(tmp_path, mistral):
     """A task file of MuBench does not read its schema, or names another language's data."""
     rows = [dict(prompt='The sky is', choices=[' blue', ' a wall', ' to'], label=k) for k in (0, 1, 2, 1)]
-    tasks = ['mubench_hellaswag_ar', 'mubench_mmlu_hi']
-    for task in tasks:
-        write_rows(tmp_path / f'{task}_test.jsonl', rows)
-    lm = MHFLM(Scorer(random_model(vocab_size=32768, num_buckets=300), 1, 256, tok=mistral))
-    got, notes = evaluation.run_tasks(tasks, lm, data_dir=tmp_path)
-    metrics = [[k for k in got['results'][t] if k.endswith(',none') and '_stderr' not in k] for t in tasks]
-    assert metrics == [['acc,none', 'acc_norm,none'], ['acc,none']]
-    assert evaluation.unlike(got, notes) == {t: ['a local file of 4 documents'] for t in tasks}
+    write_rows(tmp_path / 'test.jsonl', rows)
+    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
+    for name, metrics in dict(hellaswag_ar=['acc', 'acc_norm'], mmlu_hi=['acc']).items():
+        task = local_task(REPO / f'eval_tasks/mubench_{name}.yaml', dict(test=str(tmp_path / 'test.jsonl')))
+        (scores,) = lm_eval.evaluate(lm, task, log_samples=False)['results'].values()
+        assert [k.split(',')[0] for k in scores if k.endswith(',none') and '_stderr' not in k] == metrics
     files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
     assert len(files) == 16
     for file in files:
@@ -314,21 +382,16 @@ def test_tasks_of_ours_are_lm_eval_s(tmp_path, mistral, monkeypatch):
     # what lm-eval's ReCoRD imports for its scores is gone from transformers
     for module in ('transformers.data.metrics', 'transformers.data.metrics.squad_metrics'):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    lm, asked, versions = MHFLM(types.SimpleNamespace(tok=mistral, model=random_model())), {}, {}
+    asked, versions = {}, {}
     tasks = Path(lm_eval.__file__).parent / 'tasks'
     for ours, theirs in dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race').items():
         for who, file in dict(ours=REPO / f'eval_tasks/{ours}.yaml', theirs=tasks / f'{theirs}.yaml').items():
-            task = load_yaml(file)
-            versions[ours, who] = task['metadata']['version']
-            task |= evaluation.local_data(ours, task, tmp_path)[0] | dict(num_fewshot=0)
-
-            def ask(requests, key=(ours, who)):
-                asked[key] = [r.args for r in requests]
-                raise InterruptedError
-
-            lm.loglikelihood = ask
-            with pytest.raises(InterruptedError):
-                lm_eval.simple_evaluate(lm, tasks=[task], task_manager=evaluation.task_manager())
+            config = load_yaml(file) | dict(num_fewshot=0)
+            versions[ours, who] = config['metadata']['version']
+            config |= evaluation.local_data(ours, config, tmp_path)[0]
+            (task,) = TaskManager(include_defaults=False).load([config])['tasks'].values()
+            task.build_all_requests()
+            asked[ours, who] = [instance.args for instance in task.instances]
     for task in ('record', 'social_iqa'):
         assert asked[task, 'ours'] == asked[task, 'theirs'] and len(asked[task, 'ours']) > 9
         assert versions[task, 'ours'] == versions[task, 'theirs']
@@ -373,136 +436,22 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
     texts += [mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300)]
     scores, rolled = [], []
     for lm in (
-        MHFLM(Scorer(ours, mistral.bos, 256, tok=mistral)),
+        MHFLM(ours, mistral, mistral.bos),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
-        raw, _ = evaluation.run_tasks(['piqa', 'arc_easy'], lm, data_dir=data, limit=10)
-        scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in raw['results'].items()})
+        loaded, _ = evaluation.load_tasks(['piqa', 'arc_easy'], data, 10)
+        results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
+        scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
         rolled.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
     assert scores[0] == scores[1] and len(scores[0]) == 2
     assert rolled[0] == pytest.approx(rolled[1], rel=1e-5)
     # windows that overlap by half give something else
-    nats, _, _ = evaluation.sliding(Scorer(ours, 1, 256), 1, mistral.encode(texts[-1:])[0])
+    nats, _, _ = evaluation.sliding(MHFLM(ours, mistral), [1, *mistral.encode(texts[-1:])[0]])
     assert -nats.sum().item() != pytest.approx(rolled[0][-1], rel=1e-3)
 
 
 # -----------------------------------------------------------------------------
-# several processes
-
-# what each of the processes runs; rank 0 prints what comes of it
-WORK = """
-import json, os, types
-import torch.distributed as dist
-import eval as evaluation
-import scorer as scoring
-from checkpoint import open_model
-
-rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
-if world_size > 1:
-    dist.init_process_group('gloo')
-# of memory as little as the last rank has
-scoring.tokens_in_memory = lambda model: 400 if rank == world_size - 1 else 9999
-opened, found = open_model('out'), {}
-texts = ['def main(): return 1', '', 'import os, sys', 'class A: pass # ' * 40, 'x = [y for y in range(10)]']
-requests = [types.SimpleNamespace(args=(text,)) for text in texts]
-pairs = [types.SimpleNamespace(args=(a, b)) for a in texts[2:] for b in (' None', ' import re', ' = 4 +')]
-prompts = [types.SimpleNamespace(args=(text, dict(until=['x'], max_gen_toks=8))) for text in texts]
-for dtype in ('float32', 'bfloat16'):
-    scorer = scoring.Scorer(opened.model.eval(), opened.tok.bos, 3, dtype=dtype, tok=opened.tok)
-    while rank > 0 and scorer.take_part():
-        pass
-    if rank == 0:
-        lm = scoring.MHFLM(scorer)
-        lines = [lm.loglikelihood(pairs), lm.loglikelihood_rolling(requests), lm.generate_until(prompts)]
-        lines += [[p.tolist() for p in evaluation.sliding(scorer, 1, lm.tok_encode(texts[k]))] for k in (0, 3)]
-        found[dtype] = [scorer.tokens, *lines]
-        scorer.take_part([None] * world_size)
-if rank == 0:
-    print(json.dumps(found))
-"""
-# a patch of model.py: the second process has no room for two sequences at a time, or none at all
-SMALL = """
-import os, torch
-from model import MHF
-whole = MHF.hidden_states
-def in_small_memory(self, x, *args, **more):
-    if os.environ['RANK'] == '1' and len(x) > {room}:
-        print('no room for', len(x), flush=True)
-        raise {error}
-    return whole(self, x, *args, **more)
-MHF.hidden_states = in_small_memory
-"""
-
-
-# the second process opens other weights
-OTHER_WEIGHTS = """
-import os, checkpoint
-whole = checkpoint.open_model
-def open_other(*args):
-    opened = whole(*args)
-    opened.model.norm.weight.data += os.environ['RANK'] == '1'
-    return opened
-checkpoint.open_model = open_other
-"""
-
-
-def of_ranks(number, script, *args, **how):
-    """[(exit code, stdout, stderr)] of so many processes."""
-    processes = ranks(number, script, *args, **how)
-    said = [p.communicate(timeout=200) for p in processes]
-    return [(p.returncode, *s) for p, s in zip(processes, said, strict=True)]
-
-
-def test_processes_share_the_work(few, tmp_path):
-    """Scores, bits per byte or greedy texts depend on the number of processes, or on which has how much memory."""
-    script, small = tmp_path / 'work.py', SMALL.format(room=1, error='torch.OutOfMemoryError')
-    script.write_text(f'import sys\nsys.path.insert(0, {str(REPO)!r})\n{WORK}')
-    found = []
-    for number, patch in ((1, ''), (2, ''), (2, small), (3, '')):
-        done = of_ranks(number, str(script), cwd=few, patch=patch)
-        assert [code for code, _, _ in done] == [0] * number, done
-        assert ('no room for 3' in done[-1][1]) == bool(patch)
-        found.append(json.loads(done[0][1]))
-    one, two, halved, three = found
-    assert one == two == three
-    for dtype in one:
-        tokens, pairs, texts, written, (short, _, _), (nats, _, _) = one[dtype]
-        assert tokens == halved[dtype][0] == 400 and len(pairs) == 9
-        close = dict(rel=1e-6 if dtype == 'float32' else 0.02)
-        # in one window; in many that overlap or do not
-        assert texts[1] == 0 and texts[0] == pytest.approx(-sum(short), **close) and texts[3] != -sum(nats)
-        assert len(set(texts)) == 5 and any(written)
-        assert [p for p, _ in halved[dtype][1]] == pytest.approx([p for p, _ in pairs], **close)
-        assert halved[dtype][2] == pytest.approx(texts, **close) and halved[dtype][5][0] == pytest.approx(nats, **close)
-        assert halved[dtype][3] == written
-
-
-def test_a_process_that_fails(few, tmp_path):
-    """What fails on one process leaves the others waiting for days, is not said, or is taken for the data's fault."""
-    (tmp_path / 'text.txt').write_text(real_documents()[0][:2000])
-    broken, crowded = (SMALL.format(room=0, error=e) for e in ("KeyError('broken card')", 'torch.OutOfMemoryError'))
-    write_rows(tmp_path / 'lambada_openai_test.jsonl', [dict(text=f'{word} and so on') for word in ('one', 'two')])
-    settings = ['--device=cpu', '--dtype=float32', '--out_dir=out', f'--output_path={tmp_path}', '--batch_size=1']
-    text = ['--tasks=bits_per_byte', f'--text={tmp_path / "text.txt"}']
-    for args, patch, says in (
-        (text, broken, "KeyError: 'broken card'"),
-        (['--tasks=lambada_openai', f'--data_dir={tmp_path}'], crowded, 'error: a single sequence does not fit cpu'),
-        # rank 0 alone reads the text
-        (['--tasks=bits_per_byte', '--text=out'], '', 'error: --text=out: not a folder of prepare.py'),
-        (text, OTHER_WEIGHTS, 'different weights'),
-    ):
-        (code, _, first), (other, _, second) = of_ranks(2, 'eval.py', *settings, *args, cwd=few, patch=patch)
-        assert (code, other, second) == (1, int(patch == OTHER_WEIGHTS), '') and says in first
-        if patch == OTHER_WEIGHTS:
-            assert first.startswith('error: out/ckpt.pt, step')
-        elif says.startswith('error'):
-            assert first.strip().splitlines()[-1] == says
-        else:
-            assert 'rank 1' in first and 'in_small_memory' in first
-
-
-# -----------------------------------------------------------------------------
-# the command
+# the commands
 
 
 def newest(folder):
@@ -512,7 +461,7 @@ def newest(folder):
 
 
 def command(monkeypatch, **settings):
-    """What eval.py writes, given these settings, in this process, which has lm-eval's index already."""
+    """What eval.py writes, given these settings, in this process."""
     with monkeypatch.context() as patch:
         for key, value in settings.items():
             patch.setattr(evaluation, key, value)
@@ -521,8 +470,15 @@ def command(monkeypatch, **settings):
     return newest(settings['output_path'])
 
 
+def of_ranks(number, script, *args, **how):
+    """[(exit code, stdout, stderr)] of so many processes."""
+    processes = ranks(number, script, *args, **how)
+    said = [p.communicate(timeout=200) for p in processes]
+    return [(p.returncode, *s) for p, s in zip(processes, said, strict=True)]
+
+
 def test_eval(trained, tmp_path, monkeypatch, capsys):
-    """The command's numbers depend on the batch or the number of processes; or are not those of train.py."""
+    """The command's numbers depend on the number of processes, or are not those of train.py."""
     out = tmp_path / 'out, of this run'
     shutil.copytree(trained / 'out', out)
     small_tasks(tmp_path)
@@ -530,23 +486,24 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     text, bins = tmp_path / 'text.txt', trained / 'bins'
     text.write_text(real_documents()[0][:2000])
     settings = dict(device='cpu', dtype='float32', out_dir=str(out), data_dir=str(tmp_path), text=f'{text},{bins}')
-    settings |= dict(tasks='arc_easy,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
-
-    one, shown = command(monkeypatch, **settings, batch_size=1), capsys.readouterr()
-    for said in ('|arc_easy|', 'bits_per_byte', 'published: 100M H3B10K', '12 of 2,376 documents', '1B H3B10K'):
-        assert said in shown.out
-    assert 'scoring: ' in shown.err
-    again = command(monkeypatch, **settings, batch_size=256)
+    settings |= dict(tasks='lambada_openai,hellaswag,record,bits_per_byte,card660', output_path=str(tmp_path / 'one'))
+    one, said = command(monkeypatch, **settings), capsys.readouterr().out
+    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 10,042 documents', '1B H3B10K'):
+        assert words in said
     args = [f'--{key}={value}' for key, value in (settings | dict(output_path='many')).items()]
-    ok('eval.py', *args, '--batch_size=16', cwd=tmp_path, torchrun=['--nproc_per_node=2'])
+    done = of_ranks(2, 'eval.py', *args, cwd=tmp_path)
+    assert [code for code, _, _ in done] == [0, 0] and done[1][1] == '', done
     many = newest(tmp_path / 'many')
-    assert set(one['results']) == {'arc_easy', 'record'} and one['n-samples']['arc_easy']['effective'] == 12
-    assert one['n-shot'] == dict(arc_easy=0, record=0) and one['bos']
-    for other in (many, again):
-        assert other['card660'] == pytest.approx(one['card660'], rel=1e-4)
-        for path in map(str, (text, bins)):
-            assert other['bits_per_byte'][path] == pytest.approx(one['bits_per_byte'][path], rel=1e-5)
-        assert {t: r for t, r in other['results'].items()} == {t: r for t, r in one['results'].items()}
+    assert set(one['results']) == {'lambada_openai', 'hellaswag', 'record'} and one['bos'] is True
+    assert one['n-samples'] == many['n-samples'] and many['card660'] == pytest.approx(one['card660'], rel=1e-4)
+    for task, scores in one['results'].items():
+        other = many['results'][task]
+        # a batch rounds as its shapes are; the error of a perplexity is drawn in the order of the documents
+        for metric in scores.keys() - {'alias', 'name', 'perplexity_stderr,none'}:
+            tolerance = 1e-4 if metric == 'perplexity,none' else 1e-9
+            assert other[metric] == pytest.approx(scores[metric], rel=tolerance), (task, metric)
+    for path in map(str, (text, bins)):
+        assert many['bits_per_byte'][path] == pytest.approx(one['bits_per_byte'][path], rel=1e-5)
     held_out, values = read_meta(bins)['splits']['val'], one['bits_per_byte'][str(bins)]
     assert values['bytes'] == held_out['bytes'] and values['tokens'] == held_out['tokens'] - 1
     # windows that overlap see more context than those of train.py's validation, which do not
@@ -554,62 +511,164 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     assert validated - 0.5 < values['nats_per_token'] < validated + 0.02
 
 
-GROUP = 'group: of_mine\ntask:\n  - gsm8k\n  - group: inner\n    task: [nq_open]\n'
-GROUP += 'aggregate_metric_list:\n  - metric: exact_match\n    filter_list: [strict-match, remove_whitespace]\n'
+# the second process opens other weights
+OTHER_WEIGHTS = """
+import os, checkpoint
+whole = checkpoint.open_model
+def open_other(*args, **how):
+    opened = whole(*args, **how)
+    opened.model.norm.weight.data += os.environ['RANK'] == '1'
+    return opened
+checkpoint.open_model = open_other
+"""
 
 
-def test_nothing_disappears(few, tmp_path, monkeypatch, capfd, caplog):
-    """A filter's score, a group, a version, a sample is lost; lm-eval's own tools cannot read what was written."""
-    write_rows(tmp_path / 'gsm8k_test.jsonl', [dict(question=f'1 + {k}?', answer=f'#### {1 + k}') for k in range(4)])
-    write_rows(tmp_path / 'gsm8k_train.jsonl', [dict(question=f'2 + {k}?', answer=f'#### {2 + k}') for k in range(9)])
-    write_rows(tmp_path / 'nq_open_validation.jsonl', [dict(question='who', answer=['me', 'I'])] * 3)
-    write_rows(tmp_path / 'nq_open_train.jsonl', [dict(question='what', answer=['it'])] * 3)
-    rows = [dict(prompt='The sky is', choices=[' blue', ' a wall'], label=k) for k in (0, 1, 1)]
-    write_rows(tmp_path / 'mubench_mmlu_ar_test.jsonl', rows)
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine/group.yaml').write_text(GROUP)
-    monkeypatch.chdir(few)
-    settings = dict(out_dir='out', tasks='of_mine,mubench_mmlu_ar', data_dir=str(tmp_path), device='cpu', limit=0.5)
-    settings |= dict(include_path=str(tmp_path / 'mine'), gen_kwargs='max_gen_toks=4', write_out=True)
-    found, done = command(monkeypatch, **settings, output_path=str(tmp_path / 'r')), capfd.readouterr()
-    for said in ('strict-match', 'flexible-extract', 'remove_whitespace', '|of_mine', 'a local file of 4 documents'):
-        assert said in done.out, said
-    # the prompt of --write_out
-    assert 'Question: 2 + ' in caplog.text
-    shown = make_table(found)
-    assert shown in done.out and shown.count('exact_match') == 5
-    filters = {'exact_match,strict-match', 'exact_match,flexible-extract'}
-    assert filters < set(found['results']['gsm8k']) and set(found['groups']) == {'of_mine'}
-    assert (found['versions']['gsm8k'], found['n-samples']['gsm8k']['effective']) == (3.0, 2)
-    assert found['configs']['gsm8k']['generation_kwargs']['max_gen_toks'] == 4
-    assert found['model_name'] == 'out'
-
-
-def test_driven_by_lm_eval(few, tmp_path, monkeypatch):
-    """lm-eval's own function, given the model's name, gets other scores than the command."""
-    small_tasks(tmp_path)
-    monkeypatch.chdir(few)
-    settings = dict(out_dir='out', tasks='piqa', data_dir=str(tmp_path), device='cpu', dtype='float32')
-    ours = command(monkeypatch, **settings, output_path=str(tmp_path / 'r'))
-    data = dict(data_files=dict(validation=str(tmp_path / 'piqa_validation.jsonl')))
-    task = load_yaml(evaluation.task_manager().task_index['piqa'].yaml_path)
-    task |= dict(task='piqa', dataset_path='json', dataset_kwargs=data, training_split=None)
-    how = dict(model_args=dict(out_dir='out', dtype='float32'), device='cpu', batch_size=3, bootstrap_iters=9)
-    theirs = lm_eval.simple_evaluate('mhf', tasks=[task], task_manager=evaluation.task_manager(), **how)
-    assert theirs['results']['piqa']['acc,none'] == ours['results']['piqa']['acc,none']
-    with pytest.raises(InputError, match='nowhere'):
-        lm_eval.simple_evaluate('mhf', model_args='out_dir=nowhere', tasks=[task], device='cpu')
+def test_processes_open_the_same_weights(few, tmp_path):
+    """While a run goes on, processes open different checkpoints of it, and a score is of neither."""
+    args = ['--tasks=bits_per_byte', '--text=docs.jsonl', '--device=cpu', f'--output_path={tmp_path}']
+    (code, said, first), (other, _, second) = of_ranks(2, 'eval.py', *args, cwd=few, patch=OTHER_WEIGHTS)
+    assert (code, other, said, second) == (1, 1, '', '')
+    assert first.startswith('error: process 1 has weights=') and first.count('\n') == 1
 
 
 def test_bos(trained, tmp_path, monkeypatch):
     """bos is given to a released model, which lm-eval gave none, or not to one trained here; or its setting is deaf."""
     small_tasks(tmp_path)
-    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'model', 'mistral')
+    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
+    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'export', 'mistral')
+    # the authors' config.json does not say how a model was trained
+    shutil.copytree(tmp_path / 'export', tmp_path / 'authors')
+    fields = json.loads((tmp_path / 'export/config.json').read_text())
+    del fields['trained_loss']
+    (tmp_path / 'authors/config.json').write_text(json.dumps(fields))
     monkeypatch.chdir(trained)
-    found, settings = {}, dict(data_dir=str(tmp_path), tasks='lambada_openai', device='cpu', dtype='float32')
-    for name, model in dict(own=dict(out_dir='out'), released=dict(released=str(tmp_path / 'model'))).items():
-        for bos in (None, True, False):
-            results = command(monkeypatch, **settings, **model, bos=bos, output_path=str(tmp_path / name))
-            found[name, bos] = results['results']['lambada_openai']['perplexity,none']
-    assert found['own', None] == found['own', True] == found['released', True]
-    assert found['released', None] == found['released', False] == found['own', False] != found['own', True]
+    settings = dict(data_dir=str(tmp_path), tasks='lambada_openai,card660', device='cpu', dtype='float32')
+    models = dict(out=dict(out_dir='out'), run=dict(released='out'), export=dict(released=str(tmp_path / 'export')))
+    models |= dict(authors=dict(released=str(tmp_path / 'authors')))
+    found = {}
+    for name, bos in [(name, None) for name in models] + [('authors', True), ('export', False)]:
+        results = command(monkeypatch, **settings, **models[name], bos=bos, output_path=str(tmp_path / name))
+        assert results['bos'] == (name != 'authors' if bos is None else bos)
+        # of the hidden states of a word every model has bos, unless it is told otherwise
+        assert results['card660']['bos'] == (bos is not False)
+        found[name, bos] = results['results']['lambada_openai'], results['card660']['last_pearson']
+    assert found['out', None] == found['run', None] == found['export', None] == found['authors', True]
+    assert found['authors', None][0] == found['export', False][0] != found['export', None][0]
+    assert found['authors', None][1] == found['export', None][1] != found['export', False][1]
+
+
+# lm-eval's own 14,000 task files, which take 6 seconds, are not read
+NO_INDEX = """
+from lm_eval.tasks._index import TaskIndex
+build = TaskIndex.build
+TaskIndex.build = staticmethod(lambda paths, **how: build(paths[1:], **how))
+"""
+MINE = dict(
+    sums='task: sums\noutput_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
+    'generation_kwargs:\n  until: ["\\n"]\nnum_fewshot: 2\n',
+    ends='task: ends\noutput_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: " {{answer}}"\n'
+    # log P itself
+    'metric_list:\n  - metric: acc\n  - {metric: perplexity, aggregation: mean}\n',
+    both='group: both\ntask:\n  - sums\n  - ends\n',
+)
+
+
+def tasks_of_mine(folder):
+    """A folder with two tasks, a group of them and their data."""
+    write_rows(folder / 'sums.jsonl', [dict(question=f'1 + {k} is', answer=str(1 + k)) for k in range(9)])
+    (folder / 'mine').mkdir()
+    for name, text in MINE.items():
+        data = f'dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/sums.jsonl}}}}\ntest_split: test\n'
+        (folder / f'mine/{name}.yaml').write_text(text + ('' if name == 'both' else data))
+
+
+def test_command_line_of_lm_eval(few, tmp_path):
+    """lm-eval's own settings do not reach its evaluator, or its several processes have other scores than one."""
+    tasks_of_mine(tmp_path)
+    args = ['run', '--model_args', 'path=out,dtype=float32', '--tasks', 'both', '--include_path', f'{tmp_path}/mine']
+    args += ['--gen_kwargs', 'max_gen_toks=4', '--log_samples', '--output_path', f'{tmp_path}/r', '--device', 'cpu']
+    more = ['--use_cache', str(tmp_path / 'c')]
+    done = ok('scorer.py', *args, *more, cwd=few, patch=NO_INDEX)
+    # the tasks of the group
+    assert 'scoring: ' in done.stderr and '- ends' in done.stdout and '- sums' in done.stdout
+    one = newest(tmp_path / 'r')
+    assert one['model_source'] == 'mhf' and one['model_name'] == 'out' and one['config']['bos'] is True
+    samples = [json.loads(line) for line in next(tmp_path.glob('r/out/samples_sums_*.jsonl')).read_text().splitlines()]
+    assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
+    # everything is in the cache
+    again = ok('scorer.py', *args, *more, cwd=few, patch=NO_INDEX)
+    assert 'scoring: ' not in again.stderr and newest(tmp_path / 'r')['results'] == one['results']
+    several = of_ranks(2, 'scorer.py', *args, cwd=few, patch=NO_INDEX)
+    assert [code for code, _, _ in several] == [0, 0] and several[1][1] == '', several
+    two = newest(tmp_path / 'r')
+    assert two['n-samples'] == one['n-samples']
+    ends, alone = two['results']['ends'], one['results']['ends']
+    assert ends['acc,none'] == alone['acc,none']
+    assert ends['perplexity,none'] == pytest.approx(alone['perplexity,none'], rel=1e-5)
+
+
+# what the hub would give, from local files
+HUB = """
+import datasets
+from pathlib import Path
+whole = datasets.load_dataset
+def from_files(path, name=None, **how):
+    name = dict(super_glue=name, ai2_arc='arc_easy', siqa='social_i_qa', race='race_high', lambada='lambada_standard')\
+        .get(Path(path).name, Path(path).name)
+    return whole('json', data_files={{split: str(next(Path({folder!r}).glob(f'{{name}}_*.jsonl')))
+                                     for split in ('train', 'validation', 'test')}})
+datasets.load_dataset = from_files
+# 100,000 times for a perplexity
+import lm_eval.api.metrics
+lm_eval.api.metrics.bootstrap_stderr = lambda *args, **how: 0.0
+from lm_eval.tasks import _index
+build, THEIRS = _index.TaskIndex.build, {theirs!r}
+def build_few(paths, **how):
+    few = dict.fromkeys(Path(paths[0]) / Path(file).parent for file in THEIRS if paths)
+    return build([*few, *paths[1:]], **how)
+_index.TaskIndex.build = staticmethod(build_few)
+"""
+
+
+def test_the_paper_s_tasks_on_both_command_lines(few, tmp_path):
+    """eval.py and lm-eval's command line score the paper's tasks from the hub differently, or with other shots."""
+    (tmp_path / 'hub').mkdir()
+    small_tasks(tmp_path / 'hub')
+    theirs = [row['yaml'] for row in evaluation.PAPER.values() if 'yaml' in row]
+    hub = HUB.format(folder=str(tmp_path / 'hub'), theirs=theirs)
+    ok('eval.py', '--out_dir=out', '--dtype=float32', f'--output_path={tmp_path}/a', '--device=cpu', cwd=few, patch=hub)
+    args = ['--model_args', 'dtype=float32', '--tasks', 'paper', '--output_path', f'{tmp_path}/b', '--device', 'cpu']
+    ok('scorer.py', 'run', *args, cwd=few, patch=hub)
+    ours, theirs = (newest(tmp_path / folder) for folder in 'ab')
+    assert len(ours['results']) == 11 and theirs['n-shot'] == ours['n-shot']
+    for task, scores in ours['results'].items():
+        there = theirs['results'][task]
+        assert all(there[k] == scores[k] for k in scores if 'stderr' not in k), task
+    assert 'notes' in ours and ours['notes']['copa'] == ['4 of 100 documents']
+
+
+def test_driven_by_lm_eval(few, monkeypatch, tmp_path):
+    """lm-eval's own function does not find the model by its name, or swallows a model_args that is not known."""
+    tasks_of_mine(tmp_path)
+    monkeypatch.chdir(few)
+    how = dict(tasks=['ends'], task_manager=TaskManager(include_path=str(tmp_path / 'mine'), include_defaults=False))
+    how |= dict(device='cpu', batch_size=3, bootstrap_iters=9)
+    by_text, by_dict = (
+        lm_eval.simple_evaluate('mhf', model_args=model_args, **how)['results']['ends']
+        for model_args in ('path=out,dtype=float32', dict(path='out', dtype='float32'))
+    )
+    assert by_text == by_dict and by_text['perplexity,none'] < -1
+    for wrong, says in (('path=nowhere', 'nowhere'), ('pth=out', "unknown 'pth'; did you mean 'path'")):
+        with pytest.raises(InputError, match=says):
+            lm_eval.simple_evaluate('mhf', model_args=wrong, **how)
+
+
+def test_ctrl_c_is_one_line(few):
+    """Ctrl-C in a command of hours ends with a traceback."""
+    patch = 'def stop(*args, **how): raise KeyboardInterrupt\n'
+    for script, args, where in (
+        ('eval.py', ['--tasks=bits_per_byte', '--text=docs.jsonl'], 'import scorer; scorer.MHFLM.by_token = stop'),
+        ('scorer.py', ['ls', 'tasks'], 'import lm_eval.tasks; lm_eval.tasks.TaskManager = stop'),
+    ):
+        done = run(script, *args, cwd=few, patch=patch + where)
+        assert done.returncode == 130 and done.stderr.startswith('interrupted; ') and done.stderr.count('\n') == 1

@@ -18,8 +18,9 @@ import torch
 from conftest import REPO, random_model, steps
 from torch._dynamo.utils import ReinplaceCounters
 
-import eval as evaluation
 import loss as fast
+from hashing import get_tokenizer
+from scorer import MHFLM
 from study import kernels
 
 pytest.importorskip('triton', reason='needs the package triton')
@@ -132,8 +133,9 @@ def test_evaluation():
         ids = torch.tensor([[1, *context, *continuation]])
         logp = m.log_probs(ids[:, :-1])[0].gather(1, ids[0, 1:, None])
         expected.append(logp[len(context) :].sum().item())
-    scorer = evaluation.Scorer(m.to(DEVICE, torch.float32), 1, 256)
-    assert np.allclose([logp for logp, _ in scorer(requests)], expected, rtol=1e-4, atol=1e-3)
+    lm = MHFLM(m.to(DEVICE, torch.float32), get_tokenizer('mistral'))
+    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.by_token(requests, 1, '')}
+    assert np.allclose([scores[k] for k in range(len(requests))], expected, rtol=1e-4, atol=1e-3)
 
 
 # -----------------------------------------------------------------------------
