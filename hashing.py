@@ -133,7 +133,8 @@ def fingerprint(table):
 
 
 # -----------------------------------------------------------------------------
-# tokenizers: name, tokens (V strings in id order), bos, pad, encode(texts) -> lists of ids, decode(ids) -> str
+# tokenizers: name, tokens (V strings in id order), bos, pad, encode(texts) -> lists of ids, by the threads of their
+# libraries on all cores, decode(ids) -> str
 
 
 class SentencePieceTokenizer:
@@ -178,7 +179,7 @@ class TiktokenTokenizer:
         self.pad = encoding.eot_token if pad is None else pad
 
     def encode(self, texts):
-        return self.encoding.encode_ordinary_batch(list(texts), num_threads=1)
+        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
 
     def decode(self, ids):
         special = {self.bos, self.pad}
@@ -203,8 +204,6 @@ class JsonTokenizer:
     def __init__(self, name, file):
         import tokenizers
 
-        # prepare.py has a process for each core, and threads do not survive a fork
-        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
         self.name, self.json = name, tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
         # a file may say that texts are cut off

@@ -8,8 +8,9 @@ same command goes on and ends with the same bytes.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
-The bins serve every model with that tokenizer, whatever its signatures; bins.py describes them. From a document to the
-loss, function by function:
+One thread reads, those of the tokenizer use all cores; where one reader cannot feed them, run several parts on the
+machine. The bins serve every model with that tokenizer, whatever its signatures; bins.py describes them. From a
+document to the loss, function by function:
 
     Source.read -> documents -> batches    sources.py: rows of files, stripped; which of them are held out
     tokenise -> Shards.write               here: token ids, bos before each document, back to back in shards
@@ -18,17 +19,11 @@ loss, function by function:
 """
 
 import contextlib
-import functools
 import json
 import math
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,7 +32,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from bins import HEADER, SPLITS, data_folder, digest_of, parsed_meta, replace_durably, tokenizer_facts
+from bins import HEADER, SPLITS, data_folder, digest_of, parsed_meta, read_ahead, replace_durably, tokenizer_facts
 from configurator import InputError, configure, wrong_type
 from hashing import get_tokenizer
 from sources import ReadState, Source, batches, mixture
@@ -54,7 +49,6 @@ val_fraction = 0.005
 val_bytes = 4000000
 shard_tokens = 100000000  # of a file of bins
 part = ''  # i/n: reads every n-th file from the i-th (from 0); train.py joins the parts
-num_workers = 0  # processes that tokenise; 0 is one per core
 
 config = configure(globals())
 
@@ -62,53 +56,16 @@ config = configure(globals())
 RECIPE = ('dataset', 'tokenizer', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
 COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
 
-# each worker process loads it once; they never import torch
-tokenizer_here = functools.cache(get_tokenizer)
 
-
-def start_worker(name):
-    # Ctrl-C is for the main process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # where that one is killed, this one ends too
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    tokenizer_here(name)
-
-
-def tokenise(name, batch):
+def tokenise(tok, batch):
     """[(text, is it held out?)] -> {split: (ids uint32, tokens of each document int64, bytes of its text)}."""
-    tok, tokens_of = tokenizer_here(name), {}
+    tokens_of = {}
     for split in SPLITS:
         texts = [text for text, held_out in batch if text and held_out == (split == 'val')]
         ids = [np.array([tok.bos, *i], np.uint32) for i in tok.encode(texts)]
         lengths = np.array([len(i) for i in ids], np.int64)
         tokens_of[split] = np.concatenate(ids or [np.zeros(0, np.uint32)]), lengths, [len(t.encode()) for t in texts]
     return tokens_of
-
-
-@contextlib.contextmanager
-def workers(number, tokenizer):
-    # not forked: pyarrow has threads
-    context = multiprocessing.get_context('spawn')
-    pool = ProcessPoolExecutor(number, context, initializer=start_worker, initargs=(tokenizer,))
-    try:
-        yield pool
-    except BrokenExecutor:
-        raise InputError('a worker process was killed, perhaps for want of memory; use fewer --num_workers') from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def tokenised(pool, name, most, batches):
-    """(what tokenise makes of a batch, the state after it), in order, with at most `most` batches in memory."""
-    waiting = deque()
-    for batch, state_after in batches:
-        waiting.append((pool.submit(tokenise, name, batch), state_after))
-        if len(waiting) >= most:
-            future, state = waiting.popleft()
-            yield future.result(), state
-    for future, state in waiting:
-        yield future.result(), state
 
 
 class Shards:
@@ -276,18 +233,19 @@ def progress_bar(source, meta):
         bar.close()
 
 
-def read_and_tokenise(sources, meta, config, parts):
+def read_and_tokenise(sources, meta, config, tok, parts):
     """(what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order."""
-    state, number = ReadState(**meta['progress']), config['num_workers'] or os.cpu_count()
-    with workers(number, config['tokenizer']) as pool:
-        for k in range(state.source, len(sources)):
-            entry = meta['sources'][k]
-            # of a mixture's source, up to the document that reaches its tokens_wanted
-            limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
-            feed = batches(sources[k], state, config['val_fraction'], config['val_bytes'] // (parts * len(sources)))
-            results = tokenised(pool, config['tokenizer'], 3 * number, feed)
-            while entry['tokens'] < limit and (result := next(results, None)):
-                tokens_of, state_after = result
+    state = ReadState(**meta['progress'])
+    for k in range(state.source, len(sources)):
+        entry = meta['sources'][k]
+        # of a mixture's source, up to the document that reaches its tokens_wanted
+        limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
+        val_bytes = config['val_bytes'] // (parts * len(sources))
+        # a thread reads the next batch while the tokenizer's own threads work at this one
+        with contextlib.closing(read_ahead(batches(sources[k], state, config['val_fraction'], val_bytes))) as feed:
+            while entry['tokens'] < limit and (item := next(feed, None)):
+                batch, state_after = item
+                tokens_of = tokenise(tok, batch)
                 ids, lengths, sizes = tokens_of['train']
                 last = np.searchsorted(lengths.cumsum(), limit - entry['tokens'])
                 lengths, sizes = lengths[: last + 1], sizes[: last + 1]
@@ -295,7 +253,7 @@ def read_and_tokenise(sources, meta, config, parts):
                 entry['tokens'] += len(tokens_of['train'][0])
                 entry['wrong'] = state_after.wrong
                 yield tokens_of, state_after
-            state = ReadState(source=k + 1)
+        state = ReadState(source=k + 1)
 
 
 def write_bins(path, meta, results, show):
@@ -343,14 +301,15 @@ def prepare(config):
             print(f'{folder} is prepared already; delete it to make it again')
             return
         mixed = [(name, tokens and tokens // n) for name, tokens in mixture(config['dataset'])]
-        facts = tokenizer_facts(get_tokenizer(config['tokenizer']))
+        tok = get_tokenizer(config['tokenizer'])
+        facts = tokenizer_facts(tok)
         sources = [Source(name, (i, n), config['on_error'] == 'skip') for name, _ in mixed]
         facts['made_from'] = [source.made_from for source in sources]
         for key, value in facts.items():
             if meta and meta.get(key) != value:
                 raise InputError(f'{folder} was begun with other text or tokenizer: its {key} differs; delete it')
         meta = meta or new_meta(recipe, facts, mixed)
-        results = read_and_tokenise(sources, meta, config, parts=n)
+        results = read_and_tokenise(sources, meta, config, tok, parts=n)
         with progress_bar(sources[0], meta) as show, contextlib.closing(results):
             write_bins(path, meta, results, show)
     report(meta, folder)
@@ -371,7 +330,7 @@ def report(meta, folder):
 
 
 def main(config):
-    for key, least in dict(num_workers=0, val_bytes=0, shard_tokens=1).items():
+    for key, least in dict(val_bytes=0, shard_tokens=1).items():
         if config[key] < least:
             raise InputError(f'{key}={config[key]}: must be {least} or more')
     if not 0 < config['val_fraction'] < 1:

@@ -38,7 +38,7 @@ HUB = {
     'fineweb-2': ('HuggingFaceFW/fineweb-2', []),
 }
 PIECE_CHARS = 1 << 20  # a longer document is cut at line ends
-BATCH_CHARS = 1 << 20  # what a worker is given at once
+BATCH_CHARS = 8 << 20  # what the tokenizer's threads share at once
 PAUSES = (1, 2, 4, 8, 16, 32, 64)  # seconds before the network is tried again
 # directories of the standard library of which no file is read
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}
@@ -286,7 +286,7 @@ def batches(source, state, val_fraction, val_bytes):
     """
     Batches of (text, is it held out?), each with the ReadState after it. Every k-th document is held out,
     k = round(1 / val_fraction), until val_bytes are; of fewer than k documents, the tail of each. A batch may end
-    within a long document, so that no worker holds one of 50 MB whole.
+    within a long document, so that the tokenizer is not given one of 50 MB whole.
     """
     k = round(1 / val_fraction)
     rows, first = documents(source, state.file, state.row, state.piece), []

@@ -263,7 +263,7 @@ def small_run(folder, texts, more=''):
     """Documents, a config, bins and a trained checkpoint, in a folder."""
     write_jsonl(folder / 'docs.jsonl', texts)
     (folder / 'cfg.py').write_text(CONFIG + more)
-    ok('prepare.py', 'cfg.py', '--num_workers=1', cwd=folder)
+    ok('prepare.py', 'cfg.py', cwd=folder)
     ok('train.py', 'cfg.py', cwd=folder)
     return folder
 

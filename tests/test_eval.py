@@ -146,7 +146,7 @@ def text_files(folder):
     pq.write_table(pa.table(dict(text=TEXTS, score=[3.5] * 5)), folder / 't.parquet')
     # every second is held out
     write_jsonl(folder / 'both.jsonl', [text for held_out in filter(str.strip, TEXTS) for text in ('x', held_out)])
-    ok('prepare.py', '--dataset=both.jsonl', '--val_fraction=0.5', '--data_dir=d', '--num_workers=1', cwd=folder)
+    ok('prepare.py', '--dataset=both.jsonl', '--val_fraction=0.5', '--data_dir=d', cwd=folder)
     return [*(f't.jsonl{suffix}' for suffix in packed), 't.parquet']
 
 

@@ -1,4 +1,4 @@
-"""Of a text to its bins: sources.py, prepare.py, bins.py. Most runs are in process, and tokenise there too."""
+"""Of a text to its bins: sources.py, prepare.py, bins.py. Most runs are in process."""
 
 import contextlib
 import gzip
@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from concurrent.futures import Future
 
 import mmh3
 import numpy as np
@@ -28,27 +27,9 @@ from configurator import InputError
 from hashing import signature_table
 
 
-class Inline:
-    """A pool without processes."""
-
-    def submit(self, function, *args):
-        done = Future()
-        done.set_result(function(*args))
-        return done
-
-
-def in_process(patch):
-    patch.setattr(prepare, 'workers', lambda *_: contextlib.nullcontext(Inline()))
-
-
-@pytest.fixture
-def inline(monkeypatch):
-    in_process(monkeypatch)
-
-
 def prepared(folder, **changes):
     """prepare.py with these settings; the split's ids."""
-    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, num_workers=1, data_dir=str(folder))
+    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_dir=str(folder))
     prepare.main(defaults | changes)
     return ids_in(folder)
 
@@ -69,7 +50,7 @@ def bins_of(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.glob('*.bin*'))}
 
 
-def test_bins_hold_the_text(inline, tmp_path, mistral):
+def test_bins_hold_the_text(tmp_path, mistral):
     """Documents are lost, reordered, cut, or begin without bos; or meta.json counts something else."""
     docs = real_documents()
     write_jsonl(tmp_path / 'docs.jsonl', docs)
@@ -89,7 +70,7 @@ def test_bins_hold_the_text(inline, tmp_path, mistral):
     assert snapshot(tmp_path) == before
 
 
-def test_every_format_gives_the_same_bins(inline, tmp_path):
+def test_every_format_gives_the_same_bins(tmp_path):
     """A reader of one format changes or drops text."""
     docs = real_documents()
     write_jsonl(tmp_path / 'a.jsonl', docs)
@@ -116,7 +97,7 @@ def test_a_single_text_file(tmp_path, mistral):
     """nanoGPT's first data set is one file: it must give both splits, without loss; invalid UTF-8 must be counted."""
     text = 'The quick brown fox.\n' * 400
     (tmp_path / 'input.txt').write_bytes(text.encode() + b'\xff\xfe broken \xe2\x82')
-    done = ok('prepare.py', '--dataset=input.txt', '--data_dir=d', '--num_workers=1', cwd=tmp_path)
+    done = ok('prepare.py', '--dataset=input.txt', '--data_dir=d', cwd=tmp_path)
     assert 'input.txt: invalid utf8 bytes 4' in done.stdout
     decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
     assert '\n'.join(decoded) == text + '\ufffd\ufffd broken \ufffd' and 20 < len(decoded[1]) < 200
@@ -145,7 +126,7 @@ ENCODINGS = [
 
 
 @pytest.mark.parametrize('name, raw, culprit', ENCODINGS, ids=range(len(ENCODINGS)))
-def test_other_encodings_are_refused(inline, tmp_path, name, raw, culprit):
+def test_other_encodings_are_refused(tmp_path, name, raw, culprit):
     """Text in another encoding is trained on as garbage; or a little garbage, or a byte order mark, stops a run."""
     (tmp_path / name).write_bytes(raw)
     (tmp_path / 'b.txt').write_text('more text\n' * 50)
@@ -178,7 +159,7 @@ def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_frac
 
     whole = read(sources.ReadState())
     assert len(whole) > 1 and whole[-1][1].tails == (names == 'c')
-    # no worker is given a document of 50 MB whole
+    # the tokenizer is not given a document of 50 MB whole
     assert max(sum(len(text) for text, _ in batch) for batch, _ in whole) < 500 + 2 * 300
     for k, (_, state_after) in enumerate(whole, 1):
         # as meta.json keeps it
@@ -193,7 +174,7 @@ def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_frac
     assert 0 < held_out < 3000 + 300
 
 
-def test_parts_and_mixtures(inline, tmp_path, mistral):
+def test_parts_and_mixtures(tmp_path, mistral):
     """Machines that share the work read the same files or lose some; a mixture has other shares than were asked for."""
     texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
     for i in range(4):
@@ -226,7 +207,7 @@ def test_parts_and_mixtures(inline, tmp_path, mistral):
             prepared(tmp_path / 'n', dataset=bad)
 
 
-def test_a_mixture_goes_on(inline, tmp_path, monkeypatch):
+def test_a_mixture_goes_on(tmp_path, monkeypatch):
     """A mixture that is stopped anywhere has other shares after it, or other tokens."""
     for name in 'ab':
         write_jsonl(tmp_path / f'{name}.jsonl', [f'{name} {i} some words' for i in range(300)])
@@ -250,7 +231,7 @@ def test_a_mixture_goes_on(inline, tmp_path, monkeypatch):
     assert len(writes) > 9 and snapshot(tmp_path / 'd') == snapshot(tmp_path / 'straight')
 
 
-def test_hub_parquet_and_its_failures(inline, tmp_path, mistral, monkeypatch):
+def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
     """Rows are lost or read twice where the network fails; or a failure that lasts loses what was read."""
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
     # FineWeb-Edu's repository: a README that names its configurations, parquet in row groups
@@ -293,20 +274,24 @@ def test_hub_parquet_and_its_failures(inline, tmp_path, mistral, monkeypatch):
     assert bins_of(tmp_path / 'broken') == bins_of(tmp_path / 'good')
 
 
+# so that a run of seconds has many commits
+SMALL_BATCHES = 'import sources; sources.BATCH_CHARS = 1 << 15'
+
+
 def test_kill_prepare(tmp_path):
-    """A killed prepare.py begins anew, loses or repeats text, leaves other bytes, or workers; MHF_KILLS=20: often."""
+    """A killed prepare.py begins anew, loses or repeats text, or leaves other bytes; MHF_KILLS=20: often."""
     kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
     texts = library_texts(2e6)
     # longer than a piece
     texts.insert(3, ''.join(texts[:40]))
     write_jsonl(tmp_path / 'docs.jsonl', texts)
     args = ['--dataset=docs.jsonl', '--shard_tokens=10000', '--val_fraction=0.01']
-    ok('prepare.py', *args, '--data_dir=straight', '--num_workers=1', cwd=tmp_path)
+    ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path)
     expected = bins_of(tmp_path / 'straight')
     draw, killed, survived = np.random.default_rng(seed), tmp_path / 'killed', 0
     while survived < kills:
         shards = len(list(killed.glob('*.bin'))) + draw.integers(0, len(expected) // 3)
-        process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path)
+        process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=SMALL_BATCHES)
         while process.poll() is None and len(list(killed.glob('*.bin'))) < shards:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.1))
@@ -317,19 +302,15 @@ def test_kill_prepare(tmp_path):
             continue
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with pytest.raises(ProcessLookupError):
-            for _ in range(500):
-                os.killpg(process.pid, 0)
-                time.sleep(0.02)
         survived += 1
         print(f'seed {seed}, killed at {len(list(killed.glob("*.bin")))} of {len(expected)} shards')
-    ok('prepare.py', *args, '--data_dir=killed', '--num_workers=2', cwd=tmp_path)
+    ok('prepare.py', *args, '--data_dir=killed', cwd=tmp_path)
     assert bins_of(killed) == expected and len(expected) > 20
     metas = [json.loads((tmp_path / d / 'meta.json').read_text()) for d in ('straight', 'killed')]
     assert metas[0] == metas[1] and {p.suffix for p in killed.iterdir()} == {'.bin', '.json'}
 
 
-def test_disk_full_while_preparing(inline, tmp_path, monkeypatch):
+def test_disk_full_while_preparing(tmp_path, monkeypatch):
     """A full disk loses whole shards, or the same command can't go on; or does with other text, or beside another."""
     write_jsonl(tmp_path / 'docs.jsonl', library_texts(3e5))
     same = dict(dataset=f'{tmp_path}/docs.jsonl', shard_tokens=8000)
@@ -365,9 +346,7 @@ def small(tmp_path_factory):
     """A folder with bins, and the config that train.py reads them by."""
     folder = tmp_path_factory.mktemp('small')
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
-    with pytest.MonkeyPatch.context() as patch:
-        in_process(patch)
-        prepared(folder / 'bins', dataset=f'{folder}/docs.jsonl', shard_tokens=9000)
+    prepared(folder / 'bins', dataset=f'{folder}/docs.jsonl', shard_tokens=9000)
     (folder / 'cfg.py').write_text(CONFIG)
     config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
     return folder, config | dict(data_dir=str(folder / 'bins'))

@@ -2,7 +2,6 @@
 
 import json
 import lzma
-import os
 import shutil
 
 import numpy as np
@@ -95,9 +94,8 @@ def test_json_equals_sentencepiece_on_real_text(tmp_path, mistral, layout):
         assert ids == larger.encode(texts) and [tok.decode(i) for i in ids] == texts
 
 
-def test_byte_level_json(tmp_path, monkeypatch):
+def test_byte_level_json(tmp_path):
     """Tokens of a byte-level file are not called what it calls them, or ids that it leaves out are tokens."""
-    monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -111,8 +109,6 @@ def test_byte_level_json(tmp_path, monkeypatch):
     ids = tok.encode([' the', *SAYINGS, 'x<|endoftext|>'] * 50)
     assert ids[0] == [310] and 0 not in ids[-1]
     assert [tok.decode(i) for i in ids] == [' the', *SAYINGS, 'x<|endoftext|>'] * 50
-    # else the library has threads, in each of prepare.py's processes
-    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false'
 
 
 def test_roles_of_a_json(tmp_path, mistral):
@@ -235,8 +231,8 @@ def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
 
 def test_json_through_the_scripts(few, tmp_path, larger):
     """
-    prepare.py's processes split otherwise than one does, train.py gives padding rows of a released model a probability,
-    or what it exports cannot be opened without the files elsewhere.
+    prepare.py splits otherwise than the tokenizer, train.py gives padding rows of a released model a probability, or
+    what it exports cannot be opened without the files elsewhere.
     """
     folder = shutil.copytree(few, tmp_path / 'work')
     shutil.copy(larger.json, folder / 'tok.json')
@@ -244,7 +240,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     texts = [*SAYINGS, *(text[:500] for text in real_documents())] * 3
     write_jsonl(folder / 'more.jsonl', texts)
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
-    done = ok('prepare.py', *args, '--dataset=more.jsonl', '--num_workers=2', cwd=folder)
+    done = ok('prepare.py', *args, '--dataset=more.jsonl', cwd=folder)
     assert not done.stderr
     tok, V = get_tokenizer(str(folder / 'tok.json')), len(larger.tokens)
     shards = [np.load(folder / f'more/{split}_000000.bin') for split in ('train', 'val')]

@@ -360,7 +360,7 @@ def test_other_text_is_refused(quick):
     """A resumed run goes on with other text than it has read, or is not told how to."""
     write_jsonl(quick / 'more.jsonl', [t[:1000] for t in real_documents()[10:14]])
     data = ('cfg.py', '--dataset=more.jsonl', '--data_dir=more', '--max_steps=26')
-    ok('prepare.py', *data[:3], '--num_workers=1', cwd=quick)
+    ok('prepare.py', *data[:3], cwd=quick)
     refused = run('train.py', *data, '--init_from=resume', cwd=quick)
     assert refused.returncode == 1 and 'train_sha256=' in refused.stderr
     assert '--init_from=out and another --out_dir' in refused.stderr
