@@ -13,7 +13,7 @@ Of n machines that share work and folder, the i-th has train_iofn_000000.bin ...
     dataset, tokenizer, part ...   the settings that decide what the bins hold: prepare.py goes on with no others
     vocab_size, pad_id, gaps       of the tokenizer, and tokenizer_sha256, of its strings; gaps are ids without a token
     made_from                      each source's files, as a sha256 of their names and sizes
-    sources                        of each: dataset, tokens_wanted (null is all), tokens, wrong {what: how often}
+    sources                        of each: dataset, tokens_wanted (null is all), tokens
     splits {train, val}            tokens, documents, bytes of text, shards [{file, tokens, digest of its ids}]
     progress, splits.*.unfinished  only while it is not complete: where prepare.py goes on
 """
@@ -45,17 +45,25 @@ META = dict(
 
 
 def data_folder(config):
-    """The folder of a config's bins."""
+    """The folder of a config's bins: data/stdlib_mistral, data/books-txt-4daa1511_mistral of books/*.txt."""
     if config['data_dir']:
         return Path(config['data_dir'])
     name = config['dataset']
-    # files: the last one's name, and a digest of the whole
+    # paths, globs and mixtures: the last words of each, and a digest of the whole
     if re.search(r'[^\w:.-]', name):
-        name = f'{name.split("/")[-1]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
-    name = re.sub(r'[^\w.-]+', '-', name)
+        words = '-'.join(map(last_words, name.split(',')))
+        name = f'{words[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
+    name = re.sub(r'[^\w.-]+', '-', name).lstrip('-')
     # of a tokenizer that is called tokenizer.json its folder's name
     tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
     return Path('data') / f'{name}_{tokenizer}'
+
+
+def last_words(path):
+    """The name of a file, of a glob the last two that are not all wildcards: 'a/ar.jsonl@2e9' -> 'ar.jsonl'."""
+    path = re.sub(r'@[\d.e+]+$', '', path)
+    words = [re.sub(r'[*?[\]]', '', word).strip('.-') for word in path.split('/')]
+    return '-'.join(list(filter(None, words))[-2 if re.search(r'[*?[]', path) else -1 :])
 
 
 def meta_files(folder):

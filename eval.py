@@ -33,7 +33,7 @@ from bins import Bins, read_meta
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
 from scorer import BAR, open_lm
-from sources import ReadState, Source, batches
+from sources import Source, documents
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -229,14 +229,10 @@ def prepared_split(folder, tok):
 
 def text_file(path, tok):
     """(token ids, bytes of text) of all documents of a file, as prepare.py makes bins of them. Raises InputError."""
-    source, ids, size = Source(str(path)), [], 0
-    with tqdm(desc='encode', total=source.size, unit='B', unit_scale=True, delay=1, **BAR) as bar:
-        source.moved = bar.update
-        # of these none is held out
-        for batch, _ in batches(source, ReadState(tails=False), val_fraction=1, val_bytes=0):
-            texts = [text for text, _ in batch]
-            size += sum(len(text.encode()) for text in texts)
-            ids += [i for document in tok.encode(texts) for i in (tok.bos, *document)]
+    ids, size = [], 0
+    for text, _ in tqdm(documents(Source(str(path))), desc='encode', unit=' documents', delay=1, **BAR):
+        size += len(text.encode())
+        ids += [tok.bos, *tok.encode([text])[0]]
     if not ids:
         raise InputError(f'--text={path}: no text in it')
     return ids, size

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from checkpoint import load_model, only_tokens, save_pretrained
 from configurator import InputError, configure
 from hashing import SentencePieceTokenizer, get_tokenizer, signature_table, tokenizer_fingerprint
-from sources import ReadState, Source, batches
+from sources import START, Source, divided
 
 # the tokenizer
 base = 'mistral'  # to expand: mistral, or a .model file
@@ -75,10 +75,10 @@ def languages():
 def read(source):
     """The documents to learn from, and those held out, two lists of str."""
     documents, held, size = [], [], 0
-    for batch, _ in batches(Source(source), ReadState(), HELD_OUT, HELD_OUT_BYTES):
-        documents += [text for text, is_held_out in batch if text and not is_held_out]
-        held += [text for text, is_held_out in batch if text and is_held_out]
-        size += sum(len(text.encode()) for text, is_held_out in batch if not is_held_out)
+    for parts, _ in divided(Source(source), START, HELD_OUT, HELD_OUT_BYTES):
+        documents += [text for text, is_held_out in parts if not is_held_out]
+        held += [text for text, is_held_out in parts if is_held_out]
+        size += sum(len(text.encode()) for text, is_held_out in parts if not is_held_out)
         if size >= text_bytes:
             break
     if not documents or not held:

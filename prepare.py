@@ -8,14 +8,14 @@ same command goes on and ends with the same bytes.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
-One thread reads, those of the tokenizer use all cores; where one reader cannot feed them, run several parts on the
-machine. The bins serve every model with that tokenizer, whatever its signatures; bins.py describes them. From a
-document to the loss, function by function:
+One thread reads while those of the tokenizer use all cores; where one reader cannot feed them, run several parts on the
+machine. The bins serve every model with that tokenizer, whatever its signatures; bins.py describes them. A document's
+way to the loss:
 
-    Source.read -> documents -> batches    sources.py: rows of files, stripped; which of them are held out
-    tokenise -> Shards.write               here: token ids, bos before each document, back to back in shards
-    Bins -> read_batch                     bins.py, train.py: blocks of ids in their shuffled order, to the device
-    MHF.sign -> forward -> loss            model.py: signatures, hidden states, the loss
+    documents -> batches          sources.py: the text of files, stripped; which of it is held out
+    tokenise -> Shards.write      here: token ids, bos before each document, back to back in files
+    blocks_of                     bins.py: blocks of ids in their shuffled order
+    MHF.sign -> MHF.forward       model.py: signatures, hidden states, the loss
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
+from array import array
 from pathlib import Path
 
 import mmh3
@@ -33,17 +33,16 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from bins import HEADER, SPLITS, data_folder, digest_of, parsed_meta, read_ahead, replace_durably, tokenizer_facts
-from configurator import InputError, configure, wrong_type
+from configurator import InputError, configure
 from hashing import get_tokenizer
-from sources import ReadState, Source, batches, mixture
+from sources import START, Source, batches, mixture
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files, globs
-# of .txt .jsonl .parquet, the first two also .gz .xz .zst; several with commas, as a mixture with @tokens each
+# of .txt .jsonl .parquet, the first two also .gz .xz .zst; several of a kind with commas, a mixture with @tokens each
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | gpt2, or any of tiktoken's | a file *.model or tokenizer.json | the latter's user/name[@revision]
 tokenizer = 'mistral'
-on_error = 'stop'  # stop | skip: count what cannot be read, and go on after it
 # held-out text: every round(1/val_fraction)-th document until val_bytes; of fewer documents than that, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
@@ -57,35 +56,58 @@ RECIPE = ('dataset', 'tokenizer', 'part', 'shard_tokens', 'val_fraction', 'val_b
 COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
 
 
-def tokenise(tok, batch):
-    """[(text, is it held out?)] -> {split: (ids uint32, tokens of each document int64, bytes of its text)}."""
-    tokens_of = {}
-    for split in SPLITS:
-        texts = [text for text, held_out in batch if text and held_out == (split == 'val')]
-        ids = [np.array([tok.bos, *i], np.uint32) for i in tok.encode(texts)]
-        lengths = np.array([len(i) for i in ids], np.int64)
-        tokens_of[split] = np.concatenate(ids or [np.zeros(0, np.uint32)]), lengths, [len(t.encode()) for t in texts]
-    return tokens_of
+def tokenise(tok, batch, most):
+    """
+    A batch of (text, is it held out?) -> {split: (ids (n,) uint32, number of documents, bytes of text)}, up to the
+    document with which train has `most` ids. Each document begins with bos.
+    """
+    # takes over a list in a seventh of numpy's time
+    ids = {split: array('I') for split in SPLITS}
+    documents = dict.fromkeys(SPLITS, 0)
+    size = dict.fromkeys(SPLITS, 0)
+    texts = [text for text, _ in batch]
+    for (text, held_out), found in zip(batch, tok.encode(texts), strict=True):
+        if len(ids['train']) >= most:
+            break
+        split = 'val' if held_out else 'train'
+        ids[split].append(tok.bos)
+        ids[split].fromlist(found)
+        documents[split] += 1
+        size[split] += len(text.encode())
+    return {split: (np.asarray(ids[split]), documents[split], size[split]) for split in SPLITS}
 
 
 class Shards:
     """Writes the ids of a split as .npy files of `size` ids, each under another name until it is whole and fsynced."""
 
     def __init__(self, folder, name, dtype, size, state):
-        self.folder, self.name, self.dtype, self.size, self.state = folder, name, np.dtype(dtype), size, state
-        self.file, self.tokens, self.has_finished = None, state['unfinished'], False
-        # what was written after `state`, the part of meta.json, is cut off; a shard finished then is not finished yet
+        self.folder = folder
+        self.name = name
+        self.dtype = np.dtype(dtype)
+        self.size = size
+        # of the split, in meta.json
+        self.state = state
+        self.file = None
+        self.tokens = state['unfinished']
+        self.has_finished = False
+        self._roll_back()
+
+    def _roll_back(self):
+        """To the last commit: deletes later shards, reopens one that was finished since, cuts off later ids."""
         if self.tokens and self._path().exists():
             os.replace(self._path(), self._unfinished())
-        committed = {shard['file'] for shard in state['shards']} | ({self._unfinished().name} if self.tokens else set())
+        committed = {shard['file'] for shard in self.state['shards']}
+        if self.tokens:
+            committed.add(self._unfinished().name)
         for path in self.files():
             if path.name not in committed:
                 path.unlink()
         if self.tokens:
+            path = self._unfinished()
             length = HEADER + self.tokens * self.dtype.itemsize
-            if not self._unfinished().exists() or self._unfinished().stat().st_size < length:
-                raise InputError(f'{self._unfinished()} is missing or too short; delete {folder} and prepare it again')
-            self.file = open(self._unfinished(), 'r+b')
+            if not path.exists() or path.stat().st_size < length:
+                raise InputError(f'{path} is missing or too short; delete {self.folder} and prepare it again')
+            self.file = open(path, 'r+b')
             self.file.truncate(length)
             self.digest = digest_of(self.file)
             self.file.seek(0, os.SEEK_END)
@@ -99,20 +121,23 @@ class Shards:
     def _unfinished(self):
         return self._path().with_suffix('.bin.tmp')
 
-    def write(self, ids, lengths, sizes):
-        """Of some documents: their ids (n,), each one's number of them, and its bytes of text."""
+    def write(self, ids, documents, size):
+        """The ids (n,) of so many documents with so many bytes of text."""
         self.state['tokens'] += len(ids)
-        self.state['documents'] += len(lengths)
-        self.state['bytes'] += sum(sizes)
+        self.state['documents'] += documents
+        self.state['bytes'] += size
         ids = ids.astype(self.dtype)
         while len(ids):
             if self.file is None:
-                self.file, self.tokens, self.digest = open(self._unfinished(), 'wb'), 0, mmh3.mmh3_x64_128()
+                self.file = open(self._unfinished(), 'wb')
+                self.tokens = 0
+                self.digest = mmh3.mmh3_x64_128()
                 self._write_header()
-            now, ids = ids[: self.size - self.tokens], ids[self.size - self.tokens :]
-            self.file.write(now)
-            self.digest.update(now)
-            self.tokens += len(now)
+            room = self.size - self.tokens
+            self.file.write(ids[:room])
+            self.digest.update(ids[:room])
+            self.tokens += len(ids[:room])
+            ids = ids[room:]
             if self.tokens == self.size:
                 self.finish()
 
@@ -139,20 +164,21 @@ class Shards:
             path = self._path()
             replace_durably(self._unfinished(), path)
             self.state['shards'].append(dict(file=path.name, tokens=self.tokens, digest=self.digest.digest().hex()))
-            self.file, self.has_finished = None, True
+            self.file = None
+            self.has_finished = True
 
 
-def commit(path, meta, shards, state):
-    """All that was written so far counts, and reading goes on from `state`; without one, the run is complete."""
+def commit(path, meta, shards, progress):
+    """All that was written so far counts, and reading goes on from `progress`; without one, the run is complete."""
     for split in shards.values():
-        split.sync() if state else split.finish()
-    if state:
-        meta['progress'] = asdict(state)
+        split.sync() if progress else split.finish()
+    if progress:
+        meta['progress'] = progress
     else:
         del meta['progress']
         for split in SPLITS:
             del meta['splits'][split]['unfinished']
-    meta['complete'] = state is None
+    meta['complete'] = progress is None
     temporary = path.with_suffix('.tmp')
     with open(temporary, 'w') as f:
         json.dump(meta, f, indent=1)
@@ -192,9 +218,8 @@ def previous_meta(path, recipe):
         meta = parsed_meta(path)
     except FileNotFoundError:
         return None
-    to_go_on = dict(progress=dict, sources=[dict], splits=dict.fromkeys(SPLITS, dict(shards=[dict], unfinished=int)))
-    if not meta['complete'] and (wrong := wrong_type(meta, to_go_on, 'meta')):
-        raise InputError(f'{path} is damaged ({wrong}); delete the folder and prepare it again')
+    if not meta['complete'] and set(meta.get('progress') or ()) != set(START):
+        raise InputError(f'{path} was begun by an older prepare.py; delete the folder and prepare it again')
     for key, value in recipe.items():
         if meta.get(key) != value:
             raise InputError(f'{path.parent} has {key}={meta.get(key)}, not {value}; delete it or change --data_dir')
@@ -203,72 +228,48 @@ def previous_meta(path, recipe):
 
 def new_meta(recipe, facts, mixed):
     """The meta.json of nothing read yet."""
-    sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0, wrong={}) for name, tokens in mixed]
+    sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0) for name, tokens in mixed]
     splits = {split: dict(tokens=0, documents=0, bytes=0, shards=[], unfinished=0) for split in SPLITS}
-    return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=asdict(ReadState()))
-
-
-@contextlib.contextmanager
-def progress_bar(source, meta):
-    """Of the bytes that are read of one local source, else of tokens; gives a function that is told their number."""
-    wanted = [entry['tokens_wanted'] for entry in meta['sources']]
-    by_bytes = source.size and wanted == [None]
-    total, unit = (source.size, 'B') if by_bytes else (sum(filter(None, wanted)) or None, ' tokens')
-    often = 0.2 if sys.stderr.isatty() else 20
-    bar = tqdm(desc='prepare', total=total, unit=unit, unit_scale=True, delay=1, mininterval=often)
-    if by_bytes:
-        source.moved = bar.update
-        bar.update(sum(p.stat().st_size for p in source.files[: meta['progress']['file']]))
-
-    def show(tokens):
-        bar.set_postfix_str(f'{tokens:,} tokens', refresh=False) if by_bytes else bar.update(tokens - bar.n)
-
-    try:
-        yield show
-    except BaseException:
-        # the error's line stands alone
-        bar.leave, bar.disable = False, not sys.stderr.isatty()
-        raise
-    finally:
-        bar.close()
+    return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=START)
 
 
 def read_and_tokenise(sources, meta, config, tok, parts):
-    """(what tokenise made of a batch, the ReadState after it), from meta['progress'] on, source by source, in order."""
-    state = ReadState(**meta['progress'])
-    for k in range(state.source, len(sources)):
-        entry = meta['sources'][k]
-        # of a mixture's source, up to the document that reaches its tokens_wanted
-        limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
-        val_bytes = config['val_bytes'] // (parts * len(sources))
-        # a thread reads the next batch while the tokenizer's own threads work at this one
-        with contextlib.closing(read_ahead(batches(sources[k], state, config['val_fraction'], val_bytes))) as feed:
-            while entry['tokens'] < limit and (item := next(feed, None)):
-                batch, state_after = item
-                tokens_of = tokenise(tok, batch)
-                ids, lengths, sizes = tokens_of['train']
-                last = np.searchsorted(lengths.cumsum(), limit - entry['tokens'])
-                lengths, sizes = lengths[: last + 1], sizes[: last + 1]
-                tokens_of['train'] = ids[: lengths.sum()], lengths, sizes
-                entry['tokens'] += len(tokens_of['train'][0])
-                entry['wrong'] = state_after.wrong
-                yield tokens_of, state_after
-        state = ReadState(source=k + 1)
+    """(what tokenise made of a batch, the progress after it), from meta['progress'] on, source by source, in order."""
+    wanted = sum(entry['tokens_wanted'] or 0 for entry in meta['sources']) or None
+    often = 0.2 if sys.stderr.isatty() else 20
+    how = dict(unit=' tokens', unit_scale=True, delay=1, mininterval=often, leave=False)
+    progress = meta['progress']
+    with tqdm(desc='prepare', total=wanted, initial=meta['splits']['train']['tokens'], **how) as bar:
+        for k in range(progress['source'], len(sources)):
+            entry = meta['sources'][k]
+            limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
+            val_bytes = config['val_bytes'] // (parts * len(sources))
+            # a thread reads the next batch while those of the tokenizer work at this one
+            feed = read_ahead(batches(sources[k], progress, config['val_fraction'], val_bytes))
+            with contextlib.closing(feed):
+                while entry['tokens'] < limit and (item := next(feed, None)):
+                    batch, progress_after = item
+                    made = tokenise(tok, batch, limit - entry['tokens'])
+                    entry['tokens'] += len(made['train'][0])
+                    bar.update(len(made['train'][0]))
+                    yield made, progress_after
+            progress = START | dict(source=k + 1)
 
 
-def write_bins(path, meta, results, show):
+def write_bins(path, meta, results):
     """Writes what read_and_tokenise gives, beside meta.json, `path`; the next run cuts off what no commit followed."""
-    dtype, committed, shards = np.uint16 if meta['vocab_size'] <= 65536 else np.uint32, time.monotonic(), {}
+    dtype = np.uint16 if meta['vocab_size'] <= 65536 else np.uint32
+    shards = {}
     for split, state in meta['splits'].items():
         # meta_0of4.json goes with train_0of4_000000.bin
         shards[split] = Shards(path.parent, path.stem.replace('meta', split), dtype, meta['shard_tokens'], state)
+    committed = time.monotonic()
     try:
-        for tokens_of, state_after in results:
+        for made, progress in results:
             for split in SPLITS:
-                shards[split].write(*tokens_of[split])
-            show(meta['splits']['train']['tokens'])
+                shards[split].write(*made[split])
             if any(s.has_finished for s in shards.values()) or time.monotonic() > committed + COMMIT_SECONDS:
-                commit(path, meta, shards, state_after)
+                commit(path, meta, shards, progress)
                 committed = time.monotonic()
         for split, found in meta['splits'].items():
             if found['tokens'] < 2:
@@ -284,12 +285,18 @@ def write_bins(path, meta, results, show):
                 leftover.unlink(missing_ok=True)
 
 
-def prepare(config):
+def main(config):
     """Reads, tokenises and writes the part of the data set that config names. Raises InputError."""
+    for key, least in dict(val_bytes=0, shard_tokens=1).items():
+        if config[key] < least:
+            raise InputError(f'{key}={config[key]}: must be {least} or more')
+    if not 0 < config['val_fraction'] < 1:
+        raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     i, _, n = (config['part'] or '0/1').partition('/')
     if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
         raise InputError(f"part='{config['part']}': must be like 0/4, the first of four, to 3/4")
-    i, n, folder = int(i), int(n), data_folder(config)
+    i, n = int(i), int(n)
+    folder = data_folder(config)
     path = folder / (f'meta_{i}of{n}.json' if config['part'] else 'meta.json')
     for other in folder.glob('meta*.json'):
         if (other.name == 'meta.json') == bool(config['part']):
@@ -302,42 +309,29 @@ def prepare(config):
             return
         mixed = [(name, tokens and tokens // n) for name, tokens in mixture(config['dataset'])]
         tok = get_tokenizer(config['tokenizer'])
-        facts = tokenizer_facts(tok)
-        sources = [Source(name, (i, n), config['on_error'] == 'skip') for name, _ in mixed]
-        facts['made_from'] = [source.made_from for source in sources]
+        sources = [Source(name, (i, n)) for name, _ in mixed]
+        facts = tokenizer_facts(tok) | dict(made_from=[source.made_from for source in sources])
         for key, value in facts.items():
             if meta and meta.get(key) != value:
                 raise InputError(f'{folder} was begun with other text or tokenizer: its {key} differs; delete it')
         meta = meta or new_meta(recipe, facts, mixed)
-        results = read_and_tokenise(sources, meta, config, tok, parts=n)
-        with progress_bar(sources[0], meta) as show, contextlib.closing(results):
-            write_bins(path, meta, results, show)
+        with contextlib.closing(read_and_tokenise(sources, meta, config, tok, n)) as results:
+            write_bins(path, meta, results)
     report(meta, folder)
 
 
 def report(meta, folder):
     for entry in meta['sources']:
-        if entry['tokens_wanted']:
+        wanted = entry['tokens_wanted']
+        if wanted:
             share = entry['tokens'] / max(1, meta['splits']['train']['tokens'])
-            print(f'{entry["dataset"]}: {entry["tokens"]:,} of {entry["tokens_wanted"]:,} tokens, {share:.2%} of all')
-        if entry['wrong']:
-            counts = (f'{what.replace("_", " ")} {number:,}' for what, number in entry['wrong'].items())
-            print(f'{entry["dataset"]}: {", ".join(counts)}')
+            print(f'{entry["dataset"]}: {entry["tokens"]:,} of {wanted:,} tokens, {share:.2%} of all')
+            if entry['tokens'] < wanted:
+                print(f'warning: {entry["dataset"]} ran dry: it has no more text', file=sys.stderr)
     for name, split in meta['splits'].items():
         more = ' ...' if len(split['shards']) > 1 else ''
         counts = f'{split["tokens"]:,} tokens, {split["documents"]:,} documents, {split["bytes"]:,} bytes of text'
         print(f'{name}: {counts} -> {folder}/{split["shards"][0]["file"]}{more}')
-
-
-def main(config):
-    for key, least in dict(val_bytes=0, shard_tokens=1).items():
-        if config[key] < least:
-            raise InputError(f'{key}={config[key]}: must be {least} or more')
-    if not 0 < config['val_fraction'] < 1:
-        raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
-    if config['on_error'] not in ('stop', 'skip'):
-        raise InputError(f"on_error='{config['on_error']}': must be stop or skip")
-    prepare(config)
 
 
 if __name__ == '__main__':

@@ -151,7 +151,7 @@ def write_words():
     s, split, counts = settings('prepare.py', {'dataset', 'tokenizer'}), pre_tokenizers.WhitespaceSplit(), Counter()
     if not s['tokenizer'].endswith('.json'):
         raise InputError(f'tokenizer={s["tokenizer"]}: name a file *.json to write')
-    for text, _, _ in documents(Source(s['dataset'])):
+    for text, _ in documents(Source(s['dataset'])):
         counts.update(word for word, _ in split.pre_tokenize_str(text))
     words = SPECIAL + [word for word, _ in counts.most_common() if word not in SPECIAL]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL[1]))
