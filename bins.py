@@ -1,20 +1,28 @@
 """
 The format of prepared data, which prepare.py writes, and all reading of it. numpy only.
 
-A folder of bins, data/<dataset>_<tokenizer>, serves every model with that tokenizer, whatever its H and B:
+A folder of bins holds the tokens of a data set as one of two kinds:
 
-    train_000000.bin ...  HEADER bytes of .npy, then token ids, (tokens,) uint16, or uint32 above 65,536 tokens.
-    val_000000.bin ...    Documents back to back, each begins with bos; val is held out
+    signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16, what a MultiHashFormer of this H and B reads
+    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 tokens. They serve every model with
+                that tokenizer, whatever its H and B; train.py signs them on the device
+
+In a folder are
+
+    train_000000.bin ...  HEADER bytes of .npy, then the tokens: documents back to back, each begins with bos
+    val_000000.bin ...    the same of what is held out
     meta.json             what they were made from
 
 Of n machines that share work and folder, the i-th has train_iofn_000000.bin ... and meta_iofn.json. A meta.json holds
 
     complete                       true; without it train.py refuses the folder
+    bins                           signatures or ids; of signatures also num_hashes, num_buckets, num_lsh, single_id
+                                   and table_sha256, of the whole table
     dataset, tokenizer, part ...   the settings that decide what the bins hold: prepare.py goes on with no others
     vocab_size, pad_id, gaps       of the tokenizer, and tokenizer_sha256, of its strings; gaps are ids without a token
     made_from                      each source's files, as a sha256 of their names and sizes
     sources                        of each: dataset, tokens_wanted (null is all), tokens
-    splits {train, val}            tokens, documents, bytes of text, shards [{file, tokens, digest of its ids}]
+    splits {train, val}            tokens, documents, bytes of text, shards [{file, tokens, digest of its numbers}]
     progress, splits.*.unfinished  only while it is not complete: where prepare.py goes on
 """
 
@@ -36,6 +44,7 @@ from configurator import InputError, settings_of, wrong_type
 from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
 
 SPLITS = ('train', 'val')
+OF_SIGNATURES = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
 HEADER = 128  # bytes of a shard before its first id; numpy pads it so
 _SPLIT = dict(tokens=int, documents=int, bytes=int, shards=[dict(file=str, tokens=int, digest=str)])
 # the types of what is read of a complete meta.json
@@ -46,6 +55,7 @@ META = dict(
 
 def data_folder(config):
     """The folder of a config's bins: data/stdlib_mistral, data/books-txt-4daa1511_mistral of books/*.txt."""
+    signatures = holds_signatures(config)
     if config['data_dir']:
         return Path(config['data_dir'])
     name = config['dataset']
@@ -56,7 +66,19 @@ def data_folder(config):
     name = re.sub(r'[^\w.-]+', '-', name).lstrip('-')
     # of a tokenizer that is called tokenizer.json its folder's name
     tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
-    return Path('data') / f'{name}_{tokenizer}'
+    kind = ''
+    if signatures:
+        kind = f'_H{config["num_hashes"]}B{config["num_buckets"]}'
+        kind += f'_lsh{config["num_lsh"]}' if config['num_lsh'] else ''
+        kind += '_single' if config['single_id'] else ''
+    return Path('data') / f'{name}_{tokenizer}{kind}'
+
+
+def holds_signatures(config):
+    """Whether a config's bins hold signatures; else they hold token ids. A Standard model has no signatures."""
+    if config['bins'] not in ('signatures', 'ids'):
+        raise InputError(f"bins='{config['bins']}': must be signatures or ids")
+    return config['bins'] == 'signatures' and config['num_hashes'] > 0
 
 
 def last_words(path):
@@ -87,8 +109,10 @@ def parsed_meta(path):
     except (OSError, ValueError, RecursionError) as e:
         raise InputError(f'{path} is damaged ({e}); {again}') from None
     wrong = wrong_type(meta, dict(complete=bool), 'meta')
-    if not wrong and 'num_hashes' in meta:
-        raise InputError(f'{path} is of an older prepare.py, with signatures in its bins; {again}')
+    if not wrong and 'num_hashes' in meta and 'bins' not in meta:
+        raise InputError(f'{path} is of a much older prepare.py; {again}')
+    if not wrong:
+        meta.setdefault('bins', 'ids')
     if not wrong and meta['complete']:
         wrong = wrong_type(meta, META, 'meta') or implausible(meta)
     if wrong:
@@ -138,6 +162,9 @@ def load_meta(config):
     try:
         meta = read_meta(folder)
     except FileNotFoundError:
+        ids = data_folder(config | dict(bins='ids'))
+        if ids != folder and (ids / 'meta.json').exists():
+            raise InputError(f'{folder} is not there; {ids} has token ids, which --bins=ids reads') from None
         args = [a for a in sys.argv[1:] if a[:2] != '--' or a[2:].partition('=')[0] in settings_of('prepare.py')]
         command = shlex.join(['python', 'prepare.py', *args])
         raise InputError(f'{folder} has no prepared data; make it with: {command}') from None
@@ -153,8 +180,15 @@ def tokenizer_facts(tok):
     return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, gaps=gaps, tokenizer_sha256=tokenizer_fingerprint(tok))
 
 
-def table(config, meta):
-    """The signatures (V, H) uint16, None for the Standard model; InputError if the bins are of another tokenizer."""
+def checked_table(config, meta):
+    """
+    The signatures (V, H) uint16 of the bins' tokens, None for the Standard model. Raises InputError where the bins are
+    of another tokenizer, or hold other signatures.
+    """
+    for key in OF_SIGNATURES if 'table_sha256' in meta else ():
+        if meta.get(key) != config[key]:
+            here = f'signatures of {key}={meta.get(key)}, the model has {key}={config[key]}'
+            raise InputError(f'{data_folder(config)} holds {here}; bins of --bins=ids serve both')
     if not config['num_hashes']:
         return None
     tok = get_tokenizer(config['tokenizer'])
@@ -162,8 +196,30 @@ def table(config, meta):
         if meta[key] != value:
             differs = f'{key}={str(meta[key]):.20}, here {str(value):.20}'
             raise InputError(f"{data_folder(config)} is of another '{config['tokenizer']}' tokenizer: {differs}")
+    table = table_of(config, tok)
+    if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
+        raise InputError(f'{data_folder(config)} holds signatures of another table; delete it and prepare it again')
+    return table
+
+
+def table_of(config, tok):
+    """The signatures (V, H) uint16 of a tokenizer's tokens by a config."""
     settings = [config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh')]
     return signature_table(tok.tokens, *settings, tok.pad, not config['single_id'])
+
+
+def token_ids(tokens, table):
+    """
+    Tokens as some Bins hold them -> their ids (n,). Signatures (n, H) are looked up in the table (V, H). Raises
+    InputError for one that it has not.
+    """
+    if tokens.ndim == 1:
+        return tokens
+    id_of = {row.tobytes(): i for i, row in enumerate(table.astype(np.uint16))}
+    try:
+        return np.array([id_of[row.tobytes()] for row in tokens])
+    except KeyError:
+        raise InputError('the bins hold a signature of no token; prepare them again') from None
 
 
 def identity(meta, table):
@@ -175,9 +231,12 @@ def identity(meta, table):
 
 
 class Bins:
-    """The shards of a split as one array: len(), and [a:b], (b - a,) uint16 or uint32, memory-mapped within a shard."""
+    """
+    The shards of a split as one array: len(), and [a:b], memory-mapped within a shard: token ids (b - a,) uint16 or
+    uint32, or signatures (b - a, num_hashes) uint16.
+    """
 
-    def __init__(self, folder, split):
+    def __init__(self, folder, split, num_hashes=0):
         self.shards, self.digests, again = [], [], f'delete {folder} and run prepare.py again'
         for shard in split['shards']:
             path = folder / shard['file']
@@ -188,8 +247,9 @@ class Bins:
             # numpy's errors over a damaged header are many
             except Exception as e:
                 raise InputError(f'{path} is no whole bin ({e!s:.200}); {again}') from None
-            if ids.shape != (shard['tokens'],) or ids.dtype not in (np.uint16, np.uint32):
-                raise InputError(f'{path} holds {ids.shape} {ids.dtype}, meta.json says {shard["tokens"]} ids; {again}')
+            shape = (shard['tokens'], num_hashes) if num_hashes else (shard['tokens'],)
+            if ids.shape != shape or ids.dtype not in (np.uint16, np.uint32):
+                raise InputError(f'{path} holds {ids.shape} {ids.dtype}, meta.json says {shape}; {again}')
             self.shards.append(ids)
             self.digests.append((path, shard['digest']))
         self.ends = np.cumsum([len(ids) for ids in self.shards]).tolist()
@@ -240,11 +300,11 @@ class Verified:
 
 def open_bins(config, meta, split):
     """The Bins of 'train' or 'val'. Raises InputError where a shard is not whole."""
-    return Bins(data_folder(config), meta['splits'][split])
+    return Bins(data_folder(config), meta['splits'][split], meta.get('num_hashes', 0))
 
 
 def digest_of(file):
-    """MurmurHash3 of the ids of an open shard, to go on with: it is damage that this detects, not malice."""
+    """MurmurHash3 of the numbers of an open shard, to go on with: it is damage that this detects, not malice."""
     file.seek(HEADER)
     return hashlib.file_digest(file, mmh3.mmh3_x64_128)
 

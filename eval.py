@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 from tqdm import tqdm
 
-from bins import Bins, read_meta
+from bins import Bins, read_meta, table_of, token_ids
 from configurator import InputError, configure, did_you_mean
 from hashing import tokenizer_fingerprint
 from scorer import BAR, open_lm
@@ -224,7 +224,9 @@ def prepared_split(folder, tok):
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
         raise InputError(f"--text={folder} was made with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
     split = meta['splits']['val']
-    return Bins(folder, split)[:].tolist(), split['bytes']
+    table = table_of(meta, tok) if meta['bins'] == 'signatures' else None
+    tokens = Bins(folder, split, meta.get('num_hashes', 0))[:]
+    return token_ids(tokens, table).tolist(), split['bytes']
 
 
 def text_file(path, tok):

@@ -1,5 +1,5 @@
 """
-Text in, token ids out: tokenises data sets and writes the bins that train.py memory-maps. Stopped at any moment, the
+Text in, signatures out: tokenises data sets and writes the bins that train.py memory-maps. Stopped at any moment, the
 same command goes on and ends with the same bytes.
 
     $ python prepare.py config/mhf_tiny.py                      # the Python standard library, in seconds
@@ -9,13 +9,12 @@ same command goes on and ends with the same bytes.
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
 One thread reads while those of the tokenizer use all cores; where one reader cannot feed them, run several parts on the
-machine. The bins serve every model with that tokenizer, whatever its signatures; bins.py describes them. A document's
-way to the loss:
+machine. bins.py describes what is written. A document's way to the loss:
 
     documents -> batches          sources.py: the text of files, stripped; which of it is held out
-    tokenise -> Shards.write      here: token ids, bos before each document, back to back in files
-    blocks_of                     bins.py: blocks of ids in their shuffled order
-    MHF.sign -> MHF.forward       model.py: signatures, hidden states, the loss
+    tokenise -> Shards.write      here: token ids, bos before each document, then their signatures, back to back in files
+    blocks_of -> read_batch       bins.py, train.py: blocks of tokens in their shuffled order; ids are signed there
+    MHF.forward                   model.py: hidden states, the loss
 """
 
 import contextlib
@@ -32,9 +31,21 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from bins import HEADER, SPLITS, data_folder, digest_of, parsed_meta, read_ahead, replace_durably, tokenizer_facts
+from bins import (
+    HEADER,
+    OF_SIGNATURES,
+    SPLITS,
+    data_folder,
+    digest_of,
+    holds_signatures,
+    parsed_meta,
+    read_ahead,
+    replace_durably,
+    table_of,
+    tokenizer_facts,
+)
 from configurator import InputError, configure
-from hashing import get_tokenizer
+from hashing import fingerprint, get_tokenizer
 from sources import START, Source, batches, mixture
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files, globs
@@ -43,6 +54,13 @@ dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | gpt2, or any of tiktoken's | a file *.model or tokenizer.json | the latter's user/name[@revision]
 tokenizer = 'mistral'
+# signatures: num_hashes numbers of 2 bytes a token, which train.py reads as they are | ids: 2 bytes a token, 4 above
+# 65,536 tokens, which serve every num_hashes and num_buckets. The bins of a Standard model hold ids
+bins = 'signatures'
+num_hashes = 4
+num_buckets = 16384
+num_lsh = 0
+single_id = False
 # held-out text: every round(1/val_fraction)-th document until val_bytes; of fewer documents than that, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
@@ -52,7 +70,7 @@ part = ''  # i/n: reads every n-th file from the i-th (from 0); train.py joins t
 config = configure(globals())
 
 # what decides what the bins hold
-RECIPE = ('dataset', 'tokenizer', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
+RECIPE = ('dataset', 'tokenizer', 'bins', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
 COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
 
 
@@ -78,12 +96,15 @@ def tokenise(tok, batch, most):
 
 
 class Shards:
-    """Writes the ids of a split as .npy files of `size` ids, each under another name until it is whole and fsynced."""
+    """
+    Writes the tokens of a split as .npy files of `size` tokens, each under another name until it is whole and fsynced.
+    A token is like `one`, an array: a number, or a signature.
+    """
 
-    def __init__(self, folder, name, dtype, size, state):
+    def __init__(self, folder, name, one, size, state):
         self.folder = folder
         self.name = name
-        self.dtype = np.dtype(dtype)
+        self.one = one
         self.size = size
         # of the split, in meta.json
         self.state = state
@@ -93,7 +114,7 @@ class Shards:
         self._roll_back()
 
     def _roll_back(self):
-        """To the last commit: deletes later shards, reopens one that was finished since, cuts off later ids."""
+        """To the last commit: deletes later shards, reopens one that was finished since, cuts off later tokens."""
         if self.tokens and self._path().exists():
             os.replace(self._path(), self._unfinished())
         committed = {shard['file'] for shard in self.state['shards']}
@@ -104,7 +125,7 @@ class Shards:
                 path.unlink()
         if self.tokens:
             path = self._unfinished()
-            length = HEADER + self.tokens * self.dtype.itemsize
+            length = HEADER + self.tokens * self.one.nbytes
             if not path.exists() or path.stat().st_size < length:
                 raise InputError(f'{path} is missing or too short; delete {self.folder} and prepare it again')
             self.file = open(path, 'r+b')
@@ -121,29 +142,29 @@ class Shards:
     def _unfinished(self):
         return self._path().with_suffix('.bin.tmp')
 
-    def write(self, ids, documents, size):
-        """The ids (n,) of so many documents with so many bytes of text."""
-        self.state['tokens'] += len(ids)
+    def write(self, tokens, documents, size):
+        """The tokens, ids (n,) or signatures (n, H), of so many documents with so many bytes of text."""
+        self.state['tokens'] += len(tokens)
         self.state['documents'] += documents
         self.state['bytes'] += size
-        ids = ids.astype(self.dtype)
-        while len(ids):
+        tokens = tokens.astype(self.one.dtype)
+        while len(tokens):
             if self.file is None:
                 self.file = open(self._unfinished(), 'wb')
                 self.tokens = 0
                 self.digest = mmh3.mmh3_x64_128()
                 self._write_header()
             room = self.size - self.tokens
-            self.file.write(ids[:room])
-            self.digest.update(ids[:room])
-            self.tokens += len(ids[:room])
-            ids = ids[room:]
+            self.file.write(tokens[:room])
+            self.digest.update(tokens[:room])
+            self.tokens += len(tokens[:room])
+            tokens = tokens[room:]
             if self.tokens == self.size:
                 self.finish()
 
     def _write_header(self):
         self.file.seek(0)
-        about = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens,))
+        about = dict(descr=self.one.dtype.str, fortran_order=False, shape=(self.tokens, *self.one.shape))
         np.lib.format.write_array_header_1_0(self.file, about)
         assert self.file.tell() == HEADER
 
@@ -256,18 +277,24 @@ def read_and_tokenise(sources, meta, config, tok, parts):
             progress = START | dict(source=k + 1)
 
 
-def write_bins(path, meta, results):
-    """Writes what read_and_tokenise gives, beside meta.json, `path`; the next run cuts off what no commit followed."""
-    dtype = np.uint16 if meta['vocab_size'] <= 65536 else np.uint32
+def write_bins(path, meta, results, table):
+    """
+    Writes what read_and_tokenise gives, beside meta.json, `path`; the next run cuts off what no commit followed.
+    table: the signatures (V, H) uint16 to write for ids; None writes the ids.
+    """
+    one = np.zeros((), np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
+    if table is not None:
+        one = table[0]
     shards = {}
     for split, state in meta['splits'].items():
         # meta_0of4.json goes with train_0of4_000000.bin
-        shards[split] = Shards(path.parent, path.stem.replace('meta', split), dtype, meta['shard_tokens'], state)
+        shards[split] = Shards(path.parent, path.stem.replace('meta', split), one, meta['shard_tokens'], state)
     committed = time.monotonic()
     try:
         for made, progress in results:
             for split in SPLITS:
-                shards[split].write(*made[split])
+                ids, documents, size = made[split]
+                shards[split].write(ids if table is None else table[ids], documents, size)
             if any(s.has_finished for s in shards.values()) or time.monotonic() > committed + COMMIT_SECONDS:
                 commit(path, meta, shards, progress)
                 committed = time.monotonic()
@@ -303,20 +330,27 @@ def main(config):
             raise InputError(f"{folder} holds {other.name}, no place for part='{config['part']}'; change --data_dir")
     with locked(folder, path.stem):
         recipe = {key: config[key] for key in RECIPE}
+        if holds_signatures(config):
+            recipe |= {key: config[key] for key in OF_SIGNATURES}
+        else:
+            recipe['bins'] = 'ids'
         meta = previous_meta(path, recipe)
         if meta and meta['complete']:
             print(f'{folder} is prepared already; delete it to make it again')
             return
         mixed = [(name, tokens and tokens // n) for name, tokens in mixture(config['dataset'])]
         tok = get_tokenizer(config['tokenizer'])
+        table = table_of(config, tok) if holds_signatures(config) else None
         sources = [Source(name, (i, n)) for name, _ in mixed]
         facts = tokenizer_facts(tok) | dict(made_from=[source.made_from for source in sources])
+        if table is not None:
+            facts['table_sha256'] = fingerprint(table)
         for key, value in facts.items():
             if meta and meta.get(key) != value:
                 raise InputError(f'{folder} was begun with other text or tokenizer: its {key} differs; delete it')
         meta = meta or new_meta(recipe, facts, mixed)
         with contextlib.closing(read_and_tokenise(sources, meta, config, tok, n)) as results:
-            write_bins(path, meta, results)
+            write_bins(path, meta, results, table)
     report(meta, folder)
 
 

@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import bins
 import plot
+from bins import SPLITS, Verified, blocks_of, checked_table, data_folder, identity, load_meta, open_bins, read_ahead
 from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device, pick_dtype
 from configurator import InputError, configure
 from cost import machine_memory, step_memory
@@ -59,6 +59,7 @@ wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJ
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''
 tokenizer = 'mistral'
+bins = 'signatures'  # what they hold: signatures | ids
 # batch
 batch_size = 256  # sequences per update, over all processes; gradient accumulation follows from it
 micro_batch_size = 8  # sequences per process and forward pass
@@ -99,7 +100,7 @@ activation_checkpointing = False  # keeps only the inputs of the blocks, whose f
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
-# what a resumed run may not change, beside its data (bins.identity: tokenizer, signature table, text); all else is free
+# what a resumed run may not change, beside its data (identity: tokenizer, signature table, text); all else is free
 FIXED_ON_RESUME = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
     'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'embedding_std', 'loss', 'tokenizer',
@@ -178,12 +179,12 @@ if wandb and master:
 starts_from_model = init_from not in ('scratch', 'resume')
 if auto_resume and checkpoints.there():
     init_from = 'resume'
-meta = bins.load_meta(config)
-train_ids, val_ids = bins.open_bins(config, meta, 'train'), bins.open_bins(config, meta, 'val')
-num_blocks = (len(train_ids) - 1) // block_size
+meta = load_meta(config)
+train_tokens, val_tokens = open_bins(config, meta, 'train'), open_bins(config, meta, 'val')
+num_blocks = (len(train_tokens) - 1) // block_size
 if num_blocks < 1:
-    raise InputError(f'block_size={block_size}: {bins.data_folder(config)} has {len(train_ids):,} training tokens')
-verified = bins.Verified((train_ids, val_ids), world.rank, world.size)  # in a thread, while training runs
+    raise InputError(f'block_size={block_size}: {data_folder(config)} has {len(train_tokens):,} training tokens')
+verified = Verified((train_tokens, val_tokens), world.rank, world.size)  # in a thread, while training runs
 
 # -----------------------------------------------------------------------------
 # the processes meet and agree; weights from elsewhere
@@ -193,7 +194,7 @@ if world.distributed:
     mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
     mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__)
     mine['tokenizer'] = meta['tokenizer_sha256']
-    world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in bins.SPLITS})
+    world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in SPLITS})
 
 
 def read_model():
@@ -221,16 +222,21 @@ if starts_from_model:  # the settings take its architecture, but for the context
     architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
     globals().update(architecture)
     config |= architecture
-table = bins.table(config, meta)
-data = bins.identity(meta, table)
 start_step, best_val = 0, math.inf
 if ckpt:
-    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config'] | ckpt['data']
-    changed = {k: v for k, v in (config | data).items() if k in (*FIXED_ON_RESUME, *data) and then.get(k) != v}
+    # what older checkpoints did not know
+    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config']
+    changed = [f'{k}={then.get(k)} (now {config[k]})' for k in FIXED_ON_RESUME if then.get(k) != config[k]]
     if changed:
-        listed = ', '.join(f'{k}={then.get(k)} (now {v})' for k, v in changed.items())
-        hint = f'; --init_from={out} and another --out_dir begin with its weights' if 'train_sha256' in changed else ''
-        raise InputError(f'{source} was trained with {listed}; a resumed run keeps it{hint}')
+        raise InputError(f'{source} was trained with {", ".join(changed)}; a resumed run keeps it')
+table = checked_table(config, meta)
+data = identity(meta, table)
+if ckpt:
+    other = [key for key, value in data.items() if ckpt['data'].get(key) != value]
+    if other:
+        words = f'other bins or another tokenizer than these (their {", ".join(other)} differs)'
+        hint = f'--init_from={out} and another --out_dir begin with its weights'
+        raise InputError(f'{source} was trained on {words}; a resumed run keeps them; {hint}')
     if ckpt['step'] >= max_steps:
         if auto_resume:
             print(f'{source} is at step {ckpt["step"]} of {max_steps}: done')
@@ -245,7 +251,7 @@ if model:
     model.config.block_size, model.config.loss = block_size, loss
     V, theirs = meta['vocab_size'], model.signatures
     if not only_tokens(model, V, meta['gaps']):
-        raise InputError(f'{source} has vocab_size={len(theirs)}, {bins.data_folder(config)} {V}')
+        raise InputError(f'{source} has vocab_size={len(theirs)}, {data_folder(config)} {V}')
     if table is not None:
         ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
         if len(differing := np.flatnonzero((theirs != ours).any(1))):
@@ -322,18 +328,23 @@ def learning_rate_at(step):
     return learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def read_batch(ids, starts):
-    """Sequences of block_size + 1 token ids from each of `starts` -> (n, T + 1) int64, pinned where there is a GPU."""
-    ids, V = np.stack([ids[b : b + block_size + 1] for b in starts]), raw_model.config.vocab_size
-    if ids.max() >= V:
-        raise InputError(f'{bins.data_folder(config)} has token id {ids.max()}, the model {V}: a damaged bin')
-    ids = torch.from_numpy(ids.astype(np.int64))
-    return ids.pin_memory() if device_type == 'cuda' else ids
+def read_batch(split, starts):
+    """
+    Sequences of block_size + 1 tokens of some Bins from each of `starts` -> signatures (n, T + 1, H) or token ids
+    (n, T + 1), int64, pinned where there is a GPU.
+    """
+    tokens = np.stack([split[b : b + block_size + 1] for b in starts])
+    limit = raw_model.config.buckets if tokens.ndim == 3 else raw_model.config.vocab_size
+    if tokens.max() >= limit:
+        raise InputError(f'{data_folder(config)} has the number {tokens.max()}, the model {limit}: a damaged bin')
+    tokens = torch.from_numpy(tokens.astype(np.int64))
+    return tokens.pin_memory() if device_type == 'cuda' else tokens
 
 
-def inputs_and_targets(ids):
-    """Token ids (n, T + 1) on the host -> the signatures of both, each (n, T, H), signed on the device."""
-    signatures = raw_model.sign(ids.to(device, non_blocking=True))
+def inputs_and_targets(tokens):
+    """Signatures or token ids on the host, as read_batch gives them -> the signatures of both, each (n, T, H)."""
+    tokens = tokens.to(device, non_blocking=True)
+    signatures = tokens if tokens.dim() == 3 else raw_model.sign(tokens)
     return signatures[:, :-1], signatures[:, 1:]
 
 
@@ -342,9 +353,9 @@ def micro_batches():
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
-        blocks = bins.blocks_of(step, batch_size, num_blocks, seed)
+        blocks = blocks_of(step, batch_size, num_blocks, seed)
         for micro in blocks.reshape(accumulation, world.size, micro_batch_size)[:, world.rank]:
-            yield read_batch(train_ids, micro * block_size)
+            yield read_batch(train_tokens, micro * block_size)
 
 
 # seconds between two pictures of a progress bar: a file keeps all of them
@@ -354,13 +365,13 @@ redraw_interval = 0.2 if sys.stderr.isatty() else 20
 @torch.no_grad()
 def evaluate():
     """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
-    n, sums = len(val_ids) - 1, torch.zeros(2, dtype=torch.float64)
+    n, sums = len(val_tokens) - 1, torch.zeros(2, dtype=torch.float64)
     starts, whole = list(range(0, n, block_size)), n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
     batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
     progress = dict(desc='validate', unit='batch', leave=False, delay=1, disable=not master)
     for batch in tqdm(batches[world.rank :: world.size], **progress, mininterval=redraw_interval):
-        x, y = inputs_and_targets(read_batch(val_ids, batch))
+        x, y = inputs_and_targets(read_batch(val_tokens, batch))
         with autocast:
             losses = raw_model.both_losses(x, y)
         sums += torch.stack([each.double().sum().cpu() for each in losses])
@@ -417,7 +428,7 @@ if master:
     if plain_head:
         print('the plain head')
     epochs = max_steps * batch_size / num_blocks
-    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {bins.data_folder(config)}')
+    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(config)}')
     if train_layers:
         frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
         print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
@@ -434,7 +445,7 @@ for signum in (signal.SIGTERM, signal.SIGINT):
 # no bar before the first step is through
 bar = dict(total=max_steps, initial=start_step, unit='step', desc='train', delay=1, disable=not master)
 bar = tqdm(**bar, mininterval=redraw_interval)
-speeds, batches = [], bins.read_ahead(micro_batches())
+speeds, batches = [], read_ahead(micro_batches())
 with bar:
     for step in range(start_step, max_steps):
         checkpoints.raise_if_failed()
@@ -472,6 +483,8 @@ with bar:
             log(**event, tokens_per_s=round(speeds[-1], 1))
             bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
+            # now there is a bar, and its last line is ended also in a file
+            bar.delay = 0
         if validating:
             result = evaluate()
             if device_type == 'cuda':

@@ -28,7 +28,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bins import load_meta, open_bins  # noqa: E402
+from bins import load_meta, open_bins, token_ids  # noqa: E402
 from checkpoint import load_checkpoint  # noqa: E402
 from configurator import InputError  # noqa: E402
 from model import MHF  # noqa: E402
@@ -121,12 +121,15 @@ if __name__ == '__main__':
     folders, spectra = named or train(), []
     for name, folder in folders.items():
         trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
-        T, val = trained.config.block_size, open_bins(ckpt['config'], load_meta(ckpt['config']), 'val')
+        # a checkpoint of an older train.py names no kind of bins
+        config = dict(bins='ids') | ckpt['config']
+        T, val = trained.config.block_size, open_bins(config, load_meta(config), 'val')
         n = min(CONTEXTS, len(val)) // T
         if (bound := bounds(trained.config)['bound']) > min(n * T, COLUMNS):
             seen = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
             raise InputError(f'{folder}: {seen} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
-        ids = torch.tensor(val[: n * T].astype(np.int64)).view(n, T)
+        ids = token_ids(val[: n * T], trained.signatures.numpy())
+        ids = torch.tensor(ids.astype(np.int64)).view(n, T)
         torch.manual_seed(1)
         fresh = MHF(trained.config, trained.signatures.numpy(), (~trained.is_token).nonzero()[:, 0].tolist())
         spectra += [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]

@@ -198,7 +198,8 @@ def prepare(study):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for folder, recipe in study.data.items():
             print(f'preparing {folder}', flush=True)
-            flags = [f'--{k}={v}' for k, v in (recipe | dict(data_dir=folder)).items()]
+            # token ids serve every model of the list
+            flags = [f'--{k}={v}' for k, v in (recipe | dict(bins='ids', data_dir=folder)).items()]
             script('prepare.py', study.out, *flags, pass_fds=[lock.fileno()])
 
 

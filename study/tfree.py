@@ -2,7 +2,7 @@
 T-FREE (arXiv 2406.19223), the paper's baseline without a tokenizer: a word is the set of its trigrams' buckets.
 
     $ python study/tfree.py words --dataset=edu.jsonl.xz --tokenizer=words.json   # words between white space, counted
-    $ python prepare.py --dataset=edu.jsonl.xz --tokenizer=words.json --data_dir=data/words
+    $ python prepare.py --dataset=edu.jsonl.xz --tokenizer=words.json --bins=ids --data_dir=data/words
     $ python study/tfree.py train config/mhf_tiny.py --tokenizer=words.json --data_dir=data/words --num_buckets=8192
     $ python study/tfree.py eval --data_dir=benchmarks --text=data/words
 
@@ -164,7 +164,7 @@ def write_words():
 
 def train():
     """train.py with TFree in MHF's place."""
-    sys.argv = ['train.py', *sys.argv[1:], '--num_hashes=1', '--single_id', '--loss=product']
+    sys.argv = ['train.py', *sys.argv[1:], '--num_hashes=1', '--single_id', '--loss=product', '--bins=ids']
     runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
 
 

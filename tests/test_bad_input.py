@@ -57,7 +57,12 @@ def edit_meta(**changes):
     return damage('bins/meta.json', lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
 
-def ids_over_the_vocabulary(folder):
+def of_an_older_prepare(folder):
+    """Which wrote signatures, and did not name the kind."""
+    damage('bins/meta.json', lambda raw: raw.replace(b'"bins": "signatures",', b''))(folder)
+
+
+def numbers_over_the_table(folder):
     """With digests that fit, also in the checkpoint."""
     damage(TRAIN_BIN, lambda raw: raw[:HEADER] + b'\xff' * len(raw[HEADER:]))(folder)
     splits = json.loads((folder / 'bins/meta.json').read_text())['splits']
@@ -223,18 +228,18 @@ BAD = [
     Bad('val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=2', says='val_fraction=2'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     Bad('folder holds other data', 'prepare.py cfg.py --val_fraction=0.2', says='val_fraction=0.1, not 0.2'),
-    Bad('an older folder', 'prepare.py cfg.py', 'older prepare.py', edit_meta(num_hashes=3)),
+    Bad('an older folder', 'prepare.py cfg.py', 'older prepare.py', of_an_older_prepare),
     # train.py
     Bad('data not prepared', TRAIN + '--data_dir=nothing', says='python prepare.py cfg.py --data_dir=nothing'),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
     Bad('bins of a changed tokenizer', TRAIN, "another 'mistral' tokenizer", edit_meta(tokenizer_sha256='0')),
-    Bad('bins of an older prepare.py', TRAIN, 'older prepare.py', edit_meta(num_hashes=3)),
+    Bad('bins of an older prepare.py', TRAIN, 'older prepare.py', of_an_older_prepare),
     Bad('bins that are not complete', TRAIN, 'is not finished', edit_meta(complete=False)),
     Bad('truncated bin', TRAIN, 'train_000000.bin is no whole', damage(TRAIN_BIN, lambda b: b[:-100])),
     Bad('bin cut in its header', TRAIN, 'train_000000.bin is no', damage(TRAIN_BIN, lambda b: b[:20])),
     Bad('foreign bin', TRAIN, 'train_000000.bin is no', file(TRAIN_BIN, b'nanoGPT was here' * 99)),
     Bad('bin of other data', TRAIN, f'{VAL_BIN} holds', lambda f: shutil.copy(f / TRAIN_BIN, f / VAL_BIN)),
-    Bad('ids over the vocabulary', MORE, 'has token id 65535', ids_over_the_vocabulary),
+    Bad('numbers over the table', MORE, 'has the number 65535, the model 256', numbers_over_the_table),
     Bad('damaged shard', MORE, 'train_000000.bin is damaged: its digest is', other_id),
     Bad('missing bin', TRAIN, 'train_000000.bin is missing', lambda f: (f / TRAIN_BIN).unlink()),
     Bad('damaged meta.json', TRAIN, 'meta.json is damaged', damage('bins/meta.json', lambda b: b[:50])),
@@ -245,11 +250,33 @@ BAD = [
         TRAIN + '--batch_size=1000000000 --micro_batch_size=1000000000',
         'micro_batch_size=1000000000: a step needs',
     ),  # fmt: skip
+    Bad('another kind of bins', TRAIN + '--bins=tokens', says="bins='tokens': must be signatures or ids"),
+    Bad(
+        'signatures of another B',
+        TRAIN + '--num_buckets=512',
+        says='signatures of num_buckets=256, the model has num_buckets=512',
+    ),
+    Bad(
+        'signatures for a Standard model',
+        TRAIN + '--num_hashes=0',
+        says='signatures of num_hashes=3, the model has num_hashes=0',
+    ),
+    Bad('signatures of another table', MORE, 'holds signatures of another table', edit_meta(table_sha256='0')),
+    Bad(
+        'ids where signatures are wanted',
+        'train.py cfg.py --out_dir=new --data_dir= --dataset=x',
+        'x_mistral has token ids, which --bins=ids reads',
+        lambda f: shutil.copytree(f / 'bins', f / 'data/x_mistral'),
+    ),  # fmt: skip
     Bad('batch that does not divide', TRAIN + '--batch_size=9', says='--micro_batch_size=3'),
-    Bad('B too small', TRAIN + '--num_buckets=1', says='num_buckets=1'),
-    Bad('B too large', TRAIN + '--num_buckets=65537', says='num_buckets=65537'),
-    Bad('full hash prefix', TRAIN + '--num_hashes=1 --num_buckets=1000', says='prefix () is full'),
-    Bad('more LSH than hashes', TRAIN + '--num_lsh=9', says='num_lsh=9'),
+    Bad('B too small', 'prepare.py cfg.py --data_dir=new ' + '--num_buckets=1', says='num_buckets=1'),
+    Bad('B too large', 'prepare.py cfg.py --data_dir=new ' + '--num_buckets=65537', says='num_buckets=65537'),
+    Bad(
+        'full hash prefix',
+        'prepare.py cfg.py --data_dir=new ' + '--num_hashes=1 --num_buckets=1000',
+        says='prefix () is full',
+    ),
+    Bad('more LSH than hashes', 'prepare.py cfg.py --data_dir=new ' + '--num_lsh=9', says='num_lsh=9'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
     Bad('an odd head', TRAIN + '--head_dim=15', says='head_dim=15'),
     Bad('no such loss', TRAIN + '--loss=exat', says="did you mean 'exact'"),

@@ -48,7 +48,7 @@ def expansion(trained, mistral, tmp_path_factory):
               '--before=base', '--init_from=grown', cwd=folder)  # fmt: skip
     (folder / 'printed').write_text(done.stdout)
     ok('prepare.py', 'cfg.py', '--dataset=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl', '--tokenizer=three.model',
-       '--data_dir=more', cwd=folder)  # fmt: skip
+       '--bins=ids', '--data_dir=more', cwd=folder)  # fmt: skip
     return folder
 
 
@@ -87,7 +87,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
         assert settings['texts'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
-       '--data_dir=held', cwd=expansion)  # fmt: skip
+       '--bins=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
     splits = read_meta(expansion / 'held')['splits']
     ids = [Bins(expansion / 'held', splits[split])[:].tolist() for split in ('train', 'val')]
     trained_on, kept = (set(map(str.strip, mistral.decode(part).split('.'))) for part in ids)

@@ -25,12 +25,12 @@ import configurator
 import prepare
 import sources
 from configurator import InputError
-from hashing import signature_table
+from hashing import fingerprint, signature_table
 
 
 def prepared(folder, **changes):
     """prepare.py with these settings; the split's ids."""
-    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_dir=str(folder))
+    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, bins='ids', data_dir=str(folder))
     prepare.main(defaults | changes)
     return ids_in(folder)
 
@@ -49,6 +49,32 @@ def documents_of(ids, tok):
 def bins_of(folder):
     """{file: its bytes} of the shards in a folder."""
     return {p.name: p.read_bytes() for p in sorted(folder.glob('*.bin*'))}
+
+
+def test_bins_of_signatures(tmp_path, mistral):
+    """Bins of signatures hold other tokens than bins of ids, or lie where those of another table do."""
+    write_jsonl(tmp_path / 'docs.jsonl', real_documents())
+    ids = prepared(tmp_path / 'ids', dataset=f'{tmp_path}/docs.jsonl')
+    kind = dict(bins='signatures', num_hashes=3, num_buckets=2048)
+    prepare.main(
+        configurator.settings_of('prepare.py')
+        | kind
+        | dict(dataset=f'{tmp_path}/docs.jsonl', data_dir=str(tmp_path / 's'), val_fraction=0.1, shard_tokens=5000)
+    )
+    meta = bins.read_meta(tmp_path / 's')
+    table = signature_table(mistral.tokens, 3, 2048, pad_id=mistral.pad)
+    assert meta['table_sha256'] == fingerprint(table)
+    for split, its_ids in zip(bins.SPLITS, ids, strict=True):
+        signatures = bins.Bins(tmp_path / 's', meta['splits'][split], num_hashes=3)[:]
+        assert signatures.dtype == np.uint16 and (signatures == table[its_ids]).all()
+        assert bins.token_ids(signatures, table).tolist() == its_ids
+    folders = set()
+    for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(bins='ids')):
+        config = configurator.settings_of('train.py') | kind | dict(dataset='stdlib') | change
+        folders.add(bins.data_folder(config).name)
+    assert len(folders) == 5 and {'stdlib_mistral_H3B2048', 'stdlib_mistral'} < folders
+    standard = configurator.settings_of('train.py') | dict(dataset='stdlib', num_hashes=0)
+    assert bins.data_folder(standard).name == 'stdlib_mistral'
 
 
 def test_bins_hold_the_text(tmp_path, mistral):
@@ -99,10 +125,13 @@ def test_a_single_text_file(tmp_path, mistral):
     text = 'The quick brown fox.\n' * 400
     # a byte order mark, line ends of another system, and a name that is no glob
     (tmp_path / 'in[1]put*.txt').write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
-    ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', cwd=tmp_path)
+    ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids', cwd=tmp_path)
     decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
     assert '\n'.join(decoded) == text.strip() and 20 < len(decoded[1]) < 200
-    assert 'prepared already' in ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', cwd=tmp_path).stdout
+    assert (
+        'prepared already'
+        in ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids', cwd=tmp_path).stdout
+    )
 
 
 def test_a_long_document_is_cut(monkeypatch):
@@ -345,13 +374,19 @@ def test_disk_full_while_preparing(tmp_path, monkeypatch):
     assert bins_of(tmp_path / 'full') == bins_of(tmp_path / 'good')
 
 
-@pytest.fixture(scope='module')
-def small(tmp_path_factory):
+@pytest.fixture(scope='module', params=['signatures', 'ids'])
+def small(tmp_path_factory, request):
     """A folder with bins, and the config that train.py reads them by."""
     folder = tmp_path_factory.mktemp('small')
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
-    prepared(folder / 'bins', dataset=f'{folder}/docs.jsonl', shard_tokens=9000)
     (folder / 'cfg.py').write_text(CONFIG)
+    of_config = configurator.read_config(folder / 'cfg.py')
+    prepare.main(
+        configurator.settings_of('prepare.py')
+        | {k: of_config[k] for k in ('num_hashes', 'num_buckets')}
+        | dict(dataset=f'{folder}/docs.jsonl', data_dir=str(folder / 'bins'), bins=request.param)
+        | dict(shard_tokens=9000, val_fraction=0.1)
+    )
     config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
     return folder, config | dict(data_dir=str(folder / 'bins'))
 
@@ -361,10 +396,12 @@ def test_the_table_is_of_the_tokenizer(small, mistral):
     folder, config = small
     meta = bins.load_meta(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
-    assert (bins.table(config, meta) == expected).all() and bins.table(config | dict(num_hashes=0), meta) is None
+    assert (bins.checked_table(config, meta) == expected).all()
+    if meta['bins'] == 'ids':
+        assert bins.checked_table(config | dict(num_hashes=0), meta) is None
     for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(gaps=[5])):
         with pytest.raises(InputError, match=f"another 'mistral' tokenizer: {next(iter(wrong))}="):
-            bins.table(config, meta | wrong)
+            bins.checked_table(config, meta | wrong)
     for data_dir in ('nothing', str(folder / 'docs.jsonl')):
         with pytest.raises(InputError, match='no prepared data'):
             bins.load_meta(config | dict(data_dir=data_dir))
@@ -386,11 +423,12 @@ def test_fuzz_bins(small, tmp_path_factory, data):
     config = config | dict(data_dir=str(folder / 'bins'))
     try:
         meta = bins.load_meta(config)
-        bins.table(config, meta)
-        for split, ids in zip(bins.SPLITS, ids_in(original / 'bins'), strict=True):
+        bins.checked_table(config, meta)
+        whole = config | dict(data_dir=str(original / 'bins'))
+        for split in bins.SPLITS:
             found = bins.open_bins(config, meta, split)
             found.verify()
-            assert found[:].tolist() == ids
+            assert (found[:] == bins.open_bins(whole, bins.load_meta(whole), split)[:]).all()
     except InputError as e:
         assert '\n' not in str(e)
     assert snapshot(folder) == before

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     write_jsonl(folder / 'docs.jsonl', ['The quick brown fox jumps over the lazy dog, then Sleeps.\n' * 20] * 20)
     (folder / 'cfg.py').write_text(CONFIG + "block_size = 16\nmicro_batch_size = 8\ntokenizer = 'words.json'\n")
     ok('study/tfree.py', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
-    ok('prepare.py', 'cfg.py', cwd=folder)
+    ok('prepare.py', 'cfg.py', '--bins=ids', cwd=folder)
     ok(*TRAIN, cwd=folder)
     return folder
 

@@ -168,7 +168,7 @@ def test_data_of_two_json(tmp_path):
     names = dict.fromkeys(
         ('a/tokenizer.json', 'b/tokenizer.json', 'b/tokenizer.model', 'a/three.model', 'user/name@v1')
     )
-    names = {name: data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name)).name for name in names}
+    names = {name: data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, bins='ids')).name for name in names}
     assert list(names.values()) == [f'stdlib_{name}' for name in ('a', 'b', 'b', 'three', 'name@v1')]
 
 
@@ -240,7 +240,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     texts = [*SAYINGS, *(text[:500] for text in real_documents())] * 3
     write_jsonl(folder / 'more.jsonl', texts)
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
-    done = ok('prepare.py', *args, '--dataset=more.jsonl', cwd=folder)
+    done = ok('prepare.py', *args, '--dataset=more.jsonl', '--bins=ids', cwd=folder)
     assert not done.stderr
     tok, V = get_tokenizer(str(folder / 'tok.json')), len(larger.tokens)
     shards = [np.load(folder / f'more/{split}_000000.bin') for split in ('train', 'val')]

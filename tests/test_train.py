@@ -37,7 +37,7 @@ from conftest import (
 
 import checkpoint
 import configurator
-from bins import blocks_of
+from bins import blocks_of, read_meta, token_ids
 from checkpoint import checked_digest, load_checkpoint, pick_dtype
 from hashing import signature_table
 from model import MHFConfig
@@ -98,7 +98,7 @@ def test_learning_rate_schedule(few):
 def test_validation_is_the_normalised_likelihood(few):
     """val_nats or val_bpb is not what the model assigns to the held-out text."""
     model, _ = load_checkpoint(few / 'out/ckpt.pt')
-    ids = torch.tensor(np.load(few / 'bins/val_000000.bin').astype(np.int64))
+    ids = torch.tensor(token_ids(np.load(few / 'bins/val_000000.bin'), model.signatures.numpy()))
     total = 0.0
     for b in range(0, len(ids) - 1, 16):
         row = ids[b : b + 17]
@@ -129,7 +129,8 @@ def test_the_paper_s_loss_and_the_signatures_it_sees(quick, mistral):
     assert abs(steps(quick, 'b')[0]['loss'] - 3 * math.log(256)) < 0.5
     last = events(quick, 'b')[-1]
     assert last['val_loss'] > last['val_nats'] + 3
-    ids, table = np.load(quick / 'bins/train_000000.bin'), signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
+    ok('prepare.py', 'cfg.py', '--bins=ids', '--data_dir=ids', cwd=quick)
+    ids, table = np.load(quick / 'ids/train_000000.bin'), signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     first = blocks_of(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
     expected = torch.tensor(np.stack([table[ids[16 * b : 16 * b + 17]] for b in first]), dtype=torch.int64)
     assert_same(torch.load(quick / 'first.pt'), (expected[:, :-1], expected[:, 1:]))
@@ -137,7 +138,8 @@ def test_the_paper_s_loss_and_the_signatures_it_sees(quick, mistral):
 
 def test_standard_and_bfloat16(quick):
     """The Standard model does not go the same way through all scripts, or bfloat16 does not train."""
-    args = ('--num_hashes=0', '--out_dir=std', '--dtype=bfloat16', *until(12), '--eval_interval=12')
+    ok('prepare.py', 'cfg.py', '--num_hashes=0', '--data_dir=ids', cwd=quick)
+    args = ('--num_hashes=0', '--data_dir=ids', '--out_dir=std', '--dtype=bfloat16', *until(12), '--eval_interval=12')
     ok('train.py', 'cfg.py', *args, cwd=quick)
     last = events(quick, 'std')[-1]
     assert last['val_loss'] == pytest.approx(last['val_nats'], rel=1e-5) and last['val_nats'] < math.log(32768) - 1
@@ -223,6 +225,16 @@ def test_batches_are_a_permutation_without_replacement():
     epochs = [stream[e * 37 : (e + 1) * 37] for e in range(8)]
     assert all(sorted(e) == list(range(37)) for e in epochs)
     assert len({e.tobytes() for e in epochs}) == 8
+
+
+def test_bins_of_either_kind(quick):
+    """A model that is trained on signatures is not, to the last bit, the one that is trained on token ids."""
+    ok('prepare.py', 'cfg.py', '--bins=ids', '--data_dir=ids', cwd=quick)
+    ok('train.py', 'cfg.py', '--bins=ids', '--data_dir=ids', '--out_dir=b', cwd=quick)
+    assert 'table_sha256' in read_meta(quick / 'bins') and 'table_sha256' not in read_meta(quick / 'ids')
+    assert steps(quick, 'b') == steps(quick)
+    for key in ('model', 'optimizer', 'best_val'):
+        assert_same(weights(quick, 'b')[key], weights(quick)[key])
 
 
 def test_validation_changes_nothing(quick):
@@ -362,7 +374,10 @@ def test_other_text_is_refused(quick):
     data = ('cfg.py', '--dataset=more.jsonl', '--data_dir=more', '--max_steps=26')
     ok('prepare.py', *data[:3], cwd=quick)
     refused = run('train.py', *data, '--init_from=resume', cwd=quick)
-    assert refused.returncode == 1 and 'train_sha256=' in refused.stderr
+    assert (
+        refused.returncode == 1
+        and 'was trained on other bins or another tokenizer than these (their train_sha256 differs); ' in refused.stderr
+    )
     assert '--init_from=out and another --out_dir' in refused.stderr
     ok('train.py', *data, '--init_from=out', '--out_dir=b', cwd=quick)
     # a checkpoint of an older train.py, which had a setting for that, would be resumed with other batches
