@@ -12,7 +12,7 @@ One thread reads while those of the tokenizer use all cores; where one reader ca
 machine. bins.py describes what is written. A document's way to the loss:
 
     documents -> batches          sources.py: the text of files, stripped; which of it is held out
-    tokenise -> Shards.write      here: token ids, bos before each document, then their signatures, back to back in files
+    tokenise -> Shards.write      here: token ids, bos before each document; their signatures, back to back in files
     blocks_of -> read_batch       bins.py, train.py: blocks of tokens in their shuffled order; ids are signed there
     MHF.forward                   model.py: hidden states, the loss
 """
