@@ -37,7 +37,6 @@ from model import MHF, MHFConfig, without_weights
 parts = 'train,head,generate,infer'  # also: profile
 repeats = 3  # of each measurement; the median counts
 head_tokens = '4096'  # tokens of the head alone, one number or several
-new_tokens = 64  # of generation
 json = False  # one JSON object instead of tables
 # --plan, without allocating anything
 plan = False
@@ -87,6 +86,7 @@ KERNELS = {
     'update': '(?i)adam|multi_tensor|foreach',
     'fused': '^triton_',
 }
+NEW_TOKENS = 64  # of generation
 RESERVED = 2.0  # GB of a GPU for the CUDA context, its libraries and fragments
 
 
@@ -437,7 +437,7 @@ def bench_generate(machine, variants, tok, results):
 
     def run(measure, model):
         ids = torch.full((1, 16), len(tok.tokens) // 2, device=machine.device)
-        stream = model.stream(ids, new_tokens + 1)
+        stream = model.stream(ids, NEW_TOKENS + 1)
         next(stream)
         return measure(lambda: list(stream))
 
@@ -448,7 +448,7 @@ def bench_generate(machine, variants, tok, results):
         E, c = model.embed.weight, model.config
         # each soft embedding reads its part of E a second time; of the embedding itself only H rows are read
         numbers = sum(model.num_params()) + E.numel() // c.coordinates * (c.coordinates - 1)
-        touched, seconds = numbers * E.element_size(), got[name][0] / new_tokens
+        touched, seconds = numbers * E.element_size(), got[name][0] / NEW_TOKENS
         rows[name] = dict(tokens_per_s=1 / seconds, bytes=touched, bandwidth_share=touched / seconds / speed)
         say(f'{name:<12}{1 / seconds:>10.1f}{touched / 1e9:>24.3f}{touched / seconds / speed:>14.0%}')
     return dict(bandwidth=speed, **rows)
@@ -481,7 +481,7 @@ PARTS = dict(train=bench_train, head=bench_head, generate=bench_generate, infer=
 
 
 def main():
-    for key in 'repeats new_tokens gpus batch_size micro_batch_size block_size max_steps'.split():
+    for key in 'repeats gpus batch_size micro_batch_size block_size max_steps'.split():
         if config[key] <= 0:
             raise InputError(f'{key}={config[key]}: must be above 0')
     if not 0 <= mfu <= 1:

@@ -512,7 +512,7 @@ def only_tokens(model, V, gaps):
     return own.is_meta or not own.any()
 
 
-def open_model(out_dir='', released='', revision='', tokenizer=''):
+def open_model(out_dir='', released='', tokenizer=''):
     """
     From a checkpoint of train.py, the newest under the working folder if no out_dir is given, or from a released
     model. The tokenizer must be the one whose table is in the model. Raises InputError.
@@ -523,7 +523,7 @@ def open_model(out_dir='', released='', revision='', tokenizer=''):
             raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
         out_dir = max(found, key=lambda p: p.stat().st_mtime).parent
     if released:
-        source = f'{released}@{revision}' if revision else released
+        source = released
         model, its_tokenizer, sha256 = load_model(source)
         name = f'{source}, a released model'
     else:

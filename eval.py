@@ -3,7 +3,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks --limit=100   # a part of each, from local files
-    $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe --revision=checkpoint-200000
+    $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --data_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # documents shared by 8 GPUs
@@ -37,8 +37,7 @@ from sources import Source, documents
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
-released = ''  # or a released model: a folder, or a hub id
-revision = ''  # of the hub id
+released = ''  # or a released model: a folder, or a hub id[@revision]
 tokenizer = ''  # '' is the one the checkpoint was trained with
 # on what: paper | bits_per_byte | card660 | some of the paper's tasks by their names, several separated by commas
 tasks = 'paper'
@@ -374,7 +373,7 @@ def check_settings():
 
 def main():
     names = check_settings()
-    lm = open_lm(released or out_dir, revision, tokenizer, bos, device, dtype)
+    lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
     model, about = lm.model, lm.about
     if limit is not None and limit < lm.world_size:
         raise InputError(f'limit={limit}: {lm.world_size} processes need a document each; start fewer')

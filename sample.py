@@ -18,8 +18,7 @@ from configurator import InputError, configure
 from model import sample_token
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
-released = ''  # or a released model: a folder, or a hub id
-revision = ''  # of the hub id
+released = ''  # or a released model: a folder, or a hub id[@revision]
 start = ''  # the prompt, or FILE:path; '' begins a new document
 num_samples = 3
 max_new_tokens = 200
@@ -47,7 +46,7 @@ if start.startswith('FILE:'):
         start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
     except OSError as e:
         raise InputError(f'--start={start}: {e.strerror}') from None
-model, tok, name, _ = open_model(out_dir, released, revision, tokenizer)
+model, tok, name, _ = open_model(out_dir, released, tokenizer)
 # refuses what means nothing for this vocabulary, before anything is printed
 sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
 print(f'{name}; seed {seed}', file=sys.stderr)

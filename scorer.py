@@ -386,7 +386,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
-        opened = open_model(released=path, revision=revision, tokenizer=tokenizer)
+        opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
     if bos is None:
         bos = trained_here(opened.source)
     world = meet(device)

@@ -59,7 +59,7 @@ def test_memory_of_a_step(kind):
 
 def test_bench(trained):
     """A part of bench.py does not run, or compares other models than it says."""
-    few = ['cfg.py', '--repeats=1', '--head_tokens=64', '--new_tokens=2', '--num_buckets=256']
+    few = ['cfg.py', '--repeats=1', '--head_tokens=64', '--num_buckets=256']
     parts = ['train', 'head', 'generate', 'infer', 'profile']
     r = json.loads(ok('bench.py', *few, '--json', f'--parts={",".join(parts)}', cwd=trained).stdout)
     assert set(r) == {'config', 'device', 'dtype', 'torch', 'gemm_flops', 'peak_of_process', *parts}
