@@ -39,7 +39,7 @@ if min(num_samples, max_new_tokens) < 1:
 if not 0 <= seed < 2**64:
     raise InputError(f'seed={seed}: must be from 0 to 2**64 - 1')
 device = pick_device(device)
-dtype, _ = pick_dtype(dtype, device)
+dtype, why_dtype = pick_dtype(dtype, device)
 compile, no_compiler = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
@@ -50,6 +50,8 @@ model, tok, name, _ = open_model(out_dir, released, tokenizer)
 # refuses what means nothing for this vocabulary, before anything is printed
 sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
 print(f'{name}; seed {seed}', file=sys.stderr)
+if why_dtype:
+    print(f'dtype={dtype}: {why_dtype}', file=sys.stderr)
 if 'cuda' in device and no_compiler:
     print(f'not compiled: {no_compiler}', file=sys.stderr)
 

@@ -378,7 +378,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
     device = pick_device(device)
-    dtype, _ = pick_dtype(dtype, device)
+    dtype, why_dtype = pick_dtype(dtype, device)
     if torch.device(device).type == 'cuda':
         torch.cuda.set_device(device)
     # lm-eval reads numbers where it can
@@ -391,8 +391,10 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
         bos = trained_here(opened.source)
     world = meet(device)
     if world:
-        dtype = world.of_first(dtype)
+        dtype, why_dtype = world.of_first((dtype, why_dtype))
         world.agree(dict(weights=digest_of_state(opened.model.state_dict())[:8]))
+    if why_dtype and (world is None or world.rank == 0):
+        print(f'dtype={dtype}: {why_dtype}', file=sys.stderr)
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype, world=world)
     lm.about |= dict(name=opened.name, source=opened.source)
     return lm
