@@ -225,7 +225,7 @@ if starts_from_model:  # the settings take its architecture, but for the context
 start_step, best_val = 0, math.inf
 if ckpt:
     # what older checkpoints did not know
-    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config']
+    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config'] | ckpt['data']
     changed = [f'{k}={then.get(k)} (now {config[k]})' for k in FIXED_ON_RESUME if then.get(k) != config[k]]
     if changed:
         raise InputError(f'{source} was trained with {", ".join(changed)}; a resumed run keeps it')
