@@ -210,11 +210,11 @@ def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_frac
     assert 0 < held_out < 3000 + 300
 
 
-def test_parts_and_mixtures(tmp_path, mistral):
+def test_parts_and_mixtures(tmp_path, mistral, capsys):
     """Machines that share the work read the same files or lose some; a mixture has other shares than were asked for."""
     texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
-    for i in range(4):
-        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::4])
+    for i in range(3):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::3])
     both = dict(dataset=f'{tmp_path}/*.jsonl', shard_tokens=5000)
     with pytest.raises(InputError, match='lacks part 0/2'):
         prepared(tmp_path / 'd', **both, part='1/2')
@@ -238,6 +238,9 @@ def test_parts_and_mixtures(tmp_path, mistral):
     longest = max(len(i) for i in mistral.encode(stripped)) + 1
     assert all(w <= e['tokens'] < w + longest for e, w in zip(entries, (4000, 2000), strict=True))
     assert len(train) == sum(e['tokens'] for e in entries)
+    assert not capsys.readouterr().err
+    prepared(tmp_path / 'dry', dataset=f'{tmp_path}/2.jsonl@1e9')
+    assert capsys.readouterr().err == f'warning: {tmp_path}/2.jsonl ran dry: it has no more text\n'
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
         with pytest.raises(InputError, match='number of tokens'):
             prepared(tmp_path / 'n', dataset=bad)
@@ -305,6 +308,26 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
         bins.read_meta(tmp_path / 'broken')
     prepared(tmp_path / 'broken', dataset='fineweb-edu')
     assert bins_of(tmp_path / 'broken') == bins_of(tmp_path / 'good')
+
+
+NAMES = {
+    # as they always were
+    'stdlib': 'stdlib',
+    'fineweb-edu:sample-10BT': 'fineweb-edu-sample-10BT',
+    'docs.jsonl': 'docs.jsonl',
+    '../text/docs.jsonl.xz': 'docs.jsonl.xz-88f86e61',
+    'books/*.txt': 'books-txt-4daa1511',
+    'books/**/*': 'books-',
+    '*.txt': 'txt-79e81fa3',
+    'fineweb-2:hin_Deva@2e9,ar/docs.jsonl@1e9': 'fineweb-2-hin_Deva-docs.jsonl-',
+}
+
+
+def test_names_of_data_folders():
+    """A folder's name says nothing of its text or begins with -, or what was prepared before has another name."""
+    for dataset, name in NAMES.items():
+        folder = bins.data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', bins='ids'))
+        assert str(folder).startswith(f'data/{name}') and folder.name.endswith('_mistral')
 
 
 # so that a run of seconds has many commits
