@@ -300,7 +300,8 @@ def write_bins(path, meta, results, table):
                 committed = time.monotonic()
         for split, found in meta['splits'].items():
             if found['tokens'] < 2:
-                raise InputError(f"dataset '{meta['dataset']}' gave {found['tokens']} {split} tokens: too little text")
+                gave = f"dataset '{meta['dataset']}' gave {found['tokens']} {split} tokens: too little text"
+                raise InputError(f'{gave}; take more of it, or change val_fraction={meta["val_fraction"]}')
         commit(path, meta, shards, None)
     finally:
         for split in shards.values():

@@ -8,10 +8,9 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-Needs the bins of prepare.py with the same config. From a document to the loss: sources.Source.read, documents,
-batches -> prepare.tokenise, Shards.write -> bins.Bins; blocks_of, read_batch (token ids) -> MHF.sign (signatures) ->
-MHF.forward: hidden_states, head_loss -> loss.LeanHead, with exact_nll or product_nll (--plain_head: HashDecoder, with
-exact_loss or product_loss).
+Needs the bins of prepare.py with the same config. prepare.py says how a document becomes a row of a bin; from there on:
+bins.blocks_of -> read_batch -> inputs_and_targets (signatures) -> MHF.forward: hidden_states, head_loss ->
+loss.LeanHead, with exact_nll or product_nll (--plain_head: HashDecoder, with exact_loss or product_loss).
 
 Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
 Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches of a straight one,
