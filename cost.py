@@ -52,9 +52,9 @@ def step_memory(c, parameters, sequences, accumulates, checkpointing=False, devi
     kept = 4 * d if checkpointing else block
     # autocast keeps the matrices in bfloat16
     matrices = 2 * c.num_layers * d * (2 * width + 2 * keys + 3 * c.intermediate_size)
-    # bucket logits, probabilities and gradients of a chunk; what the exact loss sums over
+    # bucket logits, probabilities and gradients of a chunk; the token logits that a GPU's exact loss keeps
     logits = 10 * c.coordinates * c.buckets
-    if c.num_hashes and c.loss == 'exact':
+    if c.num_hashes and c.loss == 'exact' and device_type == 'cuda':
         logits += 4 * c.vocab_size
     chunk = min(tokens, head_chunk(c.coordinates, c.buckets, c.vocab_size, torch.device(device_type), free))
     # E in bfloat16 and its gradient; h and its gradient
