@@ -404,6 +404,8 @@ def main():
     if lm.rank > 0:
         return
     print(results['name'])
+    if about['why_dtype']:
+        print(f'dtype={about["dtype"]}: {about["why_dtype"]}')
     if of_paper:
         show_tasks(results)
     for path, values in results.get('bits_per_byte', {}).items():

@@ -393,10 +393,10 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     if world:
         dtype, why_dtype = world.of_first((dtype, why_dtype))
         world.agree(dict(weights=digest_of_state(opened.model.state_dict())[:8]))
-    if why_dtype and (world is None or world.rank == 0):
-        print(f'dtype={dtype}: {why_dtype}', file=sys.stderr)
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype, world=world)
-    lm.about |= dict(name=opened.name, source=opened.source)
+    lm.about |= dict(name=opened.name, source=opened.source, why_dtype=why_dtype)
+    if why_dtype:
+        logging.getLogger('lm_eval.mhf').info('dtype=%s: %s', dtype, why_dtype)
     return lm
 
 
