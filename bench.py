@@ -318,8 +318,8 @@ def bench_train(machine, variants, tok, results):
         speed = tokens / seconds
         share = flops * speed / results['gemm_flops']
         # as measured: beyond parameters and the optimizer's state
-        how = (parameters, micro_batch_size, False, activation_checkpointing, machine.device_type)
-        needs = step_memory(variants[name], *how)
+        free = machine.free_memory() if machine.device_type == 'cuda' else None
+        needs = step_memory(variants[name], parameters, micro_batch_size, False, activation_checkpointing, free)
         planned = needs['activations'] + needs['head, or a block']
         rows[name] = dict(parameters=parameters, tokens_per_s=speed, seconds=seconds)
         rows[name] |= dict(flops_per_token=flops, gemm_share=share, peak_memory=memory, planned_memory=planned)

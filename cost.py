@@ -33,10 +33,11 @@ def flops_per_token(c):
     return 3 * forward
 
 
-def step_memory(c, parameters, sequences, accumulates, checkpointing=False, device_type='cuda', free=None):
+def step_memory(c, parameters, sequences, accumulates, checkpointing=False, free=None):
     """
     Bytes that a step of a MHFConfig's model needs, by what takes them -> dict. Products are in bfloat16, nothing is
-    compiled. sequences: of a micro-batch; accumulates: whether an update has several; free: the GPU's free bytes.
+    compiled. sequences: of a micro-batch; accumulates: whether an update has several; free: the GPU's free bytes,
+    None on a CPU.
 
     The formulas count what autograd keeps. Of 100M to 3B parameters, with 1 or 8 sequences of 2,048 tokens, they are
     within 13 % of a trace that an H100's peaks met (LOG.md).
@@ -54,9 +55,10 @@ def step_memory(c, parameters, sequences, accumulates, checkpointing=False, devi
     matrices = 2 * c.num_layers * d * (2 * width + 2 * keys + 3 * c.intermediate_size)
     # bucket logits, probabilities and gradients of a chunk; the token logits that a GPU's exact loss keeps
     logits = 10 * c.coordinates * c.buckets
-    if c.num_hashes and c.loss == 'exact' and device_type == 'cuda':
+    if c.num_hashes and c.loss == 'exact' and free is not None:
         logits += 4 * c.vocab_size
-    chunk = min(tokens, head_chunk(c.coordinates, c.buckets, c.vocab_size, torch.device(device_type), free))
+    device = torch.device('cpu' if free is None else 'cuda')
+    chunk = min(tokens, head_chunk(c.coordinates, c.buckets, c.vocab_size, device, free))
     # E in bfloat16 and its gradient; h and its gradient
     head = 6 * c.coordinates * c.buckets * d + chunk * logits + 8 * tokens * d
     return {

@@ -69,7 +69,9 @@ def pack(batch):
     S = max(map(row_length, batch))
     inputs = np.zeros((3, len(batch), S), np.int64)
     inputs[2] = -1
-    predicting, targets, counts = [], [], []
+    predicting = []
+    targets = []
+    counts = []
     for n, (context, continuations) in enumerate(batch):
         C = len(context)
         inputs[0, n, :C] = context

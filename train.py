@@ -271,7 +271,6 @@ if device_type == 'cpu':
         micro_batch_size,
         accumulates=accumulation > 1,
         checkpointing=activation_checkpointing,
-        device_type=device_type,
     )
     on_this_machine = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     need = on_this_machine * sum(needs.values())
