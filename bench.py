@@ -27,11 +27,15 @@ from json import dumps
 import torch
 from tqdm import tqdm
 
-from checkpoint import pick_device, pick_dtype
 from configurator import InputError, configure, did_you_mean
-from cost import flops_per_token, step_memory
-from hashing import get_tokenizer, signature_table
-from model import MHF, MHFConfig, without_weights
+from hashing import signature_table
+from mhf.checkpoint import without_weights
+from mhf.cost import flops_per_token, step_memory
+from mhf.device import pick_device, pick_dtype
+from mhf.fast import FastMHF
+from mhf.generate import Writer
+from mhf.tokenizers import get_tokenizer
+from model import MHF, MHFConfig
 
 # what to do
 parts = 'train,head,generate,infer'  # also: profile
@@ -257,7 +261,7 @@ def build(c, tok):
     table = signature_table(tok.tokens, c.num_hashes, c.num_buckets, pad_id=tok.pad) if c.num_hashes else None
     torch.manual_seed(0)
     # a copy of the config: bench_train changes its model's loss, and must not change what is compared
-    return MHF(replace(c), table, [i for i, t in enumerate(tok.tokens) if t is None])
+    return FastMHF(replace(c), table, [i for i, t in enumerate(tok.tokens) if t is None])
 
 
 def random_tokens(model, *shape):
@@ -397,16 +401,15 @@ def bench_head(machine, variants, tok, results):
 
 def bench_one_head(machine, model, n):
     """{'lean': {seconds, memory}, 'plain': the same} of n tokens; without plain, where its logits find no room."""
-    c, heads = model.config, dict(lean=False)
+    c = model.config
+    heads = dict(lean=FastMHF.head_loss)
     h = torch.randn(n, c.hidden_size, device=machine.device, requires_grad=True)
     y = random_tokens(model, n)
 
-    def run(measure, plain):
-        model.plain_head = plain
-
+    def run(measure, head_loss):
         def work():
             with machine.autocast():
-                total = model.head_loss(h, y)
+                total = head_loss(model, h, y)
             (total / n).backward()
 
         result = measure(work)
@@ -417,8 +420,8 @@ def bench_one_head(machine, model, n):
     # the exact loss also has a logit of each token of the vocabulary
     logits = n * (c.coordinates * c.buckets + (c.vocab_size if c.num_hashes and c.loss == 'exact' else 0))
     if 24 * logits <= machine.free_memory():
-        heads['plain'] = True
-    found, gradients = {}, 4 * sum(t.numel() for t in (h, model.embed.weight, *model.mixers.parameters()))
+        heads['plain'] = MHF.head_loss
+    found, gradients = {}, 4 * sum(t.numel() for t in (h, model.embed.weight, *model.hash_decoder.parameters()))
     for name, (seconds, memory) in machine.in_turn(run, heads).items():
         found[name] = dict(seconds=seconds, memory=None if memory is None else max(0, memory - gradients))
     return found
@@ -437,7 +440,7 @@ def bench_generate(machine, variants, tok, results):
 
     def run(measure, model):
         ids = torch.full((1, 16), len(tok.tokens) // 2, device=machine.device)
-        stream = model.stream(ids, NEW_TOKENS + 1)
+        stream = Writer(model).stream(ids, NEW_TOKENS + 1)
         next(stream)
         return measure(lambda: list(stream))
 

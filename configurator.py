@@ -15,6 +15,7 @@ missing value or wrong type is refused, all of them at once. Bad input of any ki
 import ast
 import difflib
 import functools
+import math
 import re
 import sys
 import textwrap
@@ -38,6 +39,16 @@ def did_you_mean(word, known):
     """'; did you mean X?' for the known word nearest to `word`, or ''."""
     near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ''
+
+
+def check_numbers(settings, above_zero='', not_negative=''):
+    """Raises InputError where a setting is outside its range. Both are names, separated by spaces."""
+    for name in above_zero.split():
+        if not 0 < settings[name] < math.inf:
+            raise InputError(f'{name}={settings[name]}: must be above 0')
+    for name in not_negative.split():
+        if not 0 <= settings[name] < math.inf:
+            raise InputError(f'{name}={settings[name]}: must not be negative')
 
 
 def wrong_type(value, like, name='it'):

@@ -9,7 +9,7 @@ Evaluates a checkpoint or a released model, on P(w) normalised over real tokens,
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # documents shared by 8 GPUs
 
 Results are written to results/<model>/results_<date>.json. All other tasks of lm-eval run on its own command line, with
-this model in it: python -m scorer run --help.
+this model in it: python -m mhf.lm run --help.
 """
 
 import csv
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 from tqdm import tqdm
 
-from bins import Bins, read_meta, table_of, token_ids
 from configurator import InputError, configure, did_you_mean
-from hashing import tokenizer_fingerprint
-from scorer import BAR, open_lm
-from sources import Source, documents
+from mhf.bins import Bins, read_meta, table_of, token_ids
+from mhf.lm import BAR, open_lm
+from mhf.sources import Source, documents
+from mhf.tokenizers import tokenizer_fingerprint
 
 # what to evaluate
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -357,7 +357,7 @@ def check_settings():
     for name in names:
         if name not in PAPER and name not in OURS:
             near = did_you_mean(name, [*OURS, *PAPER])
-            others = 'for other tasks of lm-eval: python -m scorer run --model_args path=... --tasks'
+            others = 'for other tasks of lm-eval: python -m mhf.lm run --model_args path=... --tasks'
             raise InputError(f"unknown task '{name}'{near}; {others} {name}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InputError(f'limit={limit!r}: must be a number of documents, 1 or more')

@@ -34,10 +34,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model, only_tokens, save_pretrained
 from configurator import InputError, configure
-from hashing import SentencePieceTokenizer, get_tokenizer, signature_table, tokenizer_fingerprint
-from sources import START, Source, divided
+from hashing import signature_table
+from mhf.released import limit_to_tokenizer, load_model, save_pretrained
+from mhf.sources import START, Source, divided
+from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # the tokenizer
 base = 'mistral'  # to expand: mistral, or a .model file
@@ -212,7 +213,7 @@ def open_before(tok):
     if its_tokenizer and not sha256:
         sha256 = tokenizer_fingerprint(get_tokenizer(its_tokenizer))
     # a released table may end with rows that are no tokens
-    same = sha256 in (None, tokenizer_fingerprint(tok)) and only_tokens(model, V, [])
+    same = sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, V, [])
     if same and model.config.num_hashes:
         same = np.array_equal(own[:V], table_like(model, tok.tokens, model.config.pad_id))
     if not (whole or same):

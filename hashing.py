@@ -1,21 +1,18 @@
 """
-Signatures and tokenizers: everything that turns a token's *string* into hash IDs.
+Signatures: what turns the *string* of a token into hash IDs (section 3 of the paper).
 
-    from hashing import get_tokenizer, signature_table
+    from hashing import signature_table
+    from mhf.tokenizers import get_tokenizer
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
 """
 
-import base64
 import hashlib
-import json
-import os
-from pathlib import Path
 
 import mmh3
 import numpy as np
 
-from configurator import InputError, did_you_mean
+from configurator import InputError
 
 MAX_BUCKETS = 65536  # a bucket id must fit in uint16
 TRIGRAM_ROWS = 16000  # rows of the LSH projection
@@ -130,178 +127,3 @@ def _lsh(words, num_lsh, B):
 def fingerprint(table):
     """SHA-256 of the table's bytes (uint16, little endian, C order), as hex."""
     return hashlib.sha256(np.ascontiguousarray(table, '<u2').tobytes()).hexdigest()
-
-
-# -----------------------------------------------------------------------------
-# tokenizers: name, tokens (V strings in id order), bos, pad, encode(texts) -> lists of ids, by the threads of their
-# libraries on all cores, decode(ids) -> str
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece model: a token's string is its piece ('▁the', '<0x0A>', '<s>')."""
-
-    def __init__(self, name, **model):  # model_file=path or model_proto=bytes
-        import sentencepiece
-
-        self.name = name
-        self.sp = sentencepiece.SentencePieceProcessor(**model)
-        self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
-        self.bos = self.sp.bos_id()
-        self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.sp.eos_id()
-
-    def encode(self, texts):
-        return self.sp.encode(list(texts))
-
-    def decode(self, ids):
-        return self.sp.decode([int(i) for i in ids])
-
-    def split(self, pieces):
-        """Pieces, like those of a larger tokenizer -> the ids that each is split into, at the beginning of a line."""
-        before = len(self.sp.encode('\n'))
-        return [ids[before:] for ids in self.encode('\n' + p.replace('▁', ' ') for p in pieces)]
-
-
-class TiktokenTokenizer:
-    """
-    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. Where the encoding names no bos
-    or pad, its end-of-text token takes both roles. Special tokens written out in a text are encoded as plain text.
-    """
-
-    def __init__(self, name, encoding, bos=None, pad=None):
-        self.name, self.encoding = name, encoding
-        self.tokens = [None] * encoding.n_vocab
-        for i in range(encoding.n_vocab):
-            try:
-                self.tokens[i] = encoding.decode_single_token_bytes(i)
-            except KeyError:  # a gap in the encoding
-                continue
-        self.bos = encoding.eot_token if bos is None else bos
-        self.pad = encoding.eot_token if pad is None else pad
-
-    def encode(self, texts):
-        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
-
-    def decode(self, ids):
-        special = {self.bos, self.pad}
-        return self.encoding.decode([int(i) for i in ids if int(i) not in special])
-
-
-# a Hugging Face tokenizer's files; the last two say which token has which role, else these added tokens have it
-JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
-ROLES = dict(
-    bos=('<s>', '<|begin_of_text|>', '<bos>', '<|begin▁of▁sentence|>', '<|startoftext|>', '<|endoftext|>'),
-    eos=('</s>', '<|end_of_text|>', '<eos>', '<|end▁of▁sentence|>', '<|endoftext|>'),
-    pad=('<pad>', '<|pad|>', '[PAD]'),
-)
-
-
-class JsonTokenizer:
-    """
-    A Hugging Face tokenizer.json: a token's string is what the file calls it ('▁the', 'Ġthe', '<0x0A>'). Where there is
-    no pad, eos takes its role. Special tokens written out in a text are encoded as plain text.
-    """
-
-    def __init__(self, name, file):
-        import tokenizers
-
-        self.name, self.json = name, tokenizers.Tokenizer.from_file(str(file))
-        self.json.encode_special_tokens = True
-        # a file may say that texts are cut off
-        self.json.no_truncation()
-        self.json.no_padding()
-        ids, said, role = self.json.get_vocab(), {}, {}
-        if (largest := max(ids.values(), default=-1)) >= 1 << 24:
-            raise ValueError(f'it has an id {largest}')
-        self.tokens = [self.json.id_to_token(i) for i in range(largest + 1)]
-        for path in map(Path(file).with_name, JSON_FILES[1:]):
-            said |= json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-        added = {token.content for token in self.json.get_added_tokens_decoder().values()}
-        for key, names in ROLES.items():
-            token = said.get(f'{key}_token')
-            token = token['content'] if isinstance(token, dict) else token
-            role[key] = next((ids[t] for t in (token, *names) if t in ids and (t == token or t in added)), None)
-        self.bos, self.pad = role['bos'], next((i for i in (role['pad'], role['eos']) if i is not None), role['bos'])
-        if self.bos is None:
-            raise ValueError('it has no bos; a tokenizer_config.json beside it may name a bos_token')
-
-    def encode(self, texts):
-        return [found.ids for found in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids):
-        return self.json.decode([int(i) for i in ids])
-
-
-def from_hub(name, files, revision=None, enough=()):
-    """The folder with these files of user/name[@revision]; `enough` are not fetched anew. Raises InputError."""
-    import huggingface_hub
-
-    repo, _, branch = name.partition('@')
-    revision = revision or branch or None
-    if repo.count('/') != 1 or repo.startswith(('.', '/', '~')):
-        raise InputError(f'{name}: no such folder, and not a hub id (user/name)')
-    try:
-        cached = [huggingface_hub.try_to_load_from_cache(repo, file, revision=revision) for file in enough]
-        if cached and all(isinstance(path, str) for path in cached):
-            return Path(cached[0]).parent
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
-        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f"'{name}' is not here, and could not be fetched from the hub {reason}") from None
-
-
-def get_tokenizer(name):
-    """
-    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
-    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
-    or a tokenizer.json, also by its hub id user/name[@revision]; one download at first use. Raises InputError.
-    """
-    import mistral_common
-    import tiktoken
-
-    data, file, hint = Path(mistral_common.__file__).parent / 'data', name, '--tokenizer names another'
-    known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    if name in known:
-        hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
-    elif Path(name).is_dir():
-        raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
-    elif not name.endswith(('.model', '.json')):
-        if '/' not in name:
-            others = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
-            raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {others})")
-        file = from_hub(name, JSON_FILES, enough=JSON_FILES[::2]) / JSON_FILES[0]
-    try:
-        if name == 'mistral':
-            return SentencePieceTokenizer(name, model_file=str(data / 'mistral_instruct_tokenizer_240323.model.v3'))
-        if name == 'tekken':
-            return _tekken(data / 'tekken_240911.json')
-        if name in known:
-            return TiktokenTokenizer(name, tiktoken.get_encoding(name))
-        return SentencePieceTokenizer(name, model_file=name) if name.endswith('.model') else JsonTokenizer(name, file)
-    except Exception as e:  # requests' many errors, a broken cache, a file that is cut off, or of another kind
-        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-        raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
-
-
-def _tekken(path):
-    import tiktoken
-    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-
-    spec = json.loads(Path(path).read_text(encoding='utf-8'))
-    num_special = spec['config']['default_num_special_tokens']
-    num_pieces = spec['config']['default_vocab_size'] - num_special
-    special = {Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i): i for i in range(num_special)}
-    for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:  # the named ones; this file's version does not list them itself
-        special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
-        special[getattr(entry['token_str'], 'value', entry['token_str'])] = entry['rank']
-    ranks = {base64.b64decode(p['token_bytes']): p['rank'] + num_special for p in spec['vocab'][:num_pieces]}
-    how = dict(pat_str=spec['config']['pattern'], mergeable_ranks=ranks, special_tokens=special)
-    return TiktokenTokenizer('tekken', tiktoken.Encoding('tekken', **how), bos=special['<s>'], pad=special['<pad>'])
-
-
-def tokenizer_fingerprint(tok):
-    """SHA-256 over all token strings in id order: two tokenizers with the same one give the same signatures."""
-    digest = hashlib.sha256()
-    for w in tok.tokens:
-        w = w.encode() if isinstance(w, str) else w
-        digest.update(b'-' if w is None else b'%d:' % len(w) + w)
-    return digest.hexdigest()

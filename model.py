@@ -6,9 +6,14 @@ MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash IDs instead
 The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: it is the special
 case of one coordinate, V buckets and the token id as signature, without gate and cascade.
 
+Everything here is plain: it computes what the formulas say, and autograd makes the gradients. It trains (train.py
+--plain), gives log P and generates text, slowly. mhf/fast.py has the same numbers fast, mhf/generate.py the same text;
+tests hold each against this file.
+
     $ python model.py          # prints every config's parameter counts
 """
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,12 +21,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-import loss as fast
-from configurator import InputError, did_you_mean
-from loss import at_least_float32
+from configurator import InputError, did_you_mean, read_config
 
 LOSSES = ('exact', 'product')
 ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
@@ -70,6 +72,10 @@ class MHFConfig:
     @property
     def buckets(self):  # rows of the embedding per coordinate: B, or V for the Standard model
         return self.num_buckets if self.num_hashes else self.vocab_size
+
+
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
@@ -123,7 +129,7 @@ class Attention(nn.Module):
         if T == 1:  # a group's query heads are rows of their one key head
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
-        if mask is not None:  # CUDA's kernel for masks has no groups
+        if mask is not None:  # the fast kernels for masks have no groups
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
@@ -180,7 +186,7 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    The plain head: a cascade of H - 1 mixers over E. Its fast twin, with the derivative by hand, is loss.LeanHead.
+    A cascade of H - 1 mixers over E, which gives the bucket logits o_i of each coordinate.
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + Wup_i SiLU(Wdn_i [c_i ; e_i] + bdn_i) + bup_i
@@ -191,45 +197,45 @@ class HashDecoder(nn.ModuleList):
         mixers = range(c.coordinates - 1 if c.ablation != 'no_cascade' else 0)
         super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
         self.coordinates = c.coordinates
-        self.softmax = fast.hardmax if c.ablation == 'hard_embeddings' else fast.softmax
+        self.hard = c.ablation == 'hard_embeddings'
 
-    def mix(self, i, c, e):  # (n, d), (n, d) -> (n, d)
-        return c + self[i](torch.cat([c, e], dim=-1))
+    def soft_embedding(self, o, E_i):  # (n, B), (B, d) -> (n, d)
+        return E_i[o.argmax(-1)] if self.hard else o.softmax(-1) @ E_i
 
     def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
-        c, o = h, []
+        c = h
+        o = []
         for i, E_i in enumerate(E.chunk(self.coordinates)):  # (B, d)
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
-                e = self.softmax(o[i]) @ E_i  # (n, d)
-                c = self.mix(i, c, e.to(c.dtype))
+                e = self.soft_embedding(o[i], E_i).to(c.dtype)
+                c = c + self[i](torch.cat([c, e], dim=-1))
         return o
 
 
 # -----------------------------------------------------------------------------
-# the plain losses of each token, (n,), in nats; their fast twins are loss.product_nll and loss.exact_nll
+# the losses of each token, (n,), in nats
 
 
-def token_logits(o, table):
+def token_logits(o, signatures, is_token):
     """
-    Bucket logits o, list of H (n, B), and the loss.Table -> token logits sum_i o_i[s_i(w)] (n, V), float32 or better,
-    -inf where there is no token. Their softmax is P(w): the coordinates' normalisers cancel, the same for every w.
+    Bucket logits o, list of H (n, B); signatures (V, H); is_token (V,) bool -> token logits sum_i o_i[s_i(w)] (n, V),
+    float32 or better, -inf for ids that are no token. Their softmax is P(w): the normalisers of the coordinates are the
+    same for every w and cancel.
     """
-    o = [at_least_float32(o_i) for o_i in o]
-    # the Standard model's buckets are its tokens
-    scores = o[0] if table.identity else sum(o_i[:, s] for o_i, s in zip(o, table.signatures, strict=True))
-    return scores.index_fill(1, table.gaps, -torch.inf) if len(table.gaps) else scores
+    scores = sum(at_least_float32(o_i)[:, s_i] for o_i, s_i in zip(o, signatures.T, strict=True))
+    return scores.masked_fill(~is_token, -torch.inf)
 
 
-def product_loss(o, y, table=None):
+def product_loss(o, y):
     """The paper's: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i], p_i = softmax(o_i)."""
     return sum(F.cross_entropy(at_least_float32(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
 
 
-def exact_loss(o, y, table):
-    """-log P(y) of the distribution that is sampled from, normalised over the vocabulary by the logsumexp."""
+def exact_loss(o, y, signatures, is_token):
+    """-log P(y) of the distribution that is sampled from. The logsumexp normalises it over the vocabulary."""
     target = sum(at_least_float32(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    return token_logits(o, table).logsumexp(dim=1) - target[:, 0]
+    return token_logits(o, signatures, is_token).logsumexp(dim=1) - target[:, 0]
 
 
 def check_table(c, table=None, gaps=()):
@@ -263,29 +269,22 @@ class MHF(nn.Module):
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mixers = HashDecoder(c)  # the Standard model's has no mixer: it is a tied head
+        self.hash_decoder = HashDecoder(c)  # the Standard model's has no mixer: it is a tied head
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(m.weight, std=c.embedding_std if m is self.embed else 0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
 
-        signatures, is_token = check_table(c, table, gaps)
-        self.register_buffer('signatures', torch.tensor(signatures))  # (V, H) int64, in the checkpoint
-        self.register_buffer('is_token', torch.tensor(is_token))  # (V,) bool
-        self.activation_checkpointing = False  # keep only the blocks' inputs and compute the rest again in backward
-        self.plain_head = False  # train through the plain head, by autograd
-        self.head_chunk = None  # tokens of the head at a time; None is what suits the device
-        # 'cuda' takes the form of the head that is fast there, its kernels included; None is where the model is
-        self.head_device = None
-        self.chunk_gradients = fast.chunk_gradients  # or the same compiled
-        self._table = None, None, None
+        # keep only the inputs of the blocks, and compute the rest again in backward
+        self.activation_checkpointing = False
+        self.set_vocabulary(*check_table(c, table, gaps))
 
     @property
     def head_weight(self):
         """
         E as the Hash Decoder reads it, (H*B, d): the embedding's, so the head is tied. To untie it, return a parameter
-        of this shape, made in __init__; the released format (checkpoint.RELEASED_NAMES) has no name for it.
+        of this shape, made in __init__. The released format (mhf/released.py) has no name for it.
         """
         return self.embed.weight
 
@@ -296,6 +295,21 @@ class MHF(nn.Module):
 
     # ---- the vocabulary
 
+    def set_vocabulary(self, signatures, is_token):
+        """Takes a table from check_table: (V, H) int64 and (V,) bool, which the checkpoint keeps."""
+        device = self.embed.weight.device
+        self.register_buffer('signatures', torch.tensor(signatures, device=device))
+        self.register_buffer('is_token', torch.tensor(is_token, device=device))
+
+    def replace_vocabulary(self, table, pad_id, gaps=()):
+        """
+        Takes the table (V', H) of a larger, or of any other vocabulary: a MultiHashFormer gets no new parameter, its
+        optimizer stays good, and a token whose row is the same keeps its signature. A Standard model must have been
+        given its new rows of E before (expand.py).
+        """
+        self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
+        self.set_vocabulary(*check_table(self.config, table, gaps))
+
     def sign(self, ids):
         """Token ids (...), int64 -> their signatures (..., H), int64."""
         return self.signatures[ids]
@@ -305,41 +319,17 @@ class MHF(nn.Module):
         H, B = self.config.coordinates, self.config.buckets
         return signatures + torch.arange(0, H * B, B, device=signatures.device)
 
-    def table(self):
-        """The signature table as the head reads it (loss.Table), read again when it has changed."""
-        # a compiler knows no versions; before stream's compiled steps there was one that is not
-        if torch.compiler.is_compiling():
-            return self._table[-1]
-        of, version_and_device, table = self._table
-        device_type = self.head_device or self.signatures.device.type
-        now = self.signatures._version, device_type
-        if of is not self.signatures or version_and_device != now:
-            c, standard = self.config, self.config.num_hashes == 0
-            kernels = device_type == 'cuda' and not standard
-            if kernels and not self.head_device:
-                kernels = fast.kernels_run_here()
-            table = fast.read_table(self.signatures, self.is_token, c.buckets, standard, device_type, kernels)
-            self._table = self.signatures, now, table
-        return table
-
-    def replace_vocabulary(self, table, pad_id, gaps=()):
-        """
-        Takes the table (V', H) of a larger, or of any other vocabulary: a MultiHashFormer gets no new parameter, its
-        optimizer stays good, and a token whose row is the same keeps its signature. A Standard model must have been
-        given its new rows of E before (expand.py).
-        """
-        self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
-        checked = check_table(self.config, table, gaps)
-        self.signatures, self.is_token = (torch.tensor(t, device=self.signatures.device) for t in checked)
-
     # ---- signatures in, loss out
 
     def hidden_states(self, x, cache=None, states=None, positions=None, mask=None):
         """
-        x (N, T, H) signatures -> h (N, T, d), after the final norm. states: a list that receives each block's input
-        (N, T, d). positions (N, T) and mask (N, 1, T, T), bool, what each token attends to: both are given in place of
-        0, 1, ... and the causal triangle. cache: of new_cache, or a slice of it, takes keys and values at positions
-        (T,); all of it is attended to, or what the mask says.
+        x (N, T, H) signatures -> h (N, T, d), after the final norm.
+
+        states: a list that receives each block's input (N, T, d).
+        positions (N, T) and mask (N, 1, T, T), bool, what each token attends to: both take the place of 0, 1, ... and
+        the causal triangle.
+        cache (layers, 2, N, kv_heads, length, head_dim): takes keys and values at positions (T,); all of it is attended
+        to, or what the mask says.
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
@@ -366,56 +356,34 @@ class MHF(nn.Module):
             raise InputError(f'{shapes}: both must be (N, T, H), none of them 0')
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
-    def compile(self, **options):
-        """
-        nn.Module.compile, of the body; on a GPU also of what the head does with a chunk, while its loop over chunks
-        stays as it is. On a CPU a chunk is many small blocks: minutes of compiling for nothing.
-        """
-        self.head_loss = torch.compiler.disable(self.head_loss)
-        if (self.head_device or self.signatures.device.type) != 'cpu':
-            self.chunk_gradients = torch.compile(fast.chunk_gradients, fullgraph=True, **options)
-        super().compile(**options)
-
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
-        # the Standard model's one coordinate is its vocabulary: both are the same, but the exact one leaves out gaps
-        exact, table = self.config.loss == 'exact' or not self.config.num_hashes, self.table()
-        if self.plain_head:
-            return (exact_loss if exact else product_loss)(self.mixers(h, self.head_weight), y, table).sum()
-        nll = fast.exact_nll if exact else fast.product_nll
-        if torch.is_grad_enabled():
-            how = self.chunk_gradients, nll, self.mixers.softmax, table, self.head_chunk or table.chunk
-            return fast.LeanHead.apply(*how, h, y, self.head_weight, *self.mixers.parameters())
-        return sum(nll(o, y_, table).sum() for o, y_ in self.logits_by_chunk(h, y))
-
-    def logits_by_chunk(self, h, y):
-        """h (n, d), y (n, ...) -> chunk by chunk: bucket logits, H of (chunk, B), and the chunk of y; no gradients."""
-        E, chunk = fast.E_for_matmul(self.head_weight), self.head_chunk or self.table().chunk
-        for h_, y_ in zip(h.split(chunk), y.split(chunk), strict=True):
-            yield self.mixers(h_, E), y_
+        o = self.hash_decoder(h, self.head_weight)
+        # Standard's one coordinate is its vocabulary: both losses are the same, but only the exact one leaves out gaps
+        if self.config.loss == 'product' and self.config.num_hashes:
+            return product_loss(o, y).sum()
+        return exact_loss(o, y, self.signatures, self.is_token).sum()
 
     @torch.no_grad()
     def both_losses(self, x, y):
         """Signatures x, y (N, T, H) -> two (N, T), nats, float32 or better: the paper's loss, and -log P(y)."""
-        product, exact = (product_loss, exact_loss) if self.plain_head else (fast.product_nll, fast.exact_nll)
-        losses = (product, exact) if self.config.num_hashes else (exact,)
-        chunks = self.logits_by_chunk(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1))
-        parts = [torch.stack([loss(o, y_, self.table()) for loss in losses]) for o, y_ in chunks]
-        return torch.cat(parts, dim=1).expand(2, -1).unflatten(1, x.shape[:2]).unbind(0)
+        o = self.hash_decoder(self.hidden_states(x).flatten(0, 1), self.head_weight)
+        exact = exact_loss(o, y.flatten(0, 1), self.signatures, self.is_token)
+        product = product_loss(o, y.flatten(0, 1)) if self.config.num_hashes else exact
+        return product.view(x.shape[:2]), exact.view(x.shape[:2])
 
-    # ---- probabilities
-
-    @torch.no_grad()
-    def predict(self, h, targets):
-        """h (n, d), ids (n,) -> log P(id) in nats, is it the likeliest token (1 or 0), P(the likeliest): three (n,)."""
-        parts = [fast.predictions(o, t, self.table()) for o, t in self.logits_by_chunk(h, targets)]
-        return torch.cat(parts, dim=1).unbind(0)
+    # ---- probabilities, text
 
     @torch.no_grad()
     def bucket_logits(self, ids):
         """Token ids (N, T) -> bucket logits (N, T, H, B)."""
-        o = self.mixers(self.hidden_states(self.sign(ids)).flatten(0, 1), self.head_weight)
+        o = self.hash_decoder(self.hidden_states(self.sign(ids)).flatten(0, 1), self.head_weight)
         return torch.stack(o, dim=1).unflatten(0, ids.shape)
+
+    @torch.no_grad()
+    def next_token_logits(self, h):
+        """h (n, d) -> token logits (n, V), float32 or better."""
+        return token_logits(self.hash_decoder(h, self.head_weight), self.signatures, self.is_token)
 
     @torch.no_grad()
     def log_probs(self, ids):
@@ -423,97 +391,23 @@ class MHF(nn.Module):
         logits = self.next_token_logits(self.hidden_states(self.sign(ids)).flatten(0, 1))
         return logits.log_softmax(-1).unflatten(0, ids.shape)
 
-    def next_token_logits(self, h):
-        """h (n, d) -> token logits (n, V), float32 or better; no gradients."""
-        return token_logits(self.mixers(h, fast.E_for_matmul(self.head_weight)), self.table())
-
-    # ---- generation
-
-    def new_cache(self, N, length):
-        """Room for the keys and values of N sequences: (layers, 2, N, kv_heads, length, head_dim)."""
-        c, w = self.config, self.embed.weight
-        autocast = torch.is_autocast_enabled(w.device.type)
-        dtype = torch.get_autocast_dtype(w.device.type) if autocast else w.dtype
-        shape = (c.num_layers, 2, N, c.num_kv_heads, min(length, c.block_size), c.head_dim)
-        # zeros, since what a mask hides is multiplied by 0
-        return torch.zeros(shape, dtype=dtype, device=w.device)
-
-    def next_token(self, ids, cache, positions, mask, temperature, top_k, top_p, noise):
-        """Token ids (N, T), what hidden_states and sample_token take besides -> the next token (N,)."""
-        h = self.hidden_states(self.sign(ids), cache, positions=positions, mask=mask)[:, -1]
-        return sample_token(self.next_token_logits(h), temperature, top_k, top_p, noise)
-
-    def compiled_step(self, N, length):
-        """
-        For streams of N sequences of up to `length` tokens, prompt included: (next_token as one graph, which CUDA
-        captures and replays without launching 700 kernels; the cache it writes to, one stream at a time).
-        """
-        cache = self.new_cache(N, length)
-        # without it a graph that writes to its arguments is not captured
-        torch._dynamo.mark_static_address(cache)
-        return torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False), cache
-
     @torch.no_grad()
-    def stream(
-        self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None, use_cache=True, graph=None,
-        lengths=None,
-    ):  # fmt: skip
+    def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
         """
-        Token ids (N, T), T >= 1, int64: yields (N,) next ids, max_new_tokens times, by sample_token from P(w). When the
-        context is full its older half is dropped. use_cache=False recomputes everything: the slow twin. graph: of
-        compiled_step. lengths (N,): row n is its last lengths[n] ids; those before them are padding, which nobody sees.
+        Token ids (N, T) -> (N, T + max_new_tokens), sampled from P(w). Every token is computed from the whole context,
+        whose older half is dropped when it is full.
         """
-        block, ids, position, first = self.config.block_size, ids[:, -self.config.block_size :], None, None
-        cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if use_cache and not graph else None
-        step, cache = graph or (self.next_token, cache)
-        noise = at_least_float32(self.embed.weight.new_empty(len(ids), self.config.vocab_size)) if temperature else None
-        for made in range(max_new_tokens):
-            if temperature:
-                noise.exponential_(generator=generator)
-            if ids.shape[1] > block:
-                ids, position = ids[:, -(block + 1) // 2 :], None
-            # a graph needs the same shapes every time; without one only what is there is read
-            seen, mask = cache[..., : ids.shape[1], :] if use_cache else None, None
-            if position is None or not use_cache:
-                if lengths is not None:
-                    # rope knows distances alone, so a padded row needs no positions of its own
-                    first = (ids.shape[1] - made - lengths).clamp(min=0)[:, None, None, None]
-                    there = torch.arange(ids.shape[1], device=ids.device)
-                    here = there[:, None]
-                    # padding sees itself: of nothing at all, a softmax may be nan
-                    mask = (there >= first) & (there <= here) | (there == here)  # (N, 1, T, T)
-                token = self.next_token(ids, seen, None, mask, temperature, top_k, top_p, noise)
-                position = torch.full((1,), ids.shape[1] - 1, device=ids.device)
-            else:
-                position += 1
-                if graph or lengths is not None:
-                    there = torch.arange(cache.shape[-2] if graph else ids.shape[1], device=ids.device)
-                    mask = there[None] <= position
-                    if lengths is not None:
-                        mask = mask & (there >= first)
-                args = cache if graph else seen, position, mask, temperature, top_k, top_p, noise
-                # what a captured graph returns is overwritten by its next replay
-                token = step(token[:, None], *args).clone()
+        T = ids.shape[1]
+        begin = max(0, T - self.config.block_size)
+        for end in range(T, T + max_new_tokens):
+            if end - begin > self.config.block_size:
+                begin = end - (self.config.block_size // 2 + 1)
+            h = self.hidden_states(self.sign(ids[:, begin:]))[:, -1]
+            logits = self.next_token_logits(h)
+            noise = torch.empty_like(logits).exponential_(generator=generator) if temperature else None
+            token = sample_token(logits, temperature, top_k, top_p, noise)
             ids = torch.cat([ids, token[:, None]], dim=1)
-            yield token
-
-    def generate(self, ids, max_new_tokens, **options):
-        """Token ids (N, T) -> (N, T + max_new_tokens); options as for stream."""
-        return torch.cat([ids, *[t[:, None] for t in self.stream(ids, max_new_tokens, **options)]], dim=1)
-
-
-class Undrawn(TorchFunctionMode):
-    """Leaves out torch.nn.init: on the meta device drawing nothing imports torch's compiler, 1.4 s."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        init = getattr(function, '__module__', '') == 'torch.nn.init'
-        return None if init else function(*args, **kwargs or {})
-
-
-def without_weights(config):
-    """An MHF whose tensors have shapes and no numbers, for load_state_dict(..., assign=True)."""
-    with torch.device('meta'), Undrawn():
-        return MHF(config)
+        return ids
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
@@ -545,10 +439,6 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
 
 
 if __name__ == '__main__':
-    import sys
-
-    from configurator import read_config
-
     if sys.argv[1:]:
         raise InputError(f'{sys.argv[1]}: model.py counts the parameters of config/*.py and has no settings')
     print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
@@ -556,6 +446,7 @@ if __name__ == '__main__':
         settings = read_config(path)
         if 'init_from' in settings:  # goes on from a model of another config
             continue
-        fields = {k: v for k, v in settings.items() if k in MHFConfig.__annotations__}
-        interface, decoder = without_weights(MHFConfig(**fields)).num_params()
+        fields = {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
+        with torch.device('meta'):  # shapes without numbers
+            interface, decoder = MHF(MHFConfig(**fields)).num_params()
         print(f'{path.stem:<20}{interface:>21,}{decoder:>16,}{interface + decoder:>16,}')

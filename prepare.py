@@ -31,7 +31,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from bins import (
+from configurator import InputError, configure
+from hashing import fingerprint
+from mhf.bins import (
     HEADER,
     OF_SIGNATURES,
     SPLITS,
@@ -40,13 +42,12 @@ from bins import (
     holds_signatures,
     parsed_meta,
     read_ahead,
-    replace_durably,
     table_of,
     tokenizer_facts,
 )
-from configurator import InputError, configure
-from hashing import fingerprint, get_tokenizer
-from sources import START, Source, batches, mixture
+from mhf.files import replace_durably
+from mhf.sources import START, Source, batches, mixture
+from mhf.tokenizers import get_tokenizer
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files, globs
 # of .txt .jsonl .parquet, the first two also .gz .xz .zst; several of a kind with commas, a mixture with @tokens each

@@ -8,13 +8,15 @@ Samples text from a trained model, streaming it as it is made.
 
 import sys
 import time
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from checkpoint import open_model, pick_compile, pick_device, pick_dtype
 from configurator import InputError, configure
+from mhf.device import pick_compile, pick_device, pick_dtype
+from mhf.generate import Writer
+from mhf.released import open_model
 from model import sample_token
 
 out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
@@ -56,34 +58,45 @@ if 'cuda' in device and no_compiler:
     print(f'not compiled: {no_compiler}', file=sys.stderr)
 
 model.to(device, getattr(torch, dtype)).eval()
-context, prompt = model.config.block_size, [tok.bos, *tok.encode([start])[0]]
+context = model.config.block_size
+prompt = [tok.bos, *tok.encode([start])[0]]
 if len(prompt) > context:
     print(f'the prompt has {len(prompt)} tokens, the context {context}: its end is used', file=sys.stderr)
     prompt = prompt[-context:]
-first, options = torch.tensor([prompt], device=device), dict(temperature=temperature, top_k=top_k, top_p=top_p)
-generator, made = torch.Generator(device).manual_seed(seed), 0
+ids = torch.tensor([prompt], device=device)
+generator = torch.Generator(device).manual_seed(seed)
+writer = Writer(model, temperature, top_k, top_p)
+
+
+def tokens_of(stream):
+    """The ids of a stream, one by one. Reading an id waits for the GPU, so a GPU is given eight steps at a time."""
+    while block := list(islice(stream, 1 if device == 'cpu' else 8)):
+        yield from torch.cat(block).tolist()
+
+
+made = 0
 try:
     if compile:
         print('compiling', file=sys.stderr)
-        options['graph'] = model.compiled_step(1, len(prompt) + max(4, max_new_tokens))
-        list(model.stream(first, 4, **options))
+        writer.compile(1, len(prompt) + max(4, max_new_tokens))
+        list(writer.stream(ids, 4))
     began = time.perf_counter()
     for n in range(num_samples):
         print(f'----- sample {n + 1} of {num_samples}')
-        text, shown, ids = tok.decode(prompt), 0, list(prompt)
-        stream = model.stream(first, max_new_tokens, generator=generator, **options)
-        # to read a token is to wait for all that a GPU was given, so it is given eight steps at a time
-        blocks = iter(lambda stream=stream: list(islice(stream, 1 if device == 'cpu' else 8)), [])
-        # bos: the document is over
-        for token in takewhile(lambda i: i != tok.bos, (i for b in blocks for i in torch.cat(b).tolist())):
+        text = tok.decode(prompt)
+        printed = 0
+        written = list(prompt)
+        for token in tokens_of(writer.stream(ids, max_new_tokens, generator)):
+            if token == tok.bos:  # the document is over
+                break
             made += 1
-            ids.append(token)
-            text = tok.decode(ids)
+            written.append(token)
+            text = tok.decode(written)
             # a character may take several tokens
             whole = text.rstrip('\ufffd')
-            print(whole[shown:], end='', flush=True)
-            shown = max(shown, len(whole))
-        print(text[shown:])
+            print(whole[printed:], end='', flush=True)
+            printed = max(printed, len(whole))
+        print(text[printed:])
 except KeyboardInterrupt:
     sys.exit('\ninterrupted')
 print(f'{made / (time.perf_counter() - began):,.1f} tokens/s', file=sys.stderr)

@@ -31,10 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import model as model_module
-from checkpoint import from_pretrained, save_pretrained
 from configurator import InputError
-from hashing import extend_table, fingerprint, get_tokenizer, signature_table
-from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, without_weights
+from hashing import extend_table, fingerprint, signature_table
+from mhf import fast
+from mhf.checkpoint import without_weights
+from mhf.fast import FastMHF, Tiles
+from mhf.generate import Writer
+from mhf.released import from_pretrained, save_pretrained
+from mhf.tokenizers import get_tokenizer
+from model import ABLATIONS, MHF, MHFConfig, check_table, exact_loss, product_loss, sample_token
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -205,10 +210,24 @@ def random_model(seed=0, dtype=torch.float64, **changes):
     c = replace(TINY, **changes)
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
-    m = MHF(c, table).to(dtype)
+    m = FastMHF(c, table).to(dtype)
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
     return m
+
+
+def plain_twin(m):
+    """The plain model of the same weights and the same vocabulary."""
+    twin = MHF(m.config).to(m.embed.weight)
+    twin.load_state_dict(m.state_dict())
+    return twin
+
+
+def tiles(device='cpu', chunk=10**6):
+    """The Tiles of a device that need not be there, with chunks of so many tokens."""
+    if device == 'cuda':
+        return Tiles(chunk, softmax=chunk, columns=512, kernels=True)
+    return Tiles(chunk, softmax=64, columns=32, kernels=False)
 
 
 def write_released(folder, m, shards=1, **extra):
@@ -218,7 +237,7 @@ def write_released(folder, m, shards=1, **extra):
         name = re.sub(r'^embed\.', 'model.embed_tokens.', name)
         name = re.sub(r'^encoder\.gate\.', 'model.combiner.scorer.', name)
         name = re.sub(r'^encoder\.out\.', 'model.combiner.output_proj.0.', name)
-        name = re.sub(r'^mixers\.', 'hash_head.cascade_mixer.', name)
+        name = re.sub(r'^hash_decoder\.', 'hash_head.cascade_mixer.', name)
         name = re.sub(r'^(layers|norm)\.', r'model.\1.', name)
         if name == 'signatures' and c.num_hashes:
             weights['model.hash_map'] = tensor
@@ -441,12 +460,10 @@ def loss_and_gradients(m, loss):
     return {'loss': loss.detach().clone()} | {k: p.grad.clone() for k, p in m.named_parameters()}
 
 
-def plain_loss(m, x, y):
-    """The loss with its gradients by autograd, through the plain head."""
-    m.plain_head = True
-    loss = m(x, y)
-    m.plain_head = False
-    return loss
+def plain_loss_and_gradients(m, x, y):
+    """Loss and gradients of the plain twin, by autograd."""
+    twin = plain_twin(m)
+    return loss_and_gradients(twin, twin(x, y))
 
 
 KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
@@ -463,28 +480,29 @@ def test_fast_head_equals_plain(kind, changes, device):
     """A chunk is lost or counted twice, or a formula of the gradients by hand is wrong, in a CPU's form or a GPU's."""
     m = random_model(loss=kind, **changes)
     # the interpreter takes as long for one token as for a block of 64
-    m.head_chunk, m.head_device = 50 if device == 'cuda' else 7, device
+    m.tiles = tiles(device, chunk=50 if device == 'cuda' else 7)
     if m.config.num_hashes == 0:
         # two ids that are no token
-        m.is_token[[5, 60]] = False
+        m.set_vocabulary(*check_table(m.config, gaps=[5, 60]))
     ids = m.is_token.nonzero()[:, 0]
     tokens = ids[torch.randint(0, len(ids), (3, 41))]
     x, y = m.sign(tokens[:, :-1]), m.sign(tokens[:, 1:])
-    plain = loss_and_gradients(m, plain_loss(m, x, y))
+    twin = plain_twin(m)
+    plain = loss_and_gradients(twin, twin(x, y))
     # some gradients are 0 but for rounding: the gate's last bias
     least = 1e-3 * max(g.abs().max() for g in plain.values())
     # the second is accumulated
-    for fast in (loss_and_gradients(m, m(x, y)), loss_and_gradients(m, m(x, y) / 2 + m(x, y) / 2)):
-        assert all((fast[k] - plain[k]).abs().max() < 1e-10 * max(plain[k].abs().max(), least) for k in plain)
+    for ours in (loss_and_gradients(m, m(x, y)), loss_and_gradients(m, m(x, y) / 2 + m(x, y) / 2)):
+        assert all((ours[k] - plain[k]).abs().max() < 1e-10 * max(plain[k].abs().max(), least) for k in plain)
     with torch.no_grad():
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
     both = m.both_losses(x, y)
     targets = tokens[:, 1:].flatten()
     predicted = m.predict(m.hidden_states(x).flatten(0, 1), targets)
-    m.plain_head = True
-    for ours, theirs in zip(both, m.both_losses(x, y), strict=True):
+    for ours, theirs in zip(both, twin.both_losses(x, y), strict=True):
         assert ours.shape == (3, 40) and torch.allclose(ours, theirs, rtol=1e-12)
-    logp = m.log_probs(tokens[:, :-1]).flatten(0, 1)
+    assert torch.equal(m.log_probs(tokens), twin.log_probs(tokens))
+    logp = twin.log_probs(tokens[:, :-1]).flatten(0, 1)
     expected = logp.gather(1, targets[:, None])[:, 0], logp.argmax(1) == targets, logp.amax(1).exp()
     for ours, theirs in zip(predicted, expected, strict=True):
         assert torch.allclose(ours, theirs.to(ours), rtol=1e-12)
@@ -497,14 +515,15 @@ def test_ablations_are_what_they_are_called(tmp_path):
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
     h = torch.randn(6, 32, dtype=torch.float64)
     m = random_model(ablation='hard_embeddings')
-    o, c = m.mixers(h, m.head_weight), h
+    o = m.hash_decoder(h, m.head_weight)
+    c = h
     for i, E_i in enumerate(m.head_weight.split(40)):
         assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
-        c = m.mixers.mix(i, c, E_i[o[i].argmax(1)]) if i < 2 else None
+        c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
-    assert torch.allclose(torch.cat(m.mixers(h, m.head_weight), dim=1), h @ m.head_weight.T, rtol=1e-12)
+    assert torch.allclose(torch.cat(m.hash_decoder(h, m.head_weight), dim=1), h @ m.head_weight.T, rtol=1e-12)
     ids = torch.randint(3, 300, (2, 7))
-    assert torch.equal(m.generate(ids, 9, temperature=0), m.generate(ids, 9, temperature=0, use_cache=False))
+    assert torch.equal(written(m, ids, 9), m.generate(ids, 9, temperature=0))
     with pytest.raises(InputError, match='no ablation=no_cascade'):
         save_pretrained(m, tmp_path / 'released', 'mistral')
     for wrong in (dict(ablation='mean_gates'), dict(ablation='mean_gate', num_hashes=0)):
@@ -518,20 +537,22 @@ def test_plain_losses_are_the_formulas():
     ids = torch.randint(0, 50, (1, 6))
     # H of (n, B)
     o = m.bucket_logits(ids[:, :-1])[0].unbind(1)
-    y, table = m.sign(ids[0, 1:]), m.table()
+    y = m.sign(ids[0, 1:])
     p = [o_i.softmax(1) for o_i in o]
     for n, signature in enumerate(y.tolist()):
         product = -sum(p[i][n, s].log() for i, s in enumerate(signature))
         weights = [math.prod(p[i][n, s].item() for i, s in enumerate(row)) for row in m.signatures.tolist()]
         total = sum(weight for w, weight in enumerate(weights) if m.is_token[w])
         assert product_loss(o, y)[n] == pytest.approx(product.item(), rel=1e-12)
-        assert exact_loss(o, y, table)[n] == pytest.approx(-math.log(weights[ids[0, n + 1]] / total), rel=1e-10)
+        assert exact_loss(o, y, m.signatures, m.is_token)[n] == pytest.approx(
+            -math.log(weights[ids[0, n + 1]] / total), rel=1e-10
+        )
 
 
 def test_lean_head_gradcheck():
     """The gradients do not belong to the loss: they are not its finite differences."""
     m = random_model(vocab_size=30, num_buckets=12)
-    m.head_chunk = 4
+    m.tiles = tiles(chunk=4)
     y = m.sign(torch.randint(0, 30, (6,)))
     h = torch.randn(6, m.config.hidden_size, dtype=torch.float64, requires_grad=True)
     step = 1e-5 * torch.randn_like(h)
@@ -551,12 +572,12 @@ def test_lean_head_in_bfloat16(kind):
     s = m.sign(torch.randint(0, 300, (8, 33)))
     x, y = s[:, :-1], s[:, 1:]
     m.double()
-    reference = loss_and_gradients(m, plain_loss(m, x, y))
+    reference = plain_loss_and_gradients(m, x, y)
     m.float()
-    m.head_chunk = 50
+    m.tiles = tiles(chunk=50)
     with torch.autocast('cpu', torch.bfloat16):
-        lean, plain = loss_and_gradients(m, m(x, y)), loss_and_gradients(m, plain_loss(m, x, y))
-    for name in ('embed.weight', 'mixers.0.0.weight', 'norm.weight'):
+        lean, plain = loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y)
+    for name in ('embed.weight', 'hash_decoder.0.0.weight', 'norm.weight'):
         error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (lean, plain)]
         print(f'{kind}, {name}: relative error lean {error[0]:.2e}, plain {error[1]:.2e}')
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
@@ -568,11 +589,11 @@ def test_lean_head_composes():
     m = random_model()
     s = m.sign(torch.randint(0, 300, (2, 9)))
     x, y = s[:, :-1], s[:, 1:]
-    plain = loss_and_gradients(m, plain_loss(m, x, y))
+    plain = plain_loss_and_gradients(m, x, y)
     graphs = CompileCounterWithBackend('aot_eager')
-    for m.head_chunk in (10**6, 5):
-        if m.head_chunk == 5:
-            m.head_device = 'cuda'
+    for device, chunk in (('cpu', 10**6), ('cuda', 5)):
+        m.tiles = tiles(device, chunk)
+        if device == 'cuda':
             m.compile(backend=graphs)
         lean = loss_and_gradients(m, m(x, y))
         assert all((lean[k] - plain[k]).abs().max() < 1e-10 for k in plain)
@@ -600,9 +621,10 @@ class Reductions(TorchDispatchMode):
 def test_a_gpu_reduces_over_rows(monkeypatch, changes):
     """A softmax over columns is back: on CUDA, it would run on one of 132 multiprocessors."""
     # what the kernels do is no operator of torch's, and takes the interpreter half a minute
-    monkeypatch.setattr(model_module.fast, 'lookups', lambda o, y, *_: o[0].new_zeros(3, len(y)))
+    monkeypatch.setattr(fast, 'lookups', lambda o, y, *_: o[0].new_zeros(3, len(y)))
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.head_device, ids = 'cuda', torch.randint(0, 5000, (2, 256))
+    m.tiles = tiles('cuda')
+    ids = torch.randint(0, 5000, (2, 256))
     x = m.sign(ids)
 
     def train():
@@ -629,7 +651,8 @@ def test_activation_checkpointing():
     """Activations are kept although they need not be, or computed again to another gradient."""
     m, calls = random_model(), []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-    m.head_chunk, x = 5, m.sign(torch.arange(20)[None])
+    m.tiles = tiles(chunk=5)
+    x = m.sign(torch.arange(20)[None])
     straight = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 1
     m.activation_checkpointing = True
@@ -677,18 +700,20 @@ def test_log_probs_are_the_renormalised_product(H):
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
     if H:
-        # the head has read the table backwards; of one that changes in place, it must do so again
+        # the head has read the table backwards; it must do so again with a new one
         m.log_probs(ids)
-        m.signatures[5:, 0] = m.signatures[5:, 0].flip(0)
+        table = m.signatures.numpy().copy()
+        table[5:, 0] = table[5:, 0][::-1]
+        m.set_vocabulary(*check_table(m.config, table))
     p = torch.stack([o.softmax(-1) for o in m.bucket_logits(ids).unbind(2)], 2)
     product = torch.stack([math.prod(p[..., i, s] for i, s in enumerate(row)) for row in m.signatures.tolist()], -1)
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
     x, y = m.sign(ids[:, :-1]), m.sign(ids[:, 1:])
-    m.head_chunk = 3
+    m.tiles = tiles(chunk=3)
     paper, exact = m.both_losses(x, y)
     assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     m.config.loss = 'product'
-    assert torch.allclose(paper.mean(), plain_loss(m, x, y) if H else exact.mean(), atol=1e-10)
+    assert torch.allclose(paper.mean(), plain_twin(m)(x, y) if H else exact.mean(), atol=1e-10)
 
 
 def test_norms_and_angles_keep_float32():
@@ -710,6 +735,13 @@ def test_norms_and_angles_keep_float32():
     assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
+def written(m, ids, max_new_tokens, writer=None, lengths=None, generator=None, **options):
+    """What a Writer makes of token ids (N, T), by default the likeliest tokens: (N, T + max_new_tokens)."""
+    writer = writer or Writer(m, **dict(temperature=0) | options)
+    tokens = writer.stream(ids, max_new_tokens, generator, lengths)
+    return torch.cat([ids, *[token[:, None] for token in tokens]], dim=1)
+
+
 @pytest.mark.parametrize('H, groups', [(3, 2), (0, 1), (1, 4)])
 def test_cached_generation_equals_uncached(H, groups):
     """The KV cache: a wrong position, an off-by-one, or what happens when the context is full."""
@@ -717,14 +749,17 @@ def test_cached_generation_equals_uncached(H, groups):
     # the context has 24
     for length in (1, 5, 23, 24, 40):
         ids = torch.randint(0, 300, (3, length))
-        fast = m.generate(ids, 40, temperature=0)
-        assert torch.equal(fast, m.generate(ids, 40, temperature=0, use_cache=False))
-        assert torch.equal(fast[:, :length], ids) and fast.shape == (3, length + 40)
-    ids = fast = torch.randint(0, 300, (2, 4))
+        cached = written(m, ids, 40)
+        assert torch.equal(cached, m.generate(ids, 40, temperature=0))
+        assert torch.equal(cached[:, :length], ids) and cached.shape == (3, length + 40)
+        options = dict(temperature=0.9, top_k=40, top_p=0.9)
+        drawn = written(m, ids, 40, generator=torch.Generator().manual_seed(1), **options)
+        assert torch.equal(drawn, m.generate(ids, 40, generator=torch.Generator().manual_seed(1), **options))
+    ids = start = torch.randint(0, 300, (2, 4))
     # within the context it is plain arg max
     for _ in range(20):
         ids = torch.cat([ids, m.log_probs(ids)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(m.generate(fast, 20, temperature=0), ids)
+    assert torch.equal(written(m, start, 20), ids)
 
 
 @pytest.mark.parametrize('H', [3, 0])
@@ -733,13 +768,22 @@ def test_padded_generation(H):
     m, prompts = random_model(num_hashes=H), [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
     alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
     lengths = torch.tensor([9, 1, 4])
+    one_shape = Writer(m, temperature=0)
+    one_shape.cache = one_shape.new_cache(3, 24)
+    # what a graph would be
+    one_shape.graph = one_shape.next_token
     for padding in (0, 7):
         ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=padding) for p in prompts])
-        for how in ({}, dict(use_cache=False), dict(graph=(m.next_token, m.new_cache(3, 24)))):
-            assert torch.equal(m.generate(ids, 15, temperature=0, lengths=lengths, **how)[:, 9:], alone)
-    # past a full context
-    kept = m.generate(ids, 40, temperature=0, lengths=lengths)
-    assert torch.equal(kept, m.generate(ids, 40, temperature=0, lengths=lengths, use_cache=False))
+        for writer in (None, one_shape):
+            assert torch.equal(written(m, ids, 15, writer, lengths)[:, 9:], alone)
+    # past a full context, whose older half all rows drop at the same time
+    said = written(m, ids, 40, lengths=lengths)
+    begin = 0
+    for end in range(9, 49):
+        begin = end - 13 if end - begin > 24 else begin
+        for n, length in enumerate(lengths.tolist()):
+            context = said[n : n + 1, max(begin, 9 - length) : end]
+            assert said[n, end] == m.log_probs(context)[0, -1].argmax(), (n, end)
 
 
 def test_one_graph_for_every_token(monkeypatch):
@@ -757,16 +801,19 @@ def test_one_graph_for_every_token(monkeypatch):
     backend = aot_autograd(fw_compiler=without_code)
     monkeypatch.setattr(torch, 'compile', lambda f, mode, **options: compile(f, backend=backend, **options))
     m = random_model(num_layers=1)
-    graph = m.compiled_step(2, 64)
+    writer = Writer(m, temperature=0)
+    writer.compile(2, 64)
     # the context has 24
     for length in (1, 5, 24, 30):
         ids = torch.randint(0, 300, (2, length))
-        compiled = m.generate(ids, 34, temperature=0, graph=graph)
-        assert torch.equal(compiled, m.generate(ids, 34, temperature=0, use_cache=False))
+        assert torch.equal(written(m, ids, 34, writer), m.generate(ids, 34, temperature=0))
     assert graphs == [set()]
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
-    drawn = [m.generate(ids, 9, generator=torch.Generator().manual_seed(1), graph=g, **options) for g in (graph, None)]
-    assert torch.equal(*drawn) and len(graphs) == 2
+    writer = Writer(m, **options)
+    writer.compile(2, 64)
+    drawn = written(m, ids, 9, writer, generator=torch.Generator().manual_seed(1))
+    expected = m.generate(ids, 9, generator=torch.Generator().manual_seed(1), **options)
+    assert torch.equal(drawn, expected) and len(graphs) == 2
 
 
 def test_sampling_follows_p():

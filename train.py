@@ -8,20 +8,18 @@ Trains a MultiHashFormer or a Standard model; the same file on a laptop and on m
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-Needs the bins of prepare.py with the same config. prepare.py says how a document becomes a row of a bin; from there on:
-bins.blocks_of -> read_batch -> inputs_and_targets (signatures) -> MHF.forward: hidden_states, head_loss ->
-loss.LeanHead, with exact_nll or product_nll (--plain_head: HashDecoder, with exact_loss or product_loss).
-
-Writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
-Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches of a straight one,
-in its order; on a CPU, and with --deterministic on a GPU (seen on an H100, not compiled), it ends with the same bits.
-Without, attention's backward and the compiled embedding's sum gradients there by atomic adds, whose order, and so the
-rounding, is another in each run. With --auto_resume one command starts and goes on:
+    one command that starts a run and goes on with it (for the variable see pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
-(the variable, because restarted workers may else meet the addresses of dead ones: pytorch/pytorch issue 135712)
+
+It needs the bins that prepare.py makes with the same config. prepare.py's docstring tells how text becomes a loss. It
+writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
+Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches that the straight
+run would have read, in the same order. On a CPU, and with --deterministic on a GPU (seen on an H100, not compiled), it
+ends with the same bits. Without it, a GPU's atomic adds (attention, embedding) round differently in every run.
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -34,16 +32,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-import plot
-from bins import SPLITS, Verified, blocks_of, checked_table, data_folder, identity, load_meta, open_bins, read_ahead
-from checkpoint import Checkpoints, load_model, only_tokens, pick_compile, pick_device, pick_dtype
-from configurator import InputError, configure
-from cost import machine_memory, step_memory
+from configurator import InputError, check_numbers, configure
+from mhf import plot
+from mhf.bins import SPLITS, Verified, blocks_of, checked_table, data_folder, identity, load_meta, open_bins, read_ahead
+from mhf.checkpoint import Checkpoints, check_data, check_settings
+from mhf.cost import check_memory
+from mhf.device import pick_compile, pick_dtype, use_device
+from mhf.distributed import World, explain_crashes
+from mhf.fast import FastMHF
+from mhf.released import check_vocabulary, first_model
 from model import MHF, MHFConfig
-from processes import World
 
 # The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
@@ -94,210 +94,127 @@ device = None  # cuda | cuda:1 | cpu | mps
 dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
 compile = None  # torch.compile, which needs a C compiler
 deterministic = False  # on a GPU, too, each run has the same bits: slower
-plain_head = False  # trains through model.py's plain head by autograd: slower and larger, for changing it
+plain = False  # trains model.py as it stands, by autograd: slower and larger, for changing it
 activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
-# what a resumed run may not change, beside its data (identity: tokenizer, signature table, text); all else is free
-FIXED_ON_RESUME = (
-    'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
-    'num_hashes', 'num_buckets', 'num_lsh', 'single_id', 'ablation', 'embedding_std', 'loss', 'tokenizer',
-    'batch_size', 'block_size', 'seed', 'embedding_rate', 'weight_decay', 'beta1', 'beta2', 'train_layers',
+# A resumed run may change these settings. All others, and what its bins hold (bins.identity), stay as they were.
+FREE_ON_RESUME = (
+    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep', 'wandb', 'dataset', 'data_dir', 'bins',
+    'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',
+    'device', 'dtype', 'compile', 'deterministic', 'plain', 'activation_checkpointing', 'timeout',
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
 # processes and device
 
-# into a file or a pipe, too, a line is written when it is said
-sys.stdout.reconfigure(line_buffering=True)
+sys.stdout.reconfigure(line_buffering=True)  # a file or a pipe, too, gets every line when it is printed
 world = World()
-master, out = world.rank == 0, Path(out_dir)
+master = world.rank == 0
+out = Path(out_dir)
+Model = MHF if plain else FastMHF
 checkpoints = Checkpoints(out_dir, keep, writes=master)
-
-
-def explain_crash(error_class, e, traceback):
-    """What Python calls with an uncaught error: no traceback where the machine is at fault and not the code."""
-    words = ' '.join(str(e).split())[:300]
-    if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in words:
-        less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing'
-        plan = ' '.join(['python bench.py', *(a for a in sys.argv[1:] if a[:2] != '--'), '--plan'])
-        words = f'not enough memory on {device} ({words}); {less} needs less, {plan} says how much'
-    elif isinstance(e, dist.DistError) or 'gloo' in words:
-        words = f'process {world.rank} of {world.size} lost the others ({words})'
-    elif error_class is KeyboardInterrupt:
-        words = 'interrupted'
-    else:
-        return sys.__excepthook__(error_class, e, traceback)
-    print(f'error: {words}; {checkpoints.kept()}', file=sys.stderr)
-
-
-sys.excepthook = explain_crash
-device = pick_device(device)
+explain_crashes(world, checkpoints, f'a smaller --micro_batch_size (now {micro_batch_size})')
+device = use_device(device, deterministic)
 device_type = torch.device(device).type
-if device_type == 'cuda':
-    torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision('high')
-    if deterministic:
-        # read when cuBLAS starts
-        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
 
 # -----------------------------------------------------------------------------
-# checks; the data and the model, too, are checked before anything is written
+# checks: the settings here, then the data and the model, all before anything is written
 
-above_zero = ('batch_size', 'micro_batch_size', 'block_size', 'max_steps', 'eval_interval', 'timeout')
-above_zero += ('learning_rate', 'embedding_rate')
-not_negative = ('warmup_steps', 'lr_decay_steps', 'weight_decay', 'grad_clip', 'num_hashes', 'keep')
-for key in (*above_zero, *not_negative, 'train_layers'):
-    if not (0 < config[key] < math.inf if key in above_zero else 0 <= config[key] < math.inf):
-        raise InputError(f'{key}={config[key]}: must {"be above 0" if key in above_zero else "not be negative"}')
-for key, limit in (('seed', 2**64), ('beta1', 1), ('beta2', 1)):
-    if not 0 <= config[key] < limit:
-        raise InputError(f'{key}={config[key]}: must be from 0 to below {limit}')
+check_numbers(
+    config,
+    above_zero='batch_size micro_batch_size block_size max_steps eval_interval timeout learning_rate embedding_rate',
+    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep train_layers',
+)
+for name, limit in dict(seed=2**64, beta1=1, beta2=1).items():
+    if not 0 <= config[name] < limit:
+        raise InputError(f'{name}={config[name]}: must be from 0 to below {limit}')
 compile, no_compiler = pick_compile(compile, device)
-if batch_size % (micro_batch_size * world.size):
-    fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * world.size) == 0]
-    use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {world.size}'
-    product = f'micro_batch_size={micro_batch_size} x {world.size} processes'
-    raise InputError(f'batch_size={batch_size} does not divide by {product}; use {use}')
-accumulation = batch_size // (micro_batch_size * world.size)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
-if wandb and master:
-    try:
-        import wandb as wandb_module
-    except ImportError:
-        raise InputError('wandb=True, but it is not installed: pip install wandb') from None
+accumulation = world.accumulation(batch_size, micro_batch_size)
+if wandb and not importlib.util.find_spec('wandb'):
+    raise InputError('wandb=True, but it is not installed: pip install wandb')
 
 # -----------------------------------------------------------------------------
-# the bins
+# the bins; the processes meet and agree
 
 starts_from_model = init_from not in ('scratch', 'resume')
 if auto_resume and checkpoints.there():
     init_from = 'resume'
 meta = load_meta(config)
-train_tokens, val_tokens = open_bins(config, meta, 'train'), open_bins(config, meta, 'val')
+train_tokens = open_bins(config, meta, 'train')
+val_tokens = open_bins(config, meta, 'val')
 num_blocks = (len(train_tokens) - 1) // block_size
 if num_blocks < 1:
     raise InputError(f'block_size={block_size}: {data_folder(config)} has {len(train_tokens):,} training tokens')
 verified = Verified((train_tokens, val_tokens), world.rank, world.size)  # in a thread, while training runs
-
-# -----------------------------------------------------------------------------
-# the processes meet and agree; weights from elsewhere
-
 if world.distributed:
     world.meet(device, timeout)
     mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
-    mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__)
-    mine['tokenizer'] = meta['tokenizer_sha256']
+    mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__, tokenizer=meta['tokenizer_sha256'])
     world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in SPLITS})
 
+# -----------------------------------------------------------------------------
+# the model: from scratch, from the newest checkpoint, or from a folder or the hub
 
-def read_model():
-    """(model, the checkpoint's dict), each None where there is none. Raises InputError."""
-    model = ckpt = None
-    if init_from == 'resume':
-        # ckpt.pt, or where it is damaged the newest that is whole
-        model, ckpt = checkpoints.newest_whole()
-    elif checkpoints.there():
-        raise InputError(f'{out} has a checkpoint; --init_from=resume goes on, or choose another --out_dir')
-    elif starts_from_model:
-        model, *_ = load_model(init_from)
-    return model, ckpt
-
-
-model, ckpt = world.together(read_model)
+model, ckpt = world.together(lambda: first_model(init_from, checkpoints, Model))
+source = checkpoints.last_path or init_from
 if world.distributed:
     world.agree(dict(checkpoint=checkpoints.last_digest))
-source = checkpoints.last_path or init_from
-# a resumed run keeps its precision; a CPU's is measured, and what process 0 has measured counts
-same_as_before = ckpt['config'].get('dtype') if ckpt else None
-dtype, why_dtype = world.of_first(pick_dtype(dtype or same_as_before, device))
-autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
-if starts_from_model:  # the settings take its architecture, but for the context and the loss, which are ours to choose
-    architecture = {k: v for k, v in asdict(model.config).items() if k in config and k not in ('block_size', 'loss')}
-    globals().update(architecture)
-    config |= architecture
-start_step, best_val = 0, math.inf
+# a resumed run keeps its precision; a CPU's is measured, and what process 0 measured counts
+dtype, why_dtype = world.of_first(pick_dtype(dtype or (ckpt and ckpt['config'].get('dtype')), device))
+if starts_from_model:
+    # its architecture counts, but the context and the loss are ours to choose
+    architecture = asdict(model.config) | dict(block_size=block_size, loss=loss)
+    config |= {name: value for name, value in architecture.items() if name in config}
 if ckpt:
-    # what older checkpoints did not know
-    then = dict(ablation='', embedding_rate=1.0, embedding_std=0.02) | ckpt['config'] | ckpt['data']
-    changed = [f'{k}={then.get(k)} (now {config[k]})' for k in FIXED_ON_RESUME if then.get(k) != config[k]]
-    if changed:
-        raise InputError(f'{source} was trained with {", ".join(changed)}; a resumed run keeps it')
+    check_settings(ckpt, source, config, FREE_ON_RESUME)
 table = checked_table(config, meta)
 data = identity(meta, table)
+start_step = ckpt['step'] if ckpt else 0
+best_val = ckpt['best_val'] if ckpt else math.inf
 if ckpt:
-    other = [key for key, value in data.items() if ckpt['data'].get(key) != value]
-    if other:
-        words = f'other bins or another tokenizer than these (their {", ".join(other)} differs)'
-        hint = f'--init_from={out} and another --out_dir begin with its weights'
-        raise InputError(f'{source} was trained on {words}; a resumed run keeps them; {hint}')
-    if ckpt['step'] >= max_steps:
-        if auto_resume:
-            print(f'{source} is at step {ckpt["step"]} of {max_steps}: done')
-            sys.exit()
-        raise InputError(f'{source} is at step {ckpt["step"]} already; max_steps={max_steps} leaves nothing to do')
-    # an older train.py could change the text of a run, whose batches then began anew
-    if ckpt.get('data_start_step'):
-        began = f'went on with other text at step {ckpt["data_start_step"]} (--new_data, which is gone)'
-        raise InputError(f'{source} {began}; --init_from={out} and another --out_dir begin with its weights')
-    start_step, best_val = ckpt['step'], ckpt['best_val']
+    check_data(ckpt, source, data, out_dir)
+    if start_step >= max_steps and not auto_resume:
+        raise InputError(f'{source} is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
+    if start_step >= max_steps:
+        print(f'{source} is at step {start_step} of {max_steps}: done')
+        sys.exit()
 if model:
-    model.config.block_size, model.config.loss = block_size, loss
-    V, theirs = meta['vocab_size'], model.signatures
-    if not only_tokens(model, V, meta['gaps']):
-        raise InputError(f'{source} has vocab_size={len(theirs)}, {data_folder(config)} {V}')
-    if table is not None:
-        ours, theirs = np.pad(table, ((0, len(theirs) - V), (0, 0))), theirs.numpy()
-        if len(differing := np.flatnonzero((theirs != ours).any(1))):
-            first = differing[0]
-            rows = f'id {first} is {theirs[first].tolist()} there, {ours[first].tolist()} here'
-            raise InputError(f"{source} has another signature table than tokenizer '{tokenizer}' gives: {rows}")
+    check_vocabulary(model, source, meta, table)
+    model.config.block_size = block_size
+    model.config.loss = loss
 else:
     torch.manual_seed(seed)
-    architecture = {k: v for k, v in config.items() if k in MHFConfig.__annotations__}
+    architecture = {name: value for name, value in config.items() if name in MHFConfig.__annotations__}
     architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
-    # drawn on the device: a GPU draws other numbers than a CPU
-    with torch.device(device):
-        model = MHF(architecture, table, meta['gaps'])
-if device_type == 'cpu':
-    needs = step_memory(
-        model.config,
-        sum(model.num_params()),
-        micro_batch_size,
-        accumulates=accumulation > 1,
-        checkpointing=activation_checkpointing,
-    )
-    on_this_machine = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    need = on_this_machine * sum(needs.values())
-    if need > machine_memory():
-        has = f'a step needs {need / 1e9:,.1f} GB, this machine has {machine_memory() / 1e9:,.1f}'
-        raise InputError(f'micro_batch_size={micro_batch_size}: {has}; use a smaller one')
-if damage := verified.error_within(10):
-    raise damage
+    with torch.device(device):  # a GPU draws other numbers than a CPU
+        model = Model(architecture, table, meta['gaps'])
+check_memory(model, device, micro_batch_size, accumulation, activation_checkpointing)
+verified.wait(10)
 checkpoints.make_folder()
 
 # -----------------------------------------------------------------------------
 # compile, DDP; the optimizer
 
+autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
-raw_model.activation_checkpointing, raw_model.plain_head = activation_checkpointing, plain_head
+raw_model.activation_checkpointing = activation_checkpointing
 if train_layers:
     raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
 model = world.wrap(raw_model)
+E = raw_model.embed.weight
 trained = [p for p in model.parameters() if p.requires_grad]
-matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+matrices = [p for p in trained if p.dim() >= 2 and (p is not E or embedding_rate == 1)]
+others = [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 if embedding_rate != 1:
-    E = raw_model.embed.weight
-    groups[0]['params'] = [p for p in matrices if p is not E]
-    groups = [dict(params=[E], weight_decay=weight_decay, rate=embedding_rate), *groups]
+    groups.insert(0, dict(params=[E], weight_decay=weight_decay, rate=embedding_rate))
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
 if ckpt:
@@ -306,7 +223,7 @@ if ckpt:
     except (ValueError, KeyError, AttributeError) as e:
         raise InputError(f'{source} has the optimizer of another model ({e})') from None
     ckpt = None  # frees its memory
-# DDP's gradients stay in its buckets while micro-batches add to them; from the first on, after a backward of nothing
+# One backward on zeros makes every .grad a view of a DDP bucket, so gradients exist once.
 in_buckets = world.distributed and accumulation > 1
 if in_buckets:
     nothing = torch.zeros(micro_batch_size, block_size, raw_model.config.coordinates, dtype=torch.int64, device=device)
@@ -328,10 +245,10 @@ def learning_rate_at(step):
 
 def read_batch(split, starts):
     """
-    Sequences of block_size + 1 tokens of some Bins from each of `starts` -> signatures (n, T + 1, H) or token ids
-    (n, T + 1), int64, pinned where there is a GPU.
+    The sequences of block_size + 1 tokens that begin at each of `starts` in the Bins `split`: signatures (n, T + 1, H)
+    or token ids (n, T + 1), int64, in pinned memory if there is a GPU. Raises InputError for a damaged bin.
     """
-    tokens = np.stack([split[b : b + block_size + 1] for b in starts])
+    tokens = np.stack([split[start : start + block_size + 1] for start in starts])
     limit = raw_model.config.buckets if tokens.ndim == 3 else raw_model.config.vocab_size
     if tokens.max() >= limit:
         raise InputError(f'{data_folder(config)} has the number {tokens.max()}, the model {limit}: a damaged bin')
@@ -340,14 +257,14 @@ def read_batch(split, starts):
 
 
 def inputs_and_targets(tokens):
-    """Signatures or token ids on the host, as read_batch gives them -> the signatures of both, each (n, T, H)."""
+    """What read_batch gives -> the signatures of inputs and targets, each (n, T, H), on the device."""
     tokens = tokens.to(device, non_blocking=True)
     signatures = tokens if tokens.dim() == 3 else raw_model.sign(tokens)
     return signatures[:, :-1], signatures[:, 1:]
 
 
 def micro_batches():
-    """Those of this process, from start_step on. Runs in a thread, which has a current GPU of its own."""
+    """The micro-batches of this process, from start_step on. A thread runs this, which has a current GPU of its own."""
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
@@ -356,26 +273,37 @@ def micro_batches():
             yield read_batch(train_tokens, micro * block_size)
 
 
-# seconds between two pictures of a progress bar: a file keeps all of them
+# seconds between two updates of a progress bar: a file keeps all of them
 redraw_interval = 0.2 if sys.stderr.isatty() else 20
 
 
 @torch.no_grad()
 def evaluate():
-    """Validation over all held-out tokens, in order, shared by all processes: three numbers."""
-    n, sums = len(val_tokens) - 1, torch.zeros(2, dtype=torch.float64)
-    starts, whole = list(range(0, n, block_size)), n // block_size
+    """Validates on all held-out tokens, in order, shared by the processes: a dict of three numbers."""
+    n = len(val_tokens) - 1
+    starts = list(range(0, n, block_size))
+    whole = n // block_size
     batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
-    batches += [starts[whole:]] if whole < len(starts) else []  # the last, shorter block
-    progress = dict(desc='validate', unit='batch', leave=False, delay=1, disable=not master)
-    for batch in tqdm(batches[world.rank :: world.size], **progress, mininterval=redraw_interval):
+    if whole < len(starts):
+        batches.append(starts[whole:])  # the last, shorter block
+    sums = torch.zeros(2, dtype=torch.float64)
+    bar = tqdm(
+        batches[world.rank :: world.size],
+        desc='validate',
+        unit='batch',
+        leave=False,
+        delay=1,
+        disable=not master,
+        mininterval=redraw_interval,
+    )
+    for batch in bar:
         x, y = inputs_and_targets(read_batch(val_tokens, batch))
         with autocast:
             losses = raw_model.both_losses(x, y)
-        sums += torch.stack([each.double().sum().cpu() for each in losses])
+        sums += torch.stack([of_tokens.double().sum().cpu() for of_tokens in losses])
     product, nats = (world.sum(sums, device) / n).tolist()
     bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
-    return dict(val_loss=product if loss == 'product' and num_hashes else nats, val_nats=nats, val_bpb=bits)
+    return dict(val_loss=product if trains_product else nats, val_nats=nats, val_bpb=bits)
 
 
 # -----------------------------------------------------------------------------
@@ -383,7 +311,7 @@ def evaluate():
 
 
 def append_to_log(text):
-    """log.jsonl is only ever appended to: a step that a resumed run repeats has two lines; readers keep the last."""
+    """Appends to log.jsonl: a step that a resumed run repeats has two lines there, and readers keep the last."""
     try:
         with open(out / 'log.jsonl', 'a') as f:
             f.write(text)
@@ -397,24 +325,32 @@ def log(**event):
         wandb_run.log(event, step=event['step'])
 
 
-received = []  # signals, and when
+received = []  # (signal, when)
 
 
 def stop_after_this_step(signum, frame):
-    """A second signal stops at once, but within 5 s torchrun only hands on the one that its workers have already."""
+    """
+    The first signal makes the loop end after its step, a second one stops at once. But a signal within 5 s of the first
+    may come from torchrun, which hands on what its workers have had already.
+    """
     now = time.monotonic()
     received.append((signum, now))
-    if len(received) > 1 and not ((world.distributed or signum == signal.SIGTERM) and now - received[0][1] < 5):
+    if len(received) == 1:
+        return
+    from_torchrun = (world.distributed or signum == signal.SIGTERM) and now - received[0][1] < 5
+    if not from_torchrun:
         signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
         signal.raise_signal(signum)
 
 
 # -----------------------------------------------------------------------------
-# the loop
+# what is said at the start
 
+c = raw_model.config
+trains_product = c.loss == 'product' and c.num_hashes > 0
 tokens_per_step = batch_size * block_size
 if master:
-    c, (interface, decoder) = raw_model.config, raw_model.num_params()
+    interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
     sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
@@ -423,8 +359,8 @@ if master:
         print(f'dtype={dtype}: {why_dtype}')
     if device_type == 'cuda' and no_compiler:
         print(f'not compiled: {no_compiler}')
-    if plain_head:
-        print('the plain head')
+    if plain:
+        print('the plain model')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(config)}')
     if train_layers:
@@ -433,22 +369,37 @@ if master:
     if init_from == 'resume':
         print(f'resumed at step {start_step}')
     log_path = out / 'log.jsonl'
-    half_a_line = log_path.is_file() and not log_path.read_bytes().endswith(b'\n')  # as a crash leaves it
-    append_to_log('\n' if half_a_line else '')
+    if log_path.is_file() and not log_path.read_bytes().endswith(b'\n'):
+        append_to_log('\n')  # a crash left half a line
+    else:
+        append_to_log('')
     if wandb:
         project = os.environ.get('WANDB_PROJECT', 'multihashformer')
-        wandb_run = wandb_module.init(project=project, name=os.environ.get('WANDB_NAME', out.name), config=config)
+        name = os.environ.get('WANDB_NAME', out.name)
+        wandb_run = importlib.import_module('wandb').init(project=project, name=name, config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, stop_after_this_step)
-# no bar before the first step is through
-bar = dict(total=max_steps, initial=start_step, unit='step', desc='train', delay=1, disable=not master)
-bar = tqdm(**bar, mininterval=redraw_interval)
-speeds, batches = [], read_ahead(micro_batches())
+
+# -----------------------------------------------------------------------------
+# the loop
+
+# the bar appears after the first step
+bar = tqdm(
+    total=max_steps,
+    initial=start_step,
+    unit='step',
+    desc='train',
+    delay=1,
+    disable=not master,
+    mininterval=redraw_interval,
+)
+speeds = []
+batches = read_ahead(micro_batches())
 with bar:
     for step in range(start_step, max_steps):
         checkpoints.raise_if_failed()
-        if verified.error:
-            raise InputError(f'{verified.error}; stopped at step {step}, {checkpoints.kept()}')
+        if verified.damage:
+            raise InputError(f'{verified.damage}; stopped at step {step}, {checkpoints.kept()}')
         began = time.perf_counter()
         lr = learning_rate_at(step)
         for group in optimizer.param_groups:
@@ -466,41 +417,56 @@ with bar:
         shared = world.sum(torch.stack([mean_loss / world.size, mean_loss.new_full((), stopping)]))
         norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
         mean_loss, others_stop = shared.tolist()
-        stopping = stopping or (signal.SIGTERM if others_stop else 0)
-        wrong = '' if math.isfinite(mean_loss + norm) else f'loss {mean_loss}, gradient norm {norm}'
-        if wrong:
+        if others_stop and not stopping:
+            stopping = signal.SIGTERM
+        if not math.isfinite(mean_loss + norm):
+            wrong = f'loss {mean_loss}, gradient norm {norm}'
             raise InputError(f'step {step}: {wrong}; stopped before the update, {checkpoints.kept()}')
         optimizer.step()
         optimizer.zero_grad(set_to_none=not in_buckets)
         speeds.append(tokens_per_step / (time.perf_counter() - began))
 
-        done, best = step + 1, False
-        tokens, validating = done * tokens_per_step, done % eval_interval == 0 or done == max_steps
+        done = step + 1
+        tokens = done * tokens_per_step
+        validating = done % eval_interval == 0 or done == max_steps
+        best = False
         if master:
-            event = dict(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=norm)
-            log(**event, tokens_per_s=round(speeds[-1], 1))
+            speed = round(speeds[-1], 1)
+            log(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=norm, tokens_per_s=speed)
             bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
             bar.update()
-            # now there is a bar, and its last line is ended also in a file
+            # from now on there is a bar, whose last line is also ended in a file
             bar.delay = 0
         if validating:
             result = evaluate()
             if device_type == 'cuda':
                 result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
-            best, best_val = result['val_loss'] < best_val, min(best_val, result['val_loss'])
+            best = result['val_loss'] < best_val
+            best_val = min(best_val, result['val_loss'])
             if master:
                 log(step=done, tokens=tokens, **result)
                 # with the exact loss both are one number
-                numbers = 'validation loss {val_loss:.4f}, ' if loss == 'product' and num_hashes else 'validation: '
+                numbers = 'validation loss {val_loss:.4f}, ' if trains_product else 'validation: '
                 numbers += '{val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
                 bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
         if validating or stopping:
-            state = dict(model=raw_model.state_dict(), optimizer=optimizer.state_dict(), step=done, data=data)
-            state |= dict(model_config=asdict(raw_model.config), config=config | dict(dtype=dtype), best_val=best_val)
+            state = dict(
+                model=raw_model.state_dict(),
+                model_config=asdict(raw_model.config),
+                optimizer=optimizer.state_dict(),
+                config=config | dict(dtype=dtype),
+                step=done,
+                best_val=best_val,
+                data=data,
+            )
             checkpoints.save(state, best)
         if stopping:
             break
     checkpoints.wait()
+
+# -----------------------------------------------------------------------------
+# the last line
+
 world.leave()
 if done < max_steps:
     if master:

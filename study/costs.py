@@ -21,9 +21,9 @@ import sweep
 from rows import commit
 
 import bench
-from bins import replace_durably
-from checkpoint import pick_device, pick_dtype
-from hashing import get_tokenizer
+from mhf.device import pick_device, pick_dtype
+from mhf.files import replace_durably
+from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
 
 

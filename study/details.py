@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bins import Bins, read_meta
-from checkpoint import load_checkpoint, pick_device
+from mhf.bins import Bins, read_meta
+from mhf.checkpoint import load_checkpoint
+from mhf.device import pick_device
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 

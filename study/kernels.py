@@ -11,16 +11,19 @@ takes of a multiprocessor.
 """
 
 import argparse
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import lookups
 from configurator import InputError
-from hashing import get_tokenizer, signature_table
-from lookups import Sizes
-from loss import Table, exact_nll, no_triton, read_table
+from hashing import signature_table
+from mhf import lookups
+from mhf.device import no_triton
+from mhf.fast import Table, Tiles, exact_nll, read_backwards
+from mhf.lookups import Sizes
+from mhf.tokenizers import get_tokenizer
 
 # by kernel, the other sizes that are tried with each number of tokens of a block
 TOKENS = (32, 64, 128)
@@ -39,6 +42,9 @@ TRIED = {
         dict(buckets=32, derive_warps=4),
     ],
 }
+# how a GPU's head goes through its tokens, with the kernels and without
+KERNELS = Tiles(chunk=4096, softmax=4096, columns=512, kernels=True)
+COLUMNS = KERNELS._replace(kernels=False)
 PER = 16384  # tokens that the times are printed for: a micro-batch of 8 x 2,048
 
 
@@ -53,13 +59,19 @@ class Case(NamedTuple):
         return [o_i.clone() for o_i in self.o]
 
 
+def table_of(signatures, is_token, B):
+    """Signatures (V, H) int64 and is_token (V,) bool, tensors -> their Table, on the same device."""
+    backwards = read_backwards(signatures.cpu().numpy(), is_token.cpu().numpy(), B)
+    tensors = {name: torch.tensor(array, device=signatures.device) for name, array in backwards.items()}
+    return Table(signatures, is_token, **tensors, standard=False)
+
+
 def random_case(signatures, B, n, dtype):
     """Signatures (V, H) of words that all are tokens -> n random bucket logits and targets, always the same."""
     torch.manual_seed(0)
     V, H = signatures.shape
     device = signatures.device
-    is_token = torch.ones(V, dtype=torch.bool, device=device)
-    table = read_table(signatures, is_token, B, False, 'cuda', True)
+    table = table_of(signatures, torch.ones(V, dtype=torch.bool, device=device), B)
     o = [torch.randn(n, B, device=device, dtype=dtype) for _ in range(H)]
     return Case(table, o, signatures[torch.randint(V, (n,), device=device)])
 
@@ -72,9 +84,9 @@ def exactness(case):
     by_kernels = case.copies()
     again = case.copies()
     in_columns = case.copies()
-    nll = exact_nll(by_kernels, case.y, case.table, gradient=True)
-    nll_again = exact_nll(again, case.y, case.table, gradient=True)
-    expected = exact_nll(in_columns, case.y, case.table._replace(kernels=False), gradient=True)
+    nll = exact_nll(by_kernels, case.y, case.table, KERNELS, gradient=True)
+    nll_again = exact_nll(again, case.y, case.table, KERNELS, gradient=True)
+    expected = exact_nll(in_columns, case.y, case.table, COLUMNS, gradient=True)
     pairs = list(zip(by_kernels, in_columns, strict=True))
     distance = sum((a.double() - b.double()).square().sum() for a, b in pairs).sqrt()
     length = sum(b.double().square().sum() for _, b in pairs).sqrt()
@@ -84,7 +96,8 @@ def exactness(case):
 
 def calls(case, sizes):
     """{kernel: function without arguments that calls it}; the last is what evaluation calls, without a gradient."""
-    table, inverse = case.table, [case.table.ids, case.table.begins]
+    table = case.table
+    inverse = [table.ids, table.begins]
     laid_out = lookups.lay_out(case.o, sizes)
     logits, _, logsumexp = lookups.normalise(laid_out, table.rows, table.is_token, True, sizes)
     gradient = case.copies()
@@ -118,9 +131,11 @@ def fastest(case, seconds_of, copy_rate):
     Times every kernel in all sizes, prints a line each -> the Sizes that are the fastest together. seconds_of(f): the
     time of a call; copy_rate: bytes read and written a second by a copy.
     """
-    moved, totals = bytes_moved(case), {}
+    moved = bytes_moved(case)
+    totals = {}
     for tokens in TOKENS:
-        best, total = Sizes(tokens=tokens), 0.0
+        best = Sizes(tokens=tokens)
+        total = 0.0
         for kernel, tried in TRIED.items():
             times = {}
             for change in tried:
@@ -149,7 +164,7 @@ def peak_memory(case):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    exact_nll(o, case.y, case.table, gradient=True)
+    exact_nll(o, case.y, case.table, KERNELS, gradient=True)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -189,10 +204,12 @@ def measure(case, seconds_of):
     logits = torch.cat(case.o)
     copy_rate = 2 * logits.nbytes / seconds_of(logits.clone)
     print(f'a copy runs at {copy_rate / 1e9:,.0f} GB/s; times for {PER:,} tokens:')
-    o, moved = case.copies(), bytes_moved(case)
-    for name, table in (('kernels', case.table), ('columns', case.table._replace(kernels=False))):
+    o = case.copies()
+    moved = bytes_moved(case)
+    for name, tiles in (('kernels', KERNELS), ('columns', COLUMNS)):
         for gradient in (True, False):
-            seconds = seconds_of(lambda table=table, gradient=gradient: exact_nll(o, case.y, table, gradient))
+            work = functools.partial(exact_nll, o, case.y, case.table, tiles, gradient)
+            seconds = seconds_of(work)
             report(f'-log P{" and its gradient" if gradient else ""}, by {name}', seconds, n)
     for name, work in calls(case, lookups.SIZES).items():
         report(f'{name}, as it is', seconds_of(work), n, moved[name], copy_rate)

@@ -28,11 +28,11 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bins import load_meta, open_bins, token_ids  # noqa: E402
-from checkpoint import load_checkpoint  # noqa: E402
 from configurator import InputError  # noqa: E402
+from mhf.bins import load_meta, open_bins, token_ids  # noqa: E402
+from mhf.checkpoint import load_checkpoint  # noqa: E402
+from mhf.plot import figure, save  # noqa: E402
 from model import MHF  # noqa: E402
-from plot import figure, save  # noqa: E402
 
 CONTEXTS, COLUMNS = 4096, 2048
 # z is 64; every bound is far below both numbers

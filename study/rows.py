@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bins import replace_durably  # noqa: E402
+from mhf.files import replace_durably  # noqa: E402
 
 PARTS = ('params_embedding', 'params_hash', 'params_decoder')
 

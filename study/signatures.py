@@ -6,8 +6,9 @@ Draws README's picture of what a signature is: the buckets of five tokens in the
 
 from pathlib import Path
 
-from hashing import get_tokenizer, signature_table
-from plot import figure, save
+from hashing import signature_table
+from mhf.plot import figure, save
+from mhf.tokenizers import get_tokenizer
 
 WORDS = ('▁the', '▁The', '▁hash', 'ing', '<0x0A>')
 H, B = 4, 16384

@@ -34,9 +34,9 @@ import report  # noqa: E402
 import torch  # noqa: E402
 from rows import add_row, commit, read_rows  # noqa: E402
 
-from bins import replace_durably  # noqa: E402
 from configurator import InputError, read_config, settings_of  # noqa: E402
-from plot import read_log  # noqa: E402
+from mhf.files import replace_durably  # noqa: E402
+from mhf.plot import read_log  # noqa: E402
 
 # what eval.py says of a text
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
@@ -182,7 +182,8 @@ def weights_only(folder):
     (folder / 'ckpt.pt.sha256').unlink(missing_ok=True)
     replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
     (folder / 'ckpt_best.pt').unlink(missing_ok=True)
-    parts, numbers = dict(embed='embedding', encoder='hash', mixers='hash'), Counter(embedding=0, hash=0, decoder=0)
+    parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
+    numbers = Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():
         numbers[parts.get(name.split('.')[0], 'decoder')] += tensor.numel() * tensor.is_floating_point()
     log = read_log(folder / 'log.jsonl')

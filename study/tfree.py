@@ -146,7 +146,7 @@ def settings(script, used):
 
 def write_words():
     """Writes --tokenizer, a tokenizer.json of all words of --dataset, the most frequent first."""
-    from sources import Source, documents
+    from mhf.sources import Source, documents
 
     s, split, counts = settings('prepare.py', {'dataset', 'tokenizer'}), pre_tokenizers.WhitespaceSplit(), Counter()
     if not s['tokenizer'].endswith('.json'):
@@ -171,7 +171,7 @@ def train():
 def evaluate():
     """The paper's tasks but LAMBADA, of which it has no T-FREE; with --text, bins, also ranks of held-out words."""
     import eval as evaluation
-    from scorer import open_lm
+    from mhf.lm import open_lm
 
     s = settings('eval.py', {'out_dir', 'device', 'dtype', 'data_dir', 'limit', 'text'})
     lm = open_lm(s['out_dir'], device=s['device'], dtype=s['dtype'])

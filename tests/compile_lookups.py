@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-import lookups
+from mhf import lookups
 
 TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
 

@@ -35,7 +35,7 @@ if str(REPO) not in sys.path:
 
 def __getattr__(name):
     """What test_mhf.py has for all tests; it imports torch and our modules, so only when a test asks for it."""
-    if name in ('SHARED', 'TINY', 'random_model', 'relative', 'shared', 'write_released'):
+    if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'tiles', 'write_released'):
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
 
@@ -69,7 +69,7 @@ def fork_server():
 
 
 def child(script, args, cwd, environment, patch, output):
-    """Runs a script in a forked process as `python script args` does in a new one, but for the functions of atexit."""
+    """Runs `python script args`, or `python -m script args`, in a forked process, but for the functions of atexit."""
     # a group of its own, which can be killed with all its workers
     os.setsid()
     # may have processes of its own
@@ -82,10 +82,13 @@ def child(script, args, cwd, environment, patch, output):
     os.chdir(cwd)
     os.environ.update(environment)
     sys.argv = [script, *args]
-    sys.path.insert(0, os.path.dirname(script))
+    sys.path.insert(0, str(REPO))
     try:
         exec(patch, {})
-        runpy.run_path(script, run_name='__main__')
+        if script.endswith('.py'):
+            runpy.run_path(script, run_name='__main__')
+        else:
+            runpy.run_module(script, run_name='__main__', alter_sys=True)
     except SystemExit:
         # multiprocessing ends as Python does
         raise
@@ -107,7 +110,8 @@ class Forked:
         self.output = tempfile.TemporaryDirectory()
         for name in ('stdout', 'stderr'):
             Path(self.output.name, name).touch()
-        everything = (str(REPO / script), args, str(cwd), environment, patch, self.output.name)
+        path = str(REPO / script) if script.endswith('.py') else script
+        everything = (path, args, str(cwd), environment, patch, self.output.name)
         # as a daemon it doesn't outlive pytest
         self.process = fork_server().Process(target=child, args=everything, daemon=True)
         self.process.start()
@@ -136,8 +140,9 @@ class Forked:
 
 def start(script, *args, cwd, torchrun=None, patch='', **environment):
     """
-    A script that runs, in a process group of its own. `patch` is Python that the child runs first and may change our
-    modules. With `torchrun`, a list of torchrun's arguments, only torchrun itself is forked, its workers begin anew.
+    A script that runs, 'train.py' or a module like 'study.sweep', in a process group of its own. `patch` is Python that
+    the child runs first and may change our modules. With `torchrun`, a list of torchrun's arguments, only torchrun
+    itself is forked, its workers begin anew.
     """
     if torchrun is not None:
         command = [*torchrun, str(REPO / script), *args]
@@ -182,15 +187,15 @@ def ranks(number, script, *args, cwd, **how):
 # a patch that does something in the n-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
-from model import MHF
-passes, head_loss = [], MHF.head_loss
+from mhf.fast import FastMHF
+passes, head_loss = [], FastMHF.head_loss
 @torch.compiler.disable
 def counted(self, h, y):
     passes.append(len(passes))
     if len(passes) == {n}:
         {do}
     return head_loss(self, h, y)
-MHF.head_loss = counted
+FastMHF.head_loss = counted
 """
 
 
@@ -254,7 +259,7 @@ def write_jsonl(path, texts):
 
 @pytest.fixture(scope='session')
 def mistral():
-    from hashing import get_tokenizer
+    from mhf.tokenizers import get_tokenizer
 
     return get_tokenizer('mistral')
 

@@ -16,10 +16,11 @@ import torch
 from conftest import free_port, random_model, run, save_edited, snapshot, weights, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from bins import HEADER, digest_of, read_meta
-from checkpoint import save_pretrained
 from expand import with_pieces
-from hashing import get_tokenizer, signature_table
+from hashing import signature_table
+from mhf.bins import HEADER, digest_of, read_meta
+from mhf.released import save_pretrained
+from mhf.tokenizers import get_tokenizer
 
 
 @dataclass
@@ -330,11 +331,11 @@ BAD = [
     Bad('resume on another tokenizer', MORE, 'tokenizer', edit_meta(tokenizer_sha256='0')),
     Bad('a log that is a folder', MORE, 'log.jsonl cannot be written', log_is_a_folder),
     Bad('a folder in the way', MORE, 'ckpt.pt.tmp', lambda f: (f / 'out/ckpt.pt.tmp').mkdir()),
-    # checkpoint.py
-    Bad('export to nowhere', 'checkpoint.py out', says='usage: python -m checkpoint OUT_DIR FOLDER'),
-    Bad('export of nothing', 'checkpoint.py nowhere x', says='no checkpoint at nowhere/ckpt.pt'),
-    Bad('export over a folder', 'checkpoint.py out bins', says='bins is there already'),
-    Bad('export below a file', 'checkpoint.py out docs.jsonl/x', says='docs.jsonl/x cannot be written'),
+    # mhf/released.py
+    Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
+    Bad('export of nothing', 'mhf.released nowhere x', says='no checkpoint at nowhere/ckpt.pt'),
+    Bad('export over a folder', 'mhf.released out bins', says='bins is there already'),
+    Bad('export below a file', 'mhf.released out docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
@@ -378,7 +379,7 @@ BAD = [
     Bad('whole, of a Standard model', REPLACE, "before='small' is a Standard model", released(num_hashes=0)),
     # eval.py and bench.py
     Bad('unknown task', EVAL + '--tasks=arc_esy', says="did you mean 'arc_easy'"),
-    Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m scorer run --model_args path=... --tasks gsm8k'),
+    Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m mhf.lm run --model_args path=... --tasks gsm8k'),
     Bad('a part of a document', EVAL + '--limit=0.5', says='limit=0.5'),
     Bad('no local file', EVAL + '--tasks=piqa --data_dir=bins', says='no piqa_validation'),
     Bad('no folder of data', EVAL + '--data_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),

@@ -9,8 +9,8 @@ from conftest import ok
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
-import cost
 from configurator import read_config
+from mhf import cost
 from model import MHF, MHFConfig
 
 
@@ -30,7 +30,6 @@ def test_flops(monkeypatch):
     for hashes in (dict(num_hashes=3, num_buckets=50), dict(num_hashes=0)):
         c = MHFConfig(**sizes, **hashes, block_size=32, vocab_size=300)
         model = MHF(c)
-        model.plain_head = True
         x = torch.zeros(2, 32, c.coordinates, dtype=torch.int64)
         with FlopCounterMode(display=False) as counted:
             model(x, x).backward()

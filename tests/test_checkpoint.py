@@ -30,8 +30,9 @@ from conftest import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Checkpoints, checked_digest, from_pretrained, load_checkpoint, save_pretrained
 from configurator import InputError
+from mhf.checkpoint import Checkpoints, checked_digest, load_checkpoint
+from mhf.released import from_pretrained, save_pretrained
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
@@ -218,7 +219,7 @@ def assert_read_back(m, folder):
 
 def test_export(quick):
     """A trained model that is exported is another one."""
-    done = ok('checkpoint.py', 'out', 'released', cwd=quick)
+    done = ok('mhf.released', 'out', 'released', cwd=quick)
     assert done.stdout == 'out/ckpt.pt, step 24 -> released\n' and not done.stderr and not list(quick.glob('*.tmp'))
     fields = json.loads((quick / 'released/config.json').read_text())
     assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
@@ -245,5 +246,7 @@ def test_an_exported_standard_model_is_a_qwen3(tmp_path):
 
 def test_no_compiler_for_a_checkpoint(few):
     """Opening a model imports torch's compiler, which takes longer than all the rest of sample.py's beginning."""
-    code = "import sys; from checkpoint import open_model; open_model('out'); sys.exit('torch._dynamo' in sys.modules)"
+    code = (
+        "import sys; from mhf.released import open_model; open_model('out'); sys.exit('torch._dynamo' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, '-c', code], cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0

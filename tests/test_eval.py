@@ -1,4 +1,4 @@
-"""eval.py and scorer.py: scores against log_probs, the paper's tasks on small local files, lm-eval's command line."""
+"""eval.py and mhf/lm.py: scores against log_probs, the paper's tasks on small local files, lm-eval's command line."""
 
 import gzip
 import json
@@ -24,11 +24,13 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import get_latest_filename, get_results_filenames
 
 import eval as evaluation
-from bins import read_meta
-from checkpoint import from_pretrained, load_checkpoint, save_pretrained
 from configurator import InputError
-from hashing import JsonTokenizer, tokenizer_fingerprint
-from scorer import MHFLM, text_after
+from mhf.bins import read_meta
+from mhf.checkpoint import load_checkpoint
+from mhf.generate import Writer
+from mhf.lm import MHFLM, text_after
+from mhf.released import from_pretrained, save_pretrained
+from mhf.tokenizers import JsonTokenizer, tokenizer_fingerprint
 
 pytestmark = pytest.mark.xdist_group('eval')
 
@@ -230,7 +232,7 @@ def test_a_prompt_that_does_not_fit(mistral, caplog):
     assert [r.getMessage().startswith('task: 1 documents with a context over 24') for r in caplog.records] == [True] * 2
 
 
-def test_first_space_of_an_answer(mistral, tmp_path):
+def test_first_space_of_an_answer(mistral, tmp_path, monkeypatch):
     """The indentation of what a model writes loses a space, as in humaneval, or the text of the prompt is in it."""
     import tokenizers
 
@@ -253,7 +255,8 @@ def test_first_space_of_an_answer(mistral, tmp_path):
         assert text_after(tok, [tok.bos], tok.encode(['a'])[0]) == 'a'
     m = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
     made = mistral.encode(['import os\n        return'])[0][len(mistral.encode(['import'])[0]) :]
-    m.stream = lambda ids, n, **how: (torch.tensor([token] * len(ids)) for token in made)
+    given = lambda self, ids, n, **how: (torch.tensor([token] * len(ids)) for token in made)  # noqa: E731
+    monkeypatch.setattr(Writer, 'stream', given)
     lm = MHFLM(m, mistral, 1)
     assert lm.generate_until([request('import', dict(until=['return'], max_gen_toks=9))]) == [' os\n        ']
 
@@ -513,13 +516,14 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
 
 # the second process opens other weights
 OTHER_WEIGHTS = """
-import os, checkpoint
-whole = checkpoint.open_model
+import os
+from mhf import released
+whole = released.open_model
 def open_other(*args, **how):
     opened = whole(*args, **how)
     opened.model.norm.weight.data += os.environ['RANK'] == '1'
     return opened
-checkpoint.open_model = open_other
+released.open_model = open_other
 """
 
 
@@ -588,7 +592,7 @@ def test_command_line_of_lm_eval(few, tmp_path):
     args = ['run', '--model_args', 'path=out,dtype=float32', '--tasks', 'both', '--include_path', f'{tmp_path}/mine']
     args += ['--gen_kwargs', 'max_gen_toks=4', '--log_samples', '--output_path', f'{tmp_path}/r', '--device', 'cpu']
     more = ['--use_cache', str(tmp_path / 'c')]
-    done = ok('scorer.py', *args, *more, cwd=few, patch=NO_INDEX)
+    done = ok('mhf.lm', *args, *more, cwd=few, patch=NO_INDEX)
     # the tasks of the group
     assert 'scoring: ' in done.stderr and '- ends' in done.stdout and '- sums' in done.stdout
     one = newest(tmp_path / 'r')
@@ -596,9 +600,9 @@ def test_command_line_of_lm_eval(few, tmp_path):
     samples = [json.loads(line) for line in next(tmp_path.glob('r/out/samples_sums_*.jsonl')).read_text().splitlines()]
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
     # everything is in the cache
-    again = ok('scorer.py', *args, *more, cwd=few, patch=NO_INDEX)
+    again = ok('mhf.lm', *args, *more, cwd=few, patch=NO_INDEX)
     assert 'scoring: ' not in again.stderr and newest(tmp_path / 'r')['results'] == one['results']
-    several = of_ranks(2, 'scorer.py', *args, cwd=few, patch=NO_INDEX)
+    several = of_ranks(2, 'mhf.lm', *args, cwd=few, patch=NO_INDEX)
     assert [code for code, _, _ in several] == [0, 0] and several[1][1] == '', several
     two = newest(tmp_path / 'r')
     assert two['n-samples'] == one['n-samples']
@@ -638,7 +642,7 @@ def test_the_paper_s_tasks_on_both_command_lines(few, tmp_path):
     hub = HUB.format(folder=str(tmp_path / 'hub'), theirs=theirs)
     ok('eval.py', '--out_dir=out', '--dtype=float32', f'--output_path={tmp_path}/a', '--device=cpu', cwd=few, patch=hub)
     args = ['--model_args', 'dtype=float32', '--tasks', 'paper', '--output_path', f'{tmp_path}/b', '--device', 'cpu']
-    ok('scorer.py', 'run', *args, cwd=few, patch=hub)
+    ok('mhf.lm', 'run', *args, cwd=few, patch=hub)
     ours, theirs = (newest(tmp_path / folder) for folder in 'ab')
     assert len(ours['results']) == 11 and theirs['n-shot'] == ours['n-shot']
     for task, scores in ours['results'].items():
@@ -667,8 +671,8 @@ def test_ctrl_c_is_one_line(few):
     """Ctrl-C in a command of hours ends with a traceback."""
     patch = 'def stop(*args, **how): raise KeyboardInterrupt\n'
     for script, args, where in (
-        ('eval.py', ['--tasks=bits_per_byte', '--text=docs.jsonl'], 'import scorer; scorer.MHFLM.by_token = stop'),
-        ('scorer.py', ['ls', 'tasks'], 'import lm_eval.tasks; lm_eval.tasks.TaskManager = stop'),
+        ('eval.py', ['--tasks=bits_per_byte', '--text=docs.jsonl'], 'from mhf import lm; lm.MHFLM.by_token = stop'),
+        ('mhf.lm', ['ls', 'tasks'], 'import lm_eval.tasks; lm_eval.tasks.TaskManager = stop'),
     ):
         done = run(script, *args, cwd=few, patch=patch + where)
         assert done.returncode == 130 and done.stderr.startswith('interrupted; ') and done.stderr.count('\n') == 1

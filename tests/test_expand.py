@@ -10,12 +10,14 @@ import torch
 from conftest import REPO, events, ok, random_model, real_documents, run, shared, snapshot, weights, write_jsonl
 
 import expand
-from bins import Bins, read_meta
-from checkpoint import from_pretrained, load_checkpoint, save_pretrained
 from configurator import read_config, settings_of
-from hashing import extend_table, get_tokenizer, signature_table
+from hashing import extend_table, signature_table
+from mhf.bins import Bins, read_meta
+from mhf.checkpoint import load_checkpoint
+from mhf.released import from_pretrained, save_pretrained
+from mhf.sources import mixture
+from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
-from sources import mixture
 from test_mhf import SAYINGS
 
 pytestmark = pytest.mark.xdist_group('expand')

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, random_model, steps
+from conftest import REPO, plain_twin, random_model, steps, tiles
 from torch._dynamo.utils import ReinplaceCounters
 
-import loss as fast
-from hashing import get_tokenizer
-from scorer import MHFLM
+from mhf import fast
+from mhf.lm import MHFLM
+from mhf.tokenizers import get_tokenizer
 from study import kernels
 
 pytest.importorskip('triton', reason='needs the package triton')
@@ -49,10 +49,7 @@ def everything(m, ids, autocast=False):
 def references(changes):
     """A model in float64 on the CPU, token ids, and what the plain head makes of them."""
     m, ids = random_model(**changes), torch.randint(3, 300, (3, 41))
-    m.plain_head = True
-    expected = everything(m, ids)
-    m.plain_head = False
-    return m, ids, expected
+    return m, ids, everything(plain_twin(m), ids)
 
 
 @pytest.mark.parametrize('changes', KINDS)
@@ -60,7 +57,7 @@ def references(changes):
 def test_the_same_as_on_a_cpu(dtype, tolerance, changes):
     """Logits, losses or gradients on a GPU are not those of the plain head on a CPU."""
     m, ids, expected = references(changes)
-    m.to(DEVICE, dtype).head_chunk, m.head_device = 50, 'cuda'
+    m.to(DEVICE, dtype).tiles = tiles('cuda', chunk=50)
     found = everything(m, ids.to(DEVICE))
     # the gate's last bias has none but for rounding
     wrong = {k: distance(found[k], t) for k, t in expected.items() if t.norm() > 1e-6}
@@ -77,7 +74,7 @@ def test_a_compiled_chunk(changes):
     torch._dynamo.reset()
     ReinplaceCounters.clear()
     m, ids, expected = references(changes)
-    m.to(DEVICE, torch.float32).head_device = 'cuda'
+    m.to(DEVICE, torch.float32).tiles = tiles('cuda', chunk=4096)
     errors = []
     for m.chunk_gradients in (fast.chunk_gradients, torch.compile(fast.chunk_gradients, fullgraph=True)):
         found = everything(m, ids.to(DEVICE), autocast=True)
@@ -107,9 +104,9 @@ def test_more_bucket_logits_than_an_int32_counts():
     case = kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
     for some in (slice(0, 100), slice(n - 100, n)):
         o = [o_i[some].clone() for o_i in case.o]
-        expected = fast.exact_nll(o, case.y[some], case.table._replace(kernels=False), gradient=True)
+        expected = fast.exact_nll(o, case.y[some], case.table, kernels.COLUMNS, gradient=True)
         whole = case.copies()
-        nll = fast.exact_nll(whole, case.y, case.table, gradient=True)
+        nll = fast.exact_nll(whole, case.y, case.table, kernels.KERNELS, gradient=True)
         assert torch.allclose(nll[some], expected, atol=1e-5)
         assert all(distance(ours[some], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
 

@@ -19,31 +19,31 @@ pytest.importorskip('triton', reason='needs the package triton')
 from conftest import REPO
 from torch.distributed._tools.mem_tracker import MemTracker
 
-import lookups
-import loss as fast
 from hashing import signature_table
-from loss import read_table
+from mhf import device, fast, lookups
+from mhf.fast import Tiles
 from model import exact_loss
 from study import kernels
+from study.kernels import COLUMNS, KERNELS, table_of
 
+ON_CPU = Tiles(chunk=512, softmax=64, columns=32, kernels=False)
 # of 64 words none of which is a token
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
 
 def tables(H, B, V, num_lsh=0, gaps=(), **how):
-    """A vocabulary's signatures -> (V,) ids that are tokens, and the table for the kernels and for columns."""
+    """A vocabulary's signatures -> (tokens,) ids that are tokens, and the Table."""
     signatures = torch.tensor(signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, **how).astype(int))
     is_token = torch.ones(V, dtype=torch.bool)
     is_token[list(gaps)] = False
-    kernels = read_table(signatures, is_token, B, False, 'cuda', True)
-    columns = read_table(signatures, is_token, B, False, 'cpu', False)
-    return is_token.nonzero()[:, 0], kernels, columns
+    return is_token.nonzero()[:, 0], table_of(signatures, is_token, B)
 
 
 def logits_and_targets(tokens, table, n, dtype, scale=1.0):
     """Bucket logits, H of (n, B), and n ids."""
     torch.manual_seed(0)
-    H, B = len(table.signatures), (len(table.begins) - 1) // len(table.signatures)
+    H = table.signatures.shape[1]
+    B = (len(table.begins) - 1) // H
     return [(scale * torch.randn(n, B)).to(dtype) for _ in range(H)], tokens[torch.randint(len(tokens), (n,))]
 
 
@@ -67,24 +67,24 @@ VOCABULARIES = {
 @pytest.mark.parametrize('name', VOCABULARIES)
 def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
     """The exact loss or its gradient is another one on a GPU than on a CPU; or a bucket of no word has a gradient."""
-    tokens, table, _ = tables(**VOCABULARIES[name])
+    tokens, table = tables(**VOCABULARIES[name])
     o, targets = logits_and_targets(tokens, table, n, dtype)
-    y = table.signatures[:, targets].T
+    y = table.signatures[targets]
     plain = [o_i.double().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, table)
+    expected = exact_loss(plain, y, table.signatures, table.is_token)
     expected.sum().backward()
 
     unchanged = [o_i.clone() for o_i in o]
-    assert torch.equal(fast.exact_nll(o, y, table), fast.exact_nll(unchanged, y, table))
+    assert torch.equal(fast.exact_nll(o, y, table, KERNELS), fast.exact_nll(unchanged, y, table, KERNELS))
     assert all(map(torch.equal, o, unchanged))
-    nll = fast.exact_nll(o, y, table, gradient=True)
+    nll = fast.exact_nll(o, y, table, KERNELS, gradient=True)
     assert nll.dtype == dtype and (nll - expected).abs().max() < 20 * tolerance
     for ours, theirs in zip(o, plain, strict=True):
         assert relative(ours, theirs.grad) < tolerance
         assert (ours[theirs.grad == 0] == 0).all()
 
     # a second time with the same bits
-    again = fast.exact_nll(unchanged, y, table, gradient=True)
+    again = fast.exact_nll(unchanged, y, table, KERNELS, gradient=True)
     assert torch.equal(nll, again) and all(map(torch.equal, o, unchanged))
 
 
@@ -94,13 +94,13 @@ def test_kernels_in_bfloat16(name):
     In bfloat16 sums are made in less than float32, or the -1 of the target is lost in rounding. The interpreter cuts
     float32 to bfloat16 where a GPU rounds to nearest, so the gradient must be float32's, cut.
     """
-    tokens, table, columns = tables(**VOCABULARIES[name])
+    tokens, table = tables(**VOCABULARIES[name])
     o, targets = logits_and_targets(tokens, table, 70, torch.bfloat16)
-    y = table.signatures[:, targets].T
+    y = table.signatures[targets]
     in_columns, wide = [o_i.clone() for o_i in o], [o_i.float() for o_i in o]
-    nll = fast.exact_nll(o, y, table, gradient=True)
-    assert torch.equal(nll, fast.exact_nll(wide, y, table, gradient=True))
-    assert torch.allclose(nll, fast.exact_nll(in_columns, y, columns, gradient=True), rtol=1e-6)
+    nll = fast.exact_nll(o, y, table, KERNELS, gradient=True)
+    assert torch.equal(nll, fast.exact_nll(wide, y, table, KERNELS, gradient=True))
+    assert torch.allclose(nll, fast.exact_nll(in_columns, y, table, ON_CPU, gradient=True), rtol=1e-6)
     for ours, theirs, third in zip(o, wide, in_columns, strict=True):
         cut = (theirs.view(torch.int32) & -(2**16)).view(torch.float32)
         assert torch.equal(ours.float(), cut)
@@ -110,28 +110,28 @@ def test_kernels_in_bfloat16(name):
 
 def test_predictions():
     """log P, the likeliest token or its probability, which evaluation reports, are others on a GPU."""
-    tokens, table, columns = tables(**VOCABULARIES['gaps'])
+    tokens, table = tables(**VOCABULARIES['gaps'])
     # large enough for many targets to be the likeliest token
     o, targets = logits_and_targets(tokens, table, 70, torch.float32, scale=4)
-    likeliest = fast.token_scores(o, columns).argmax(1)
+    likeliest = fast.token_scores(o, table).argmax(1)
     targets[::2] = likeliest[::2]
-    ours, theirs = (fast.predictions(o, targets, t) for t in (table, columns))
+    ours, theirs = (fast.predictions(o, targets, table, tiles) for tiles in (KERNELS, ON_CPU))
     assert torch.allclose(ours, theirs, atol=1e-5) and torch.equal(ours[1], theirs[1])
     assert 35 <= ours[1].sum() < 70
     # of two equally likely tokens, each counts
     tied = [torch.zeros_like(o_i) for o_i in o]
-    assert fast.predictions(tied, targets, table)[1].all()
+    assert fast.predictions(tied, targets, table, KERNELS)[1].all()
 
 
 def test_a_large_vocabulary():
     """131,072 words, the paper's H and B: a list, a tile or an offset is beyond what the kernels were written for."""
     V, H, B, n = 131072, 4, 16384, 3
     signatures = torch.randint(1, B, (V, H), generator=torch.Generator().manual_seed(0))
-    table = read_table(signatures, torch.ones(V, dtype=torch.bool), B, False, 'cuda', True)
+    table = table_of(signatures, torch.ones(V, dtype=torch.bool), B)
     o, targets = logits_and_targets(torch.arange(V), table, n, torch.float64)
     y = signatures[targets]
     plain = [o_i.clone().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, table)
+    expected = exact_loss(plain, y, table.signatures, table.is_token)
     expected.sum().backward()
     # larger tiles than a GPU's, since the interpreter's time goes by their number
     sizes = lookups.Sizes(tokens=32, words=8192, buckets=4096)
@@ -161,10 +161,10 @@ def test_compiles_for_an_h100(tmp_path):
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
     """What this machine has is looked up anew, and again afterwards."""
-    for cached in (fast.no_triton, fast.kernels_run_here):
+    for cached in (device.no_triton, fast.kernels_run_here):
         cached.cache_clear()
     yield monkeypatch
-    for cached in (fast.no_triton, fast.kernels_run_here):
+    for cached in (device.no_triton, fast.kernels_run_here):
         cached.cache_clear()
 
 
@@ -180,7 +180,7 @@ BROKEN = {
     'no compiler': (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang, or name one in $CC'),
     'a wrong CC': (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
     'no headers': (
-        lambda patch: patch.setattr(fast.sysconfig, 'get_path', lambda *_: '/nowhere'),
+        lambda patch: patch.setattr(device.sysconfig, 'get_path', lambda *_: '/nowhere'),
         "no Python.h in /nowhere (Debian's package python3-dev has it)",
     ),
 }
@@ -207,21 +207,22 @@ def test_one_process_says_it(as_if_on_a_gpu, capsys):
 
 def test_columns_on_a_gpu():
     """The form for a GPU without Triton, larger blocks of columns, has another loss, gradient or prediction."""
-    tokens, table, on_cpu = tables(**VOCABULARIES['gaps'])
-    without = table._replace(kernels=False)
+    tokens, table = tables(**VOCABULARIES['gaps'])
     o, targets = logits_and_targets(tokens, table, 1100, torch.float64)
-    y, other = table.signatures[:, targets].T, [o_i.clone() for o_i in o]
-    assert torch.allclose(*(fast.predictions(o, targets, t) for t in (without, on_cpu)), rtol=1e-12)
-    assert torch.allclose(fast.exact_nll(o, y, without, True), fast.exact_nll(other, y, on_cpu, True), rtol=1e-12)
+    y = table.signatures[targets]
+    other = [o_i.clone() for o_i in o]
+    assert torch.allclose(*(fast.predictions(o, targets, table, tiles) for tiles in (COLUMNS, ON_CPU)), rtol=1e-12)
+    ours = fast.exact_nll(o, y, table, COLUMNS, gradient=True)
+    assert torch.allclose(ours, fast.exact_nll(other, y, table, ON_CPU, gradient=True), rtol=1e-12)
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(o, other, strict=True))
 
 
 def test_memory(monkeypatch):
     """A chunk of the head or --plan counts other memory than the kernels take."""
     H, B, V, n = 4, 300, 2000, 128
-    tokens, table, _ = tables(H, B, V)
+    tokens, table = tables(H, B, V)
     o, targets = logits_and_targets(tokens, table, n, torch.bfloat16)
-    y = table.signatures[:, targets].T.contiguous()
+    y = table.signatures[targets]
     for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
         # what they launch takes no memory of its own
         monkeypatch.setattr(lookups, name, defaultdict(lambda: lambda *_, **__: None))
@@ -229,12 +230,12 @@ def test_memory(monkeypatch):
         lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, [table.ids, table.begins])
     peak = measured.get_tracker_snapshot('peak')[torch.device('cpu')]['Total']
     # the bucket logits and their probabilities are there before; beside these only sums of 64 words and the targets
-    assert fast.head_bytes(H, B, V) * n == pytest.approx(2 * 2 * n * H * B + peak, rel=0.05)
+    assert fast.bytes_per_token(H, B, V) * n == pytest.approx(2 * 2 * n * H * B + peak, rel=0.05)
     # so many fit into a sixteenth of what is free
-    gpu, one = torch.device('cuda'), fast.head_bytes(4, 16384, 131072)
-    assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one) == 1024
-    assert fast.head_chunk(4, 16384, 131072, gpu, free=16 * 1024 * one - 16) == 512
-    assert fast.head_chunk(4, 16384, 32768, gpu, free=70e9) == 4096
+    one = fast.bytes_per_token(4, 16384, 131072)
+    assert fast.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one) == 1024
+    assert fast.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one - 16) == 512
+    assert fast.gpu_chunk(4, 16384, 32768, free=70e9) == 4096
 
 
 def test_the_kernels_are_timed(capsys, monkeypatch):

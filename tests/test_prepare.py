@@ -20,12 +20,11 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bins
 import configurator
 import prepare
-import sources
 from configurator import InputError
 from hashing import fingerprint, signature_table
+from mhf import bins, sources
 
 
 def prepared(folder, **changes):
@@ -331,7 +330,7 @@ def test_names_of_data_folders():
 
 
 # so that a run of seconds has many commits
-SMALL_BATCHES = 'import sources; sources.BATCH_CHARS = 1 << 15'
+SMALL_BATCHES = 'from mhf import sources; sources.BATCH_CHARS = 1 << 15'
 
 
 def test_kill_prepare(tmp_path):

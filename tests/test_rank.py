@@ -43,7 +43,7 @@ def test_rank(case):
 def test_fresh_weights():
     """Fresh biases are 0, so one direction is not there yet: the table's `fresh` rows would be a riddle."""
     m = random_model(**SHAPE | CASES['z below d'][0])
-    for mixer in m.mixers:
+    for mixer in m.hash_decoder:
         for layer in (mixer[0], mixer[2]):
             torch.nn.init.zeros_(layer.bias)
     assert spectrum(m)[0]['rank'] == CASES['z below d'][1] - 1

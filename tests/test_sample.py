@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import ok, run, write_released
 
-from checkpoint import load_checkpoint
+from mhf.checkpoint import load_checkpoint
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):

@@ -13,10 +13,11 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import expand
-from bins import data_folder
-from checkpoint import load_model, open_model
 from configurator import InputError
-from hashing import get_tokenizer, signature_table, tokenizer_fingerprint
+from hashing import signature_table
+from mhf.bins import data_folder
+from mhf.released import load_model, open_model
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from test_mhf import SAYINGS, offline
 
 # what Llama's and Mistral's files prepend a space with, the older ones and the present
@@ -250,7 +251,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
     is_token = weights(folder, 'grown')['model']['is_token']
     assert is_token[:V].all() and not is_token[V:].any() and len(is_token) > V
-    ok('checkpoint.py', 'grown', 'out_given', cwd=folder)
+    ok('mhf.released', 'grown', 'out_given', cwd=folder)
     assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
     for name in ('tok.json', 'tokenizer_config.json'):
         (folder / name).unlink()

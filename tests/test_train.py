@@ -35,11 +35,12 @@ from conftest import (
     write_released,
 )
 
-import checkpoint
 import configurator
-from bins import blocks_of, read_meta, token_ids
-from checkpoint import checked_digest, load_checkpoint, pick_dtype
 from hashing import signature_table
+from mhf import device
+from mhf.bins import blocks_of, read_meta, token_ids
+from mhf.checkpoint import checked_digest, load_checkpoint
+from mhf.device import pick_dtype
 from model import MHFConfig
 
 
@@ -146,10 +147,10 @@ def test_standard_and_bfloat16(quick):
     assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=quick).stderr
 
 
-def test_the_plain_head_trains_alike(quick):
-    """--plain_head, for a fork to change, is the fast head after all, learns something else, or cannot be resumed."""
-    args = ('cfg.py', '--plain_head', '--out_dir=b', '--auto_resume')
-    no_fast_head = 'import loss\nloss.LeanHead.apply = None'
+def test_the_plain_model_trains_alike(quick):
+    """--plain, for a fork to change, is the fast model after all, learns something else, or cannot be resumed."""
+    args = ('cfg.py', '--plain', '--out_dir=b', '--auto_resume')
+    no_fast_head = 'from mhf import fast\nfast.FastMHF.head_loss = fast.FastMHF.both_losses = None'
     for last in (4, 8):
         ok('train.py', *args, *until(last), cwd=quick, patch=no_fast_head)
     ours, fast = ([s['loss'] for s in steps(quick, out)[:8]] for out in ('b', 'out'))
@@ -188,7 +189,7 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     refused = run('train.py', *args, *until(5), cwd=quick)
     assert refused.returncode == 1 and 'ablation=hard_embeddings (now )' in refused.stderr
     ok('train.py', *args, '--ablation=hard_embeddings', *until(5), cwd=quick)
-    assert load_checkpoint(quick / 'b/ckpt.pt')[0].mixers.softmax.__name__ == 'hardmax'
+    assert load_checkpoint(quick / 'b/ckpt.pt')[0].hash_decoder.hard
     state = weights(quick)
     for key, name in itertools.product(('config', 'model_config'), ('ablation', 'embedding_std')):
         del state[key][name]
@@ -212,7 +213,7 @@ def test_a_resumed_run_keeps_its_precision(quick):
 def test_the_precision_of_a_cpu_is_measured(monkeypatch, bfloat16, float32, faster):
     """A CPU whose products in bfloat16 are slower trains in bfloat16, or one without them waits for seconds."""
     rates, sizes = {torch.bfloat16: bfloat16, torch.float32: float32}, []
-    monkeypatch.setattr(checkpoint, 'products_per_second', lambda dtype, size: sizes.append(size) or rates[dtype])
+    monkeypatch.setattr(device, 'products_per_second', lambda dtype, size: sizes.append(size) or rates[dtype])
     dtype, why = pick_dtype(None, 'cpu')
     assert dtype == faster and 'GFLOP/s in float32' in why
     assert max(sizes) == (256 if bfloat16 == 1 else 1024)
@@ -272,7 +273,7 @@ def test_damage_found_while_training(quick):
     path = quick / 'bins/train_000000.bin'
     raw = path.read_bytes()
     path.write_bytes(raw[:-2] + bytes([raw[-2] ^ 1, raw[-1]]))
-    late = 'import bins, time; bins.Verified.error_within = lambda *_: None\n'
+    late = 'import time; from mhf import bins; bins.Verified.wait = lambda *_: None\n'
     late += 'verify = bins.Bins.verify; bins.Bins.verify = lambda *args: (time.sleep(1), verify(*args))'
     done = run('train.py', 'cfg.py', '--init_from=resume', '--max_steps=5000', cwd=quick, patch=late)
     assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
@@ -399,7 +400,7 @@ def test_a_second_signal(quick, case):
     """
     # a step and a write that take long; `late` is a second signal that comes 80 s after the first
     slow = IN_FORWARD.format(n=9, do="open(f'slow{os.getpid()}', 'w').close(); time.sleep(3)")
-    slow = f'import time, checkpoint\n{slow}\nwrite = checkpoint.Checkpoints._write\n'
+    slow = f'import time\nfrom mhf import checkpoint\n{slow}\nwrite = checkpoint.Checkpoints._write\n'
     slow += 'checkpoint.Checkpoints._write = lambda *args: (time.sleep(2), write(*args))\n'
     slow += 'clock = time.monotonic; time.monotonic = lambda: 100 * clock()\n' if case == 'late' else ''
     command, signum = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=24'), signal.SIGTERM
@@ -537,23 +538,24 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
 # A GPU's form of the head on a CPU; compiles quickly, and notes what. Of 32,768 words the kernels of lookups.py would
 # take minutes in Triton's interpreter.
 COMPILED = """
-import os, torch, loss
-from model import MHF
+import os, torch
+from mhf import fast
+from mhf.fast import FastMHF, Tiles
 def validate(o, y, rows, is_token, inverse):
     assert not inverse
     logits = torch.cat(o, dim=1)[:, rows].sum(2).float().masked_fill(~is_token, -torch.inf)
     target = sum(o_i.gather(1, y_i[:, None])[:, 0].float() for o_i, y_i in zip(o, y.T, strict=True))
     return target, logits.amax(1), logits.logsumexp(1)
-loss.lookups = validate
-compile, init = torch.compile, MHF.__init__
+fast.lookups = validate
+compile, init = torch.compile, FastMHF.__init__
 def noted(f, **options):
     with open(f"compiled{os.environ['RANK']}", 'a') as file:
         print(f.__name__, file=file)
     return compile(f, backend='aot_eager', **options)
 def of_a_gpu(self, *args):
     init(self, *args)
-    self.head_device = 'cuda'
-torch.compile, MHF.__init__ = noted, of_a_gpu
+    self.tiles = Tiles(chunk=4096, softmax=4096, columns=512, kernels=True)
+torch.compile, FastMHF.__init__ = noted, of_a_gpu
 """
 
 

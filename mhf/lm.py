@@ -1,17 +1,17 @@
 """
 A model as lm-evaluation-harness (lm-eval) wants it, and lm-eval's own command line with that model in it.
 
-    $ python -m scorer run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
-    $ python -m scorer run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
-    $ python -m scorer run --help         # lm-eval's settings: --limit, --log_samples, --output_path, --use_cache ...
-    $ python -m scorer ls tasks           # lm-eval's tasks and those of eval_tasks/
-    $ torchrun --standalone --nproc_per_node=8 -m scorer run --model_args path=out/mhf_1b --tasks mmlu
+    $ python -m mhf.lm run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
+    $ python -m mhf.lm run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
+    $ python -m mhf.lm run --help         # lm-eval's settings: --limit, --log_samples, --output_path, --use_cache ...
+    $ python -m mhf.lm ls tasks           # lm-eval's tasks and those of eval_tasks/
+    $ torchrun --standalone --nproc_per_node=8 -m mhf.lm run --model_args path=out/mhf_1b --tasks mmlu
 
 model_args are path (the out_dir of a run, a folder in the released layout, or a hub id; without it the newest run
 here), revision (of a hub id), tokenizer, bos and dtype. A batch is as large as memory allows, whatever --batch_size is.
 Each process gets every n-th document; lm-eval lets each draw its own examples for few-shot prompts. From Python:
 
-    import lm_eval, scorer
+    import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
@@ -33,8 +33,11 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from checkpoint import digest_of_state, fetched, open_model, pick_device, pick_dtype
 from configurator import InputError, did_you_mean
+from mhf.checkpoint import digest_of_state
+from mhf.device import pick_device, pick_dtype
+from mhf.generate import Writer
+from mhf.released import fetched, open_model
 
 # of progress bars; process 0 of several shows them
 BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, disable=os.environ.get('RANK', '0') != '0')
@@ -322,16 +325,17 @@ class MHFLM(TemplateLM):
         longest = len(prompts[0])
         # padded at the left
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        how = {key: options[key] for key in ('top_k', 'top_p') if options.get(key)}
-        how['temperature'] = options['temperature'] if options['do_sample'] else 0
-        how['lengths'] = lengths if lengths.min() < longest else None
+        lengths = None
+        if len(prompts[-1]) < longest:
+            lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        temperature = options['temperature'] if options['do_sample'] else 0
+        writer = Writer(self.model, temperature, options.get('top_k') or None, options.get('top_p') or None)
         until = [stop for stop in options['until'] if stop]
         made = [[] for _ in prompts]
         said = [''] * len(prompts)
         writing = set(range(len(prompts)))
         with self.autocast():
-            for tokens in self.model.stream(ids, options['max_gen_toks'], **how):
+            for tokens in writer.stream(ids, options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
                 for n in list(writing):
                     # a document is over: the next begins with bos, or eos comes, which may serve as pad
@@ -362,7 +366,7 @@ def meet(device):
     if os.environ.get('WORLD_SIZE', '1') == '1':
         return None
     # it takes two seconds to import
-    from processes import World
+    from mhf.distributed import World
 
     world = World()
     # reading and downloading may take long
@@ -412,7 +416,7 @@ def main():
     cli = HarnessCLI()
     args = cli.parse_args()
     more = getattr(args, 'include_path', None)
-    args.include_path = [str(Path(__file__).resolve().parent / 'eval_tasks'), *([more] if more else [])]
+    args.include_path = [str(Path(__file__).resolve().parent.parent / 'eval_tasks'), *([more] if more else [])]
     if args.command == 'run' and not args.config:
         args.model = args.model or 'mhf'
         # lm-eval's default is cuda:0

@@ -6,6 +6,7 @@ not called, and the others give back what they are given.
 
 import inspect
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -27,6 +28,15 @@ class World:
         if not 0 <= self.rank < self.size or self.distributed != ('WORLD_SIZE' in os.environ):
             named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
             raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
+
+    def accumulation(self, batch_size, micro_batch_size):
+        """Micro-batches of a process in an update. Raises InputError where it is no whole number."""
+        product = f'micro_batch_size={micro_batch_size} x {self.size} processes'
+        if batch_size % (micro_batch_size * self.size):
+            fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * self.size) == 0]
+            use = f'--micro_batch_size={fitting[-1]}' if fitting else f'a batch_size that is a multiple of {self.size}'
+            raise InputError(f'batch_size={batch_size} does not divide by {product}; use {use}')
+        return batch_size // (micro_batch_size * self.size)
 
     def meet(self, device, timeout):
         """Waits `timeout` seconds for all. Raises InputError."""
@@ -97,3 +107,28 @@ class World:
         if self.distributed:
             dist.barrier(group=self.host)
             dist.destroy_process_group()
+
+
+def explain_crashes(world, checkpoints, less_memory):
+    """
+    From now on an uncaught error ends this process with one line and no traceback, unless the code is at fault.
+    less_memory: a setting that needs less.
+    """
+
+    def explain(error_class, error, traceback):
+        reason = ' '.join(str(error).split())[:300]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
+            configs = [argument for argument in sys.argv[1:] if not argument.startswith('--')]
+            plan = ' '.join(['python bench.py', *configs, '--plan'])
+            less = f'{less_memory} or --activation_checkpointing needs less'
+            reason = f'not enough memory ({reason}); {less}, {plan} says how much'
+        elif isinstance(error, dist.DistError) or 'gloo' in reason:
+            reason = f'process {world.rank} of {world.size} lost the others ({reason})'
+        elif error_class is KeyboardInterrupt:
+            reason = 'interrupted'
+        else:
+            sys.__excepthook__(error_class, error, traceback)
+            return
+        print(f'error: {reason}; {checkpoints.kept()}', file=sys.stderr)
+
+    sys.excepthook = explain

@@ -3,9 +3,8 @@
 import math
 import os
 
-import torch
-
-from loss import head_chunk
+from configurator import InputError
+from mhf.fast import cpu_chunk, gpu_chunk
 
 
 def machine_memory():
@@ -57,8 +56,11 @@ def step_memory(c, parameters, sequences, accumulates, checkpointing=False, free
     logits = 10 * c.coordinates * c.buckets
     if c.num_hashes and c.loss == 'exact' and free is not None:
         logits += 4 * c.vocab_size
-    device = torch.device('cpu' if free is None else 'cuda')
-    chunk = min(tokens, head_chunk(c.coordinates, c.buckets, c.vocab_size, device, free))
+    if free is None:
+        chunk = cpu_chunk(c.coordinates, c.buckets)
+    else:
+        chunk = gpu_chunk(c.coordinates, c.buckets, c.vocab_size, free)
+    chunk = min(tokens, chunk)
     # E in bfloat16 and its gradient; h and its gradient
     head = 6 * c.coordinates * c.buckets * d + chunk * logits + 8 * tokens * d
     return {
@@ -69,3 +71,16 @@ def step_memory(c, parameters, sequences, accumulates, checkpointing=False, free
         'activations': tokens * (c.num_layers * kept + encoder + 8 * d) + matrices,
         'head, or a block': max(head, tokens * block * checkpointing),
     }
+
+
+def check_memory(model, device, micro_batch_size, accumulation, checkpointing):
+    """Raises InputError where a training step of this CPU's processes needs more memory than the machine has."""
+    if device != 'cpu':
+        return
+    parameters = sum(model.num_params())
+    needs = step_memory(model.config, parameters, micro_batch_size, accumulation > 1, checkpointing)
+    processes = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    need = processes * sum(needs.values())
+    if need > machine_memory():
+        has = f'a step needs {need / 1e9:,.1f} GB, this machine has {machine_memory() / 1e9:,.1f}'
+        raise InputError(f'micro_batch_size={micro_batch_size}: {has}; use a smaller one')

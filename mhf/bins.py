@@ -41,7 +41,8 @@ import mmh3
 import numpy as np
 
 from configurator import InputError, settings_of, wrong_type
-from hashing import fingerprint, get_tokenizer, signature_table, tokenizer_fingerprint
+from hashing import fingerprint, signature_table
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 SPLITS = ('train', 'val')
 OF_SIGNATURES = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
@@ -276,10 +277,15 @@ class Bins:
 
 
 class Verified:
-    """Reads this process's share of the shards of some Bins through, in a thread, while training goes on."""
+    """
+    Reads this process's share of the shards of some Bins through, in a thread, while training goes on. `damage` is the
+    InputError that it has found so far, or None.
+    """
 
     def __init__(self, all_bins, rank=0, world_size=1):
-        self.all_bins, self.share, self.error = all_bins, slice(rank, None, world_size), None
+        self.all_bins = all_bins
+        self.share = slice(rank, None, world_size)
+        self.damage = None
         self.thread = threading.Thread(target=self._verify, daemon=True)
         self.thread.start()
 
@@ -288,14 +294,15 @@ class Verified:
             for bins in self.all_bins:
                 bins.verify(self.share)
         except InputError as e:
-            self.error = e
+            self.damage = e
         except OSError as e:
-            self.error = InputError(f'a bin cannot be read ({e})')
+            self.damage = InputError(f'a bin cannot be read ({e})')
 
-    def error_within(self, seconds):
-        """The damage that is found by then, an InputError, or None; `error` is what was found by now."""
+    def wait(self, seconds):
+        """Waits so long for the thread to end. Raises the damage that it has found by then."""
         self.thread.join(seconds)
-        return self.error
+        if self.damage:
+            raise self.damage
 
 
 def open_bins(config, meta, split):
@@ -307,15 +314,6 @@ def digest_of(file):
     """MurmurHash3 of the numbers of an open shard, to go on with: it is damage that this detects, not malice."""
     file.seek(HEADER)
     return hashlib.file_digest(file, mmh3.mmh3_x64_128)
-
-
-def replace_durably(temporary, path):
-    """os.replace of a file that is fsynced, which a crash of the machine cannot undo either."""
-    os.replace(temporary, path)
-    if hasattr(os, 'O_DIRECTORY'):
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def shuffled(index, n, seed, epoch=0):
