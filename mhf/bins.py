@@ -276,6 +276,20 @@ class Bins:
                 raise InputError(f'{path} is damaged: its digest is {found}, meta.json says {digest}; prepare it again')
 
 
+def held_out_split(folder, tok):
+    """(token ids, bytes of text) of the held-out split of a folder of prepare.py, by its tokenizer. Raises InputError."""
+    try:
+        meta = read_meta(folder)
+    except FileNotFoundError:
+        raise InputError(f'{folder}: not a folder of prepare.py') from None
+    if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
+        raise InputError(f"{folder} was made with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
+    split = meta['splits']['val']
+    table = table_of(meta, tok) if meta['bins'] == 'signatures' else None
+    tokens = Bins(folder, split, meta.get('num_hashes', 0))[:]
+    return token_ids(tokens, table).tolist(), split['bytes']
+
+
 class Verified:
     """
     Reads this process's share of the shards of some Bins through, in a thread, while training goes on. `damage` is the

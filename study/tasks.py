@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from report import MISSING
 
-import eval as evaluation
 from configurator import InputError
+from mhf.tasks import PAPER
 
 # of those whose answers are equally many
 CHANCE = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
@@ -36,7 +36,7 @@ def main(models, target):
         except (OSError, ValueError) as e:
             raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
     lines, above = [], {name: [] for name in read}
-    for task, of_paper in evaluation.PAPER.items():
+    for task, of_paper in PAPER.items():
         metric, cells, documents = of_paper['metric'], [], {}
         for name, found in read.items():
             got = found['results'].get(task, {})

@@ -170,24 +170,27 @@ def train():
 
 def evaluate():
     """The paper's tasks but LAMBADA, of which it has no T-FREE; with --text, bins, also ranks of held-out words."""
-    import eval as evaluation
+    from lm_eval.utils import make_table
+
+    from mhf import tasks
+    from mhf.bins import held_out_split
     from mhf.lm import open_lm
 
     s = settings('eval.py', {'out_dir', 'device', 'dtype', 'data_dir', 'limit', 'text'})
     lm = open_lm(s['out_dir'], device=s['device'], dtype=s['dtype'])
     if s['text']:
         m, T = lm.model, lm.max_length
-        ids = torch.tensor(evaluation.prepared_split(Path(s['text']), lm.tok)[0], device=lm.device)
+        ids = torch.tensor(held_out_split(Path(s['text']), lm.tok)[0], device=lm.device)
         with lm.autocast(), torch.no_grad():
             blocks = ids.unfold(0, T + 1, T)[: 8192 // T]
             ranks = torch.cat([m.ranks(m.hidden_states(m.sign(b[None, :-1]))[0], b[1:]) for b in blocks])
         found = f'first {(ranks < 1).double().mean():.2%}, among ten {(ranks < 10).double().mean():.2%}'
         print(f'{len(ranks):,} held-out words, ranked: {found}, median rank {ranks.median() + 1:,}')
-    names = [task for task in evaluation.PAPER if 'lambada' not in task]
-    results = evaluation.run_tasks(lm, *evaluation.load_tasks(names, s['data_dir'], s['limit']), s['limit'])
+    names = [task for task in tasks.PAPER if 'lambada' not in task]
+    results = tasks.run_tasks(lm, *tasks.load_tasks(names, s['data_dir'], s['limit']), s['limit'])
     Path(s['out_dir'], 'tasks.json').write_text(json.dumps({k: results[k] for k in ('results', 'n-samples')}))
     notes = [f'{task}: {"; ".join(note)}' for task, note in results['notes'].items()]
-    print(evaluation.make_table(results), 'T-FREE: acc and acc_norm of scores that only rank', *notes, sep='\n')
+    print(make_table(results), 'T-FREE: acc and acc_norm of scores that only rank', *notes, sep='\n')
 
 
 COMMANDS = dict(words=write_words, train=train, eval=evaluate)

@@ -25,7 +25,8 @@ from lm_eval.utils import get_latest_filename, get_results_filenames
 
 import eval as evaluation
 from configurator import InputError
-from mhf.bins import read_meta
+from mhf import tasks
+from mhf.bins import held_out_split, read_meta
 from mhf.checkpoint import load_checkpoint
 from mhf.generate import Writer
 from mhf.lm import MHFLM, text_after
@@ -124,16 +125,16 @@ def test_calibration_error():
 
 def test_prepared_split(trained, mistral, tmp_path):
     """A bin's ids are read back as others than those of its text, or a bin of another tokenizer is accepted."""
-    ids, size = evaluation.prepared_split(trained / 'bins', mistral)
+    ids, size = held_out_split(trained / 'bins', mistral)
     documents = np.split(ids, np.flatnonzero(np.array(ids) == mistral.bos))[1:]
     texts = [mistral.decode(document[1:].tolist()) for document in documents]
     assert texts and set(texts) <= set(real_documents()) and size == sum(len(t.encode()) for t in texts)
     other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(mistral)
     with pytest.raises(InputError, match="tokenizer 'mistral', the model's is 'other'"):
-        evaluation.prepared_split(trained / 'bins', other)
+        held_out_split(trained / 'bins', other)
     with pytest.raises(InputError, match='not a folder of prepare.py'):
-        evaluation.prepared_split(tmp_path, mistral)
+        held_out_split(tmp_path, mistral)
 
 
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
@@ -156,7 +157,7 @@ def test_text_by_documents(tmp_path, mistral):
     """A file's markup is measured, its documents are run together, or it has other numbers than in training."""
     lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral)
     files = text_files(tmp_path)
-    folder, size = evaluation.prepared_split(tmp_path / 'd', mistral)
+    folder, size = held_out_split(tmp_path / 'd', mistral)
     measured = evaluation.bits_per_byte(lm, folder, size)
     texts = [text.strip() for text in TEXTS if text.strip()]
     ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
@@ -321,9 +322,9 @@ def small_tasks(folder):
     return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}
 
 
-def paper(lm, folder, names=tuple(evaluation.PAPER), limit=None):
+def paper(lm, folder, names=tuple(tasks.PAPER), limit=None):
     """lm-eval's results of the paper's tasks."""
-    return evaluation.run_tasks(lm, *evaluation.load_tasks(names, str(folder), limit), limit)
+    return tasks.run_tasks(lm, *tasks.load_tasks(names, str(folder), limit), limit)
 
 
 def test_known_answers(tmp_path, mistral):
@@ -341,8 +342,8 @@ def test_known_answers(tmp_path, mistral):
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
         known.judge = judge
         got = paper(known, tmp_path)
-        assert list(got['results']) == list(evaluation.PAPER)
-        scores[name] = [r[f'{evaluation.PAPER[task]["metric"]},none'] for task, r in got['results'].items()]
+        assert list(got['results']) == list(tasks.PAPER)
+        scores[name] = [r[f'{tasks.PAPER[task]["metric"]},none'] for task, r in got['results'].items()]
     assert scores['oracle'] == [1.0] * 11
     # the constant model takes the first choice, or where scores are divided by length, the longest
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
@@ -391,7 +392,7 @@ def test_tasks_of_ours_are_lm_eval_s(tmp_path, mistral, monkeypatch):
         for who, file in dict(ours=REPO / f'eval_tasks/{ours}.yaml', theirs=tasks / f'{theirs}.yaml').items():
             config = load_yaml(file) | dict(num_fewshot=0)
             versions[ours, who] = config['metadata']['version']
-            config |= evaluation.local_data(ours, config, tmp_path)[0]
+            config |= tasks.local_data(ours, config, tmp_path)[0]
             (task,) = TaskManager(include_defaults=False).load([config])['tasks'].values()
             task.build_all_requests()
             asked[ours, who] = [instance.args for instance in task.instances]
@@ -442,7 +443,7 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
         MHFLM(ours, mistral, mistral.bos),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
-        loaded, _ = evaluation.load_tasks(['piqa', 'arc_easy'], data, 10)
+        loaded, _ = tasks.load_tasks(['piqa', 'arc_easy'], data, 10)
         results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
         rolled.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
@@ -638,7 +639,7 @@ def test_the_paper_s_tasks_on_both_command_lines(few, tmp_path):
     """eval.py and lm-eval's command line score the paper's tasks from the hub differently, or with other shots."""
     (tmp_path / 'hub').mkdir()
     small_tasks(tmp_path / 'hub')
-    theirs = [row['yaml'] for row in evaluation.PAPER.values() if 'yaml' in row]
+    theirs = [row['yaml'] for row in tasks.PAPER.values() if 'yaml' in row]
     hub = HUB.format(folder=str(tmp_path / 'hub'), theirs=theirs)
     ok('eval.py', '--out_dir=out', '--dtype=float32', f'--output_path={tmp_path}/a', '--device=cpu', cwd=few, patch=hub)
     args = ['--model_args', 'dtype=float32', '--tasks', 'paper', '--output_path', f'{tmp_path}/b', '--device', 'cpu']
