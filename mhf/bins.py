@@ -277,7 +277,7 @@ class Bins:
 
 
 def held_out_split(folder, tok):
-    """(token ids, bytes of text) of the held-out split of a folder of prepare.py, by its tokenizer. Raises InputError."""
+    """(token ids, bytes of text) of the held-out split of a folder of bins. Raises InputError for another tokenizer."""
     try:
         meta = read_meta(folder)
     except FileNotFoundError:

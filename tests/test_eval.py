@@ -387,9 +387,9 @@ def test_tasks_of_ours_are_lm_eval_s(tmp_path, mistral, monkeypatch):
     for module in ('transformers.data.metrics', 'transformers.data.metrics.squad_metrics'):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     asked, versions = {}, {}
-    tasks = Path(lm_eval.__file__).parent / 'tasks'
+    of_lm_eval = Path(lm_eval.__file__).parent / 'tasks'
     for ours, theirs in dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race').items():
-        for who, file in dict(ours=REPO / f'eval_tasks/{ours}.yaml', theirs=tasks / f'{theirs}.yaml').items():
+        for who, file in dict(ours=REPO / f'eval_tasks/{ours}.yaml', theirs=of_lm_eval / f'{theirs}.yaml').items():
             config = load_yaml(file) | dict(num_fewshot=0)
             versions[ours, who] = config['metadata']['version']
             config |= tasks.local_data(ours, config, tmp_path)[0]
