@@ -1,4 +1,4 @@
-"""study/tfree.py: a word's buckets, the loss, and train.py and the tasks of eval.py on T-FREE in MHF's place."""
+"""study/tfree.py: a word's buckets, the loss, training beside train.py's, and the tasks of eval.py."""
 
 import re
 
@@ -11,11 +11,12 @@ from conftest import CONFIG, assert_same, ok, run, steps, weights, write_jsonl
 from test_eval import small_tasks
 
 from configurator import InputError
+from mhf.bins import blocks_of, checked_table, load_meta, open_bins
 from model import MHFConfig
-from study.tfree import TFree, Words, active_buckets
+from study.tfree import ALWAYS, TFree, Words, active_buckets
 
 V = 512  # buckets
-TRAIN = ('study/tfree.py', 'train', 'cfg.py', '--tokenizer=words.json', f'--num_buckets={V}')
+TRAIN = ('study.tfree', 'train', 'cfg.py', '--tokenizer=words.json', f'--num_buckets={V}')
 
 
 @pytest.fixture(scope='module')
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
     # sentences that a small model learns by heart
     write_jsonl(folder / 'docs.jsonl', ['The quick brown fox jumps over the lazy dog, then Sleeps.\n' * 20] * 20)
     (folder / 'cfg.py').write_text(CONFIG + "block_size = 16\nmicro_batch_size = 8\ntokenizer = 'words.json'\n")
-    ok('study/tfree.py', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
+    ok('study.tfree', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
     ok('prepare.py', 'cfg.py', '--bins=ids', cwd=folder)
     ok(*TRAIN, cwd=folder)
     return folder
@@ -43,7 +44,7 @@ def small_model(words, v=V):
 
 def words_of(folder, *texts):
     write_jsonl(folder / 'docs.jsonl', texts)
-    ok('study/tfree.py', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
+    ok('study.tfree', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
     return Words(str(folder / 'words.json'))
 
 
@@ -74,7 +75,8 @@ def test_words(tmp_path):
 def test_inputs_and_loss(tmp_path):
     """An active row is missing from a sum or in it twice, or the loss is not torch's with the weight 300."""
     tok = words_of(tmp_path, 'a Banana banana is no cherry')
-    m, ids = small_model(tok), torch.tensor([[0, *range(2, 8)], [*range(2, 8), 0]])
+    m = small_model(tok)
+    ids = torch.tensor([[0, *range(2, 8)], [*range(2, 8), 0]])
     hot = torch.zeros(*ids.shape, V).double()
     for place in np.ndindex(*ids.shape):
         hot[place][active_buckets(tok.tokens[ids[place]], V)] = 1
@@ -86,7 +88,8 @@ def test_inputs_and_loss(tmp_path):
     expected = F.binary_cross_entropy_with_logits(
         m.head(h[:, :-1]), hot[:, 1:], pos_weight=torch.tensor(300.0).double()
     )
-    x, y = m.sign(ids)[:, :-1], m.sign(ids)[:, 1:]
+    x = m.sign(ids)[:, :-1]
+    y = m.sign(ids)[:, 1:]
     assert torch.allclose(m(x, y), expected)
     parameters = [*m.parameters()]
     for ours, theirs in zip(
@@ -106,7 +109,7 @@ def test_inputs_and_loss(tmp_path):
 
 
 def test_a_resumed_run_is_a_straight_one(folder, tmp_path):
-    """train.py's resume loses something of T-FREE, or its rate, order or checkpoints are others."""
+    """A resume loses something of T-FREE, or its rate, order or checkpoints are others."""
     again = [*TRAIN, f'--data_dir={folder / "bins"}', '--out_dir=out']
     for name in ('cfg.py', 'words.json', 'docs.jsonl'):
         (tmp_path / name).symlink_to(folder / name)
@@ -117,11 +120,39 @@ def test_a_resumed_run_is_a_straight_one(folder, tmp_path):
     assert_same(weights(tmp_path)['optimizer'], weights(folder)['optimizer'])
 
 
+def test_training_is_that_of_train_py(folder, monkeypatch):
+    """The rate, the groups, the weights or the order of blocks are not those that train.py gives the same settings."""
+    monkeypatch.chdir(folder)
+    more = ['--embedding_rate=4', '--beta2=0.95', '--max_steps=6', '--lr_decay_steps=8']
+    ok(*TRAIN, *more, '--out_dir=ours', cwd=folder)
+    ok('train.py', *TRAIN[2:], *more, *ALWAYS, '--out_dir=theirs', cwd=folder)
+    for key in ('step', 'tokens', 'lr'):
+        assert [e[key] for e in steps(folder, 'ours')] == [e[key] for e in steps(folder, 'theirs')]
+    ours = weights(folder, 'ours')
+    theirs = weights(folder, 'theirs')
+    assert ours['data'] == theirs['data']
+    assert ours['model_config'] == theirs['model_config']
+    assert ours['config'] == theirs['config'] | dict(out_dir='ours')
+    groups = [[group | dict(params=0) for group in ckpt['optimizer']['param_groups']] for ckpt in (ours, theirs)]
+    assert len(groups[0]) == 3 and groups[0] == groups[1]
+    # the loss of the first batch, by hand
+    config = ours['config']
+    meta = load_meta(config)
+    tokens = open_bins(config, meta, 'train')
+    torch.manual_seed(config['seed'])
+    m = TFree(MHFConfig(**ours['model_config']), checked_table(config, meta))
+    m.words = Words(config['tokenizer'])
+    blocks = blocks_of(0, config['batch_size'], (len(tokens) - 1) // 16, config['seed'])
+    ids = torch.tensor(np.stack([tokens[16 * block : 16 * block + 17] for block in blocks]).astype(int))
+    signed = m.sign(ids)
+    assert steps(folder, 'ours')[0]['loss'] == pytest.approx(m(signed[:, :-1], signed[:, 1:]).item(), rel=1e-6)
+
+
 def test_it_learns_and_is_evaluated(folder):
     """The word that follows does not come first after training, or eval.py's tasks have no scores of it."""
     small_tasks(folder)
     args = ('--out_dir=out', '--text=bins', '--data_dir=.', '--device=cpu')
-    said = ok('study/tfree.py', 'eval', *args, cwd=folder).stdout
+    said = ok('study.tfree', 'eval', *args, cwd=folder).stdout
     # what follows 'Sleeps.' is the next sentence or document
     assert float(re.search('ranked: first ([0-9.]*)%', said)[1]) > 90
     for task in ('arc_easy', 'piqa', 'race_v2', 'record', 'sciq'):
@@ -137,10 +168,25 @@ def test_it_learns_and_is_evaluated(folder):
         ('no such file', ['words', '--tokenizer=w.json', '--dataset=nothing.jsonl']),
         ('activation_checkpointing', [*TRAIN[1:], '--activation_checkpointing', '--out_dir=other']),
         ('tasks, output_path: of eval.py', ['eval', '--output_path=x', '--tasks=lambada_openai']),
+        ('compile, plain: of train.py', [*TRAIN[1:], '--compile=False', '--plain', '--out_dir=other']),
+        ('init_from=out: T-FREE begins from scratch', [*TRAIN[1:], '--init_from=out', '--out_dir=other']),
+        ('leaves nothing of the 24 steps', [*TRAIN[1:], '--warmup_steps=24', '--out_dir=other']),
+        ('was trained with num_buckets=512 (now 256)', [*TRAIN[1:], '--num_buckets=256', '--init_from=resume']),
+        ('is at step 24 already', [*TRAIN[1:], '--init_from=resume']),
+        ('out has a checkpoint', TRAIN[1:]),
+        ('--num_hashes=1 --single_id --bins=ids', [*TRAIN[1:], '--data_dir=nothing', '--out_dir=other']),
+        ('out_dir is not given', ['eval']),
     ],
 )
 def test_bad_input_is_one_line(folder, says, args):
     """A traceback in place of a line that says what to do."""
-    done = run('study/tfree.py', *args, cwd=folder)
+    done = run('study.tfree', *args, cwd=folder)
     assert done.returncode == 1 and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
     assert says in done.stderr
+
+
+def test_it_trains_in_one_process(folder):
+    """Every process of torchrun writes the same files."""
+    done = run('study.tfree', *TRAIN[1:], '--out_dir=other', cwd=folder, RANK='0', WORLD_SIZE='2')
+    assert done.returncode == 1 and 'T-FREE trains in one process' in done.stderr, done.stderr
+    assert not (folder / 'other').exists()
