@@ -1,20 +1,17 @@
 """
 What one mean hides: nats, top-1 and rank by how frequent the target is, and the best temperature of the paper's loss.
 
-    $ python study/details.py OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
+    $ python -m study.details OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
 
 A decile is a tenth of the held-out tokens, in the order of their frequency in the training text, the most frequent
-first. A rank is 1 and how many tokens are likelier than the target; the median counts. The temperature is chosen on the
-first half of these tokens and measured on the second: of models that were trained with loss=product, whose P(w) is too
-sharp. Writes OUT_DIR/details.json.
+first. The rank of a target is 1 plus the number of tokens that are likelier; a decile's is the median. The temperature
+is for models that were trained with loss=product, whose P(w) is too sharp: it is chosen on the first half of the
+held-out tokens and measured on the second. Writes OUT_DIR/details.json.
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
@@ -27,47 +24,73 @@ TEMPERATURES = [k / 10 for k in range(5, 51)]
 
 def of_tokens(model, ids, temperatures):
     """
-    Ids (n + 1,) in blocks of the model's context -> of each but the first: nats, is it the likeliest, and its rank,
-    (3, n); and nats at each temperature, (temperatures, n).
+    Ids (n + 1,) in blocks of the model's context -> of each but the first: its nats, whether it is the likeliest (1 or
+    0) and its rank, (3, n); and its nats at each temperature, (temperatures, n), or None without temperatures.
     """
-    T, parts, tempered = model.config.block_size, [], []
-    for b in range(0, len(ids) - 1, T):
-        block = ids[b : b + T + 1]
+    T = model.config.block_size
+    measured = []
+    tempered = []
+    for begin in range(0, len(ids) - 1, T):
+        block = ids[begin : begin + T + 1]
+        targets = block[1:]
         h = model.hidden_states(model.sign(block[None, :-1]))[0]
-        logp, right, _ = model.predict(h, block[1:])
+        logp, right, _ = model.predict(h, targets)
         logits = model.next_token_logits(h)
-        target = logits.gather(1, block[1:, None])[:, 0]
-        parts.append(torch.stack([-logp, right, 1 + (logits > target[:, None]).sum(-1)]).double())
+        of_target = logits.gather(1, targets[:, None])[:, 0]
+        rank = 1 + (logits > of_target[:, None]).sum(-1)
+        measured.append(torch.stack([-logp, right, rank]).double())
         if temperatures:
-            nats = [(logits / t).logsumexp(-1) - target / t for t in temperatures]
+            nats = [(logits / t).logsumexp(-1) - of_target / t for t in temperatures]
             tempered.append(torch.stack(nats).double())
-    return torch.cat(parts, 1).cpu(), torch.cat(tempered, 1).cpu() if tempered else None
+    return torch.cat(measured, 1).cpu(), torch.cat(tempered, 1).cpu() if temperatures else None
+
+
+def read_split(folder, split):
+    """The token ids of a split of a folder of bins, (n,) int64."""
+    return torch.tensor(Bins(folder, read_meta(folder)['splits'][split])[:].astype('int64'))
+
+
+def by_frequency(frequency, nats, right, rank):
+    """Of each token its frequency in the training text and what was measured of it, (n,) each -> columns of deciles."""
+    columns = {}
+    order = frequency.argsort(descending=True, stable=True)
+    for k, tokens in enumerate(order.tensor_split(10), start=1):
+        columns[f'frequency_{k}'] = frequency[tokens].double().mean().item()
+        columns[f'nats_{k}'] = nats[tokens].mean().item()
+        columns[f'top1_{k}'] = right[tokens].mean().item()
+        columns[f'rank_{k}'] = rank[tokens].median().item()
+    return columns
+
+
+def best_temperature(tempered):
+    """Nats (temperatures, n) -> the best temperature of the first half; of the second half its nats, and those at 1."""
+    first, second = (half.mean(1) for half in tempered.tensor_split(2, dim=1))
+    best = first.argmin()
+    return dict(
+        temperature=TEMPERATURES[best],
+        nats_at_it=second[best].item(),
+        nats_without=second[TEMPERATURES.index(1)].item(),
+    )
 
 
 @torch.no_grad()
 def details(out_dir, train, text):
-    """A dict of numbers."""
+    """The columns that the model of out_dir gets: {name: number}. train, text: folders of bins."""
     model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
-    found = ((folder, read_meta(folder)['splits'][split]) for folder, split in ((train, 'train'), (text, 'val')))
-    train, val = (torch.tensor(Bins(folder, split)[:].astype('int64')) for folder, split in found)
+    train_ids = read_split(train, 'train')
+    val_ids = read_split(text, 'val')
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device = pick_device()
+    model.to(device)
     # that of training: a measured one may be another in the next run
-    dtype = ckpt['config']['dtype']
-    with torch.autocast(torch.device(device).type, torch.bfloat16, dtype == 'bfloat16'):
-        (nats, right, rank), tempered = of_tokens(model.to(device), val.to(device), TEMPERATURES if product else [])
-    frequency = torch.bincount(train, minlength=model.config.vocab_size)[val[1:]]
-    numbers, order = {}, frequency.argsort(descending=True, stable=True)
-    for k, tokens in enumerate(order.tensor_split(10), 1):
-        numbers |= {f'frequency_{k}': frequency[tokens].double().mean().item()}
-        numbers |= {f'nats_{k}': nats[tokens].mean().item(), f'top1_{k}': right[tokens].mean().item()}
-        numbers |= {f'rank_{k}': rank[tokens].median().item()}
+    bfloat16 = ckpt['config']['dtype'] == 'bfloat16'
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bfloat16):
+        measured, tempered = of_tokens(model, val_ids.to(device), TEMPERATURES if product else [])
+    frequency = torch.bincount(train_ids, minlength=model.config.vocab_size)[val_ids[1:]]
+    columns = by_frequency(frequency, *measured)
     if product:
-        first, second = (half.mean(1) for half in tempered.tensor_split(2, dim=1))
-        best = first.argmin()
-        numbers |= dict(temperature=TEMPERATURES[best], nats_at_it=second[best].item())
-        numbers |= dict(nats_without=second[TEMPERATURES.index(1)].item())
-    return numbers
+        columns |= best_temperature(tempered)
+    return columns
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ DATA = {
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
 _COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_rate=1.0)
-# on a GPU: compiling takes longer than a run, and a run that is made again has the same numbers
+# for a GPU: compiling takes longer than a run, and a run that is repeated gives the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 
 _RATES = (1e-3, 2e-3, 4e-3, 5e-4)
@@ -33,7 +33,7 @@ _EQUAL_TIME = 'Standard, 1.5 times the tokens'
 _MORE_TOKENS = _STANDARD | dict(name=_EQUAL_TIME)
 # four rows of E make a token of H4, so that Adam moves it four times as far
 _FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3, 5e-4), embedding_rate=4.0)
-# seed 1 chooses 4e-3, at which another seed may be the worse
+# seed 1 chooses 4e-3, at which another seed may be worse
 _STEADY = _STANDARD | dict(name="Standard, at H4's rate", rates='H4')
 # each at its best rate; B of equal total parameters, and half of it
 _H4 = dict(name='H4', rates=_RATES, num_hashes=4, num_buckets=7966)
@@ -49,7 +49,7 @@ _TUNED_H4 = _H4 | dict(name='H4, tuned')
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 _LIKE_LSH = dict(rates='LSH:MMH3 2:2')
 
-# of the table that README shows
+# the models of the table that README shows
 MAIN = ('Standard', 'H4', _TUNED_STANDARD['name'], _TUNED_H4['name'])
 CLAIMS = [
     dict(about='loss', says="The exact loss is better than the paper's", better='H4', than='H4, product'),
@@ -177,10 +177,10 @@ RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in 
 # what helped H4 helps Standard: each with both remedies, and each of them alone
 _TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
 _ALONE = dict(rates=(2e-3,), seeds=(1,))
-RUNS += [length | kind | _TUNED for kind in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
+RUNS += [length | model | _TUNED for model in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
 for _name, _rate in (('twice the rate', 2e-3), ('half the rate', 5e-4)):
     _of_rate = _SHORT | _TUNED | dict(rates=(_rate,), seeds=(1,))
-    RUNS += [kind | _of_rate | dict(name=f'{kind["name"]}, {_name}') for kind in (_TUNED_STANDARD, _TUNED_H4)]
+    RUNS += [model | _of_rate | dict(name=f'{model["name"]}, {_name}') for model in (_TUNED_STANDARD, _TUNED_H4)]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0.99) for length in (_SHORT, _LONG)]

@@ -1,13 +1,13 @@
 """
-Times the kernels of lookups.py on this machine's GPU, in each block size that may be the best one, beside a plain copy.
-Says how exact they are and what memory they take. Run from the repository's root:
+Times the kernels of mhf/lookups.py on this machine's GPU, in each block size that may be the best one, and compares
+them with a plain copy. It also prints how exact they are and how much memory they take.
 
     $ python -m study.kernels                                     # H4B16K, 32,768 words
     $ python -m study.kernels --buckets=7966                      # a width that is no multiple of 16
     $ python -m study.kernels --tokenizer=tekken                  # 131,072 words
 
-The fastest sizes belong into lookups.Sizes. tests/compile_lookups.py says, without a GPU, what a kernel of other sizes
-takes of a multiprocessor.
+The fastest sizes belong into lookups.Sizes. tests/compile_lookups.py says, without a GPU, how many registers and how
+much shared memory a kernel of other sizes needs.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from mhf.fast import Table, Tiles, exact_nll, read_backwards
 from mhf.lookups import Sizes
 from mhf.tokenizers import get_tokenizer
 
-# by kernel, the other sizes that are tried with each number of tokens of a block
+# tokens of a block
 TOKENS = (32, 64, 128)
+# {kernel: the other sizes that are tried with each of TOKENS}
 TRIED = {
     'lay_out': [dict(lay_out_warps=4), dict(lay_out_warps=8)],
     'normalise': [
@@ -42,7 +43,7 @@ TRIED = {
         dict(buckets=32, derive_warps=4),
     ],
 }
-# how a GPU's head goes through its tokens, with the kernels and without
+# what a GPU's head works on together, with the kernels and without
 KERNELS = Tiles(chunk=4096, softmax=4096, columns=512, kernels=True)
 COLUMNS = KERNELS._replace(kernels=False)
 PER = 16384  # tokens that the times are printed for: a micro-batch of 8 x 2,048
@@ -67,7 +68,7 @@ def table_of(signatures, is_token, B):
 
 
 def random_case(signatures, B, n, dtype):
-    """Signatures (V, H) of words that all are tokens -> n random bucket logits and targets, always the same."""
+    """Signatures (V, H) of words, all of them tokens -> n random bucket logits and targets, the same in each run."""
     torch.manual_seed(0)
     V, H = signatures.shape
     device = signatures.device
@@ -78,8 +79,8 @@ def random_case(signatures, B, n, dtype):
 
 def exactness(case):
     """
-    {what: number}: the largest difference of -log P to the sums in columns, in nats; that of the gradient, relative to
-    the whole gradient; and whether a second call gives the same bits.
+    How far the kernels are from the sums in columns: nll, the largest difference of -log P in nats; gradient, the
+    difference relative to the whole gradient; and same_bits, whether a second call gives the same bits.
     """
     by_kernels = case.copies()
     again = case.copies()
@@ -95,7 +96,7 @@ def exactness(case):
 
 
 def calls(case, sizes):
-    """{kernel: function without arguments that calls it}; the last is what evaluation calls, without a gradient."""
+    """{kernel: a function without arguments that calls it}. Evaluation calls the last one, which makes no gradient."""
     table = case.table
     inverse = [table.ids, table.begins]
     laid_out = lookups.lay_out(case.o, sizes)
@@ -110,13 +111,13 @@ def calls(case, sizes):
 
 
 def bytes_allocated(case):
-    """What `lookups` allocates and frees for a gradient: the bucket logits laid out again; token logits in float32."""
+    """Bytes that `lookups` allocates and frees for a gradient: of bucket logits, laid out anew, and of token logits."""
     bucket_logits = sum(o_i.numel() * o_i.element_size() for o_i in case.o)
     return bucket_logits, 4 * len(case.y) * len(case.table.rows)
 
 
 def bytes_moved(case):
-    """{kernel: bytes that it has to read and write in the GPU's memory, if its cache holds what it reads again}."""
+    """{kernel: bytes that it reads from and writes to the GPU's memory, if the cache holds what it reads again}."""
     bucket_logits, token_logits = bytes_allocated(case)
     return {
         'lay_out': 2 * bucket_logits,
@@ -128,8 +129,8 @@ def bytes_moved(case):
 
 def fastest(case, seconds_of, copy_rate):
     """
-    Times every kernel in all sizes, prints a line each -> the Sizes that are the fastest together. seconds_of(f): the
-    time of a call; copy_rate: bytes read and written a second by a copy.
+    Times every kernel in all sizes and prints a line for each -> the Sizes that are the fastest together, and their
+    seconds. seconds_of(f): the time of a call of f; copy_rate: bytes that a copy reads and writes a second.
     """
     moved = bytes_moved(case)
     totals = {}
@@ -151,7 +152,7 @@ def fastest(case, seconds_of, copy_rate):
 
 
 def report(what, seconds, n, moved=None, copy_rate=None):
-    """A line of a time for n tokens, and of the bytes moved in it beside those that a copy moves in a second."""
+    """Prints a time for n tokens, and the bytes moved a second beside those that a copy moves."""
     line = f'{what:<66}{seconds * 1e3 * PER / n:8.2f} ms'
     if moved:
         line += f'{moved / seconds / 1e9:8,.0f} GB/s{moved / seconds / copy_rate:6.0%} of a copy'
@@ -159,7 +160,7 @@ def report(what, seconds, n, moved=None, copy_rate=None):
 
 
 def peak_memory(case):
-    """Bytes that the operator takes at most, beside what it is given."""
+    """The most bytes that the operator holds at a time, without its arguments."""
     o = case.copies()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -198,19 +199,18 @@ def main():
 def measure(case, seconds_of):
     """Prints how exact the kernels are, their times beside the sums in columns, and the sizes that are the fastest."""
     n = len(case.y)
-    found = exactness(case)
-    print(f'to the sums in columns: -log P {found["nll"]:.1e}, gradient {found["gradient"]:.1e} relative')
-    print('a second time: ' + ('the same bits' if found['same_bits'] else 'OTHER BITS'))
+    distance = exactness(case)
+    print(f'to the sums in columns: -log P {distance["nll"]:.1e}, gradient {distance["gradient"]:.1e} relative')
+    print('a second time: ' + ('the same bits' if distance['same_bits'] else 'OTHER BITS'))
     logits = torch.cat(case.o)
     copy_rate = 2 * logits.nbytes / seconds_of(logits.clone)
     print(f'a copy runs at {copy_rate / 1e9:,.0f} GB/s; times for {PER:,} tokens:')
     o = case.copies()
     moved = bytes_moved(case)
     for name, tiles in (('kernels', KERNELS), ('columns', COLUMNS)):
-        for gradient in (True, False):
+        for what, gradient in (('-log P and its gradient', True), ('-log P', False)):
             work = functools.partial(exact_nll, o, case.y, case.table, tiles, gradient)
-            seconds = seconds_of(work)
-            report(f'-log P{" and its gradient" if gradient else ""}, by {name}', seconds, n)
+            report(f'{what}, by {name}', seconds_of(work), n)
     for name, work in calls(case, lookups.SIZES).items():
         report(f'{name}, as it is', seconds_of(work), n, moved[name], copy_rate)
     sizes, seconds = fastest(case, seconds_of, copy_rate)

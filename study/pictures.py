@@ -3,9 +3,10 @@
 import statistics
 
 from matplotlib.figure import Figure
-from rows import best_rows, curves, parameters, values
 
-# what is farther than this many nats from the best model is written at the edge
+from study.rows import best_rows, curves, parameters, values
+
+# a model that is farther than this many nats from the best one is written at the edge
 FAR = 0.6
 
 
@@ -52,7 +53,7 @@ def draw(study, groups, rows, path):
     for group, entries in groups.items():
         column = f'{study.first_text(entries[0])}_nats_per_token'
         finished = {entry['name']: values(best_rows(study, entry, rows), column) for entry in entries}
-        nats[group] = {name: found for name, found in finished.items() if found}
+        nats[group] = {name: of_seeds for name, of_seeds in finished.items() if of_seeds}
     heights = [max(2.8, 0.9 + 0.2 * len(of_names)) for of_names in nats.values()]
     fig = Figure(figsize=(13, sum(heights)))
     axes = fig.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
@@ -67,17 +68,23 @@ def draw(study, groups, rows, path):
 
 
 def draw_vocabularies(study, rows, path):
-    """Bits per byte, and parameters, against the vocabulary: a group is a tokenizer, whose tokens the list counts."""
+    """
+    Bits per byte, and parameters, against the vocabulary. Each group is a tokenizer; the list says how many tokens it
+    has.
+    """
     fig = Figure(figsize=(9, 3.4))
     left, right = fig.subplots(1, 2)
     text = study.first_text(study.entries[0])
     for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
         points = []
         for entry in study.entries:
-            found = best_rows(study, entry, rows) if entry['name'] == name else []
-            if bits := values(found, f'{text}_bits_per_byte'):
+            if entry['name'] != name:
+                continue
+            of_seeds = best_rows(study, entry, rows)
+            bits = values(of_seeds, f'{text}_bits_per_byte')
+            if bits:
                 tokens = study.vocabularies[entry['group']]
-                points.append((tokens, statistics.mean(bits), spread(bits), parameters(found[0]) / 1e6))
+                points.append((tokens, statistics.mean(bits), spread(bits), parameters(of_seeds[0]) / 1e6))
         if points:
             tokens, bits, deviations, millions = zip(*sorted(points), strict=True)
             left.errorbar(tokens, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)

@@ -2,8 +2,8 @@
 Rank: how many dimensions log P has, contexts x vocabulary, in float64, and its bounds
 
     $ python prepare.py config/mhf_tiny.py     # the contexts, and what MODELS learn
-    $ python study/rank.py                     # trains MODELS; writes study/rank.csv and study/rank.png
-    $ python study/rank.py out/mhf_tiny        # checkpoints of train.py instead; writes into the first one's folder
+    $ python -m study.rank                     # trains MODELS; writes study/rank.csv and study/rank.png
+    $ python -m study.rank out/mhf_tiny        # checkpoints of train.py instead; writes into the first one's folder
 
 A row of log P is linear in h (d numbers), in what each of H - 1 mixers adds to it (z numbers), and in two constants:
 the mixers' biases and the normaliser. The logits of a coordinate lie in the span of E_i, of dimension min(d, B). So
@@ -25,17 +25,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configurator import InputError
+from mhf.bins import load_meta, open_bins, token_ids
+from mhf.checkpoint import load_checkpoint
+from mhf.plot import figure, save
+from model import MHF
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from configurator import InputError  # noqa: E402
-from mhf.bins import load_meta, open_bins, token_ids  # noqa: E402
-from mhf.checkpoint import load_checkpoint  # noqa: E402
-from mhf.plot import figure, save  # noqa: E402
-from model import MHF  # noqa: E402
-
-CONTEXTS, COLUMNS = 4096, 2048
-# z is 64; every bound is far below both numbers
+CONTEXTS = 4096
+COLUMNS = 2048
+# z is 64; every bound is far below CONTEXTS and COLUMNS
 _TINY = '--num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16 --intermediate_size=96 --num_buckets=2048'
 _TINY += ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_rate=1 --beta2=0.95'
 MODELS = {
@@ -48,18 +47,27 @@ MODELS = {
 
 def bounds(c):
     """A config -> the bounds of the rank: {whose: number}."""
-    d, H, B, z, V = c.hidden_size, c.num_hashes, c.num_buckets, c.bottleneck, c.vocab_size
+    d = c.hidden_size
+    H = c.num_hashes
+    B = c.num_buckets
+    V = c.vocab_size
+    standard = d + 1
     if not H:
-        return dict(standard=d + 1, bound=min(d + 1, V), reachable=min(d + 1, V), paper=min(d + 1, V))
-    cascade = d + (H - 1) * z + 2
-    bound, reachable = min(cascade, H * min(d, B) + 1, V), min(cascade, H * d + 1, H * (B - 2) + 2, V)
-    return dict(standard=d + 1, bound=bound, reachable=reachable, paper=min(B, H * d))
+        most = min(standard, V)
+        return dict(standard=standard, bound=most, reachable=most, paper=most)
+    cascade = d + (H - 1) * c.bottleneck + 2
+    return dict(
+        standard=standard,
+        bound=min(cascade, H * min(d, B) + 1, V),
+        reachable=min(cascade, H * d + 1, H * (B - 2) + 2, V),
+        paper=min(B, H * d),
+    )
 
 
 @torch.no_grad()
 def log_p(model, ids, columns):
     """A model in float64, ids (N, T) -> log P of the tokens `columns` after each: (N T, columns), numpy."""
-    # of the whole vocabulary there is only a sequence's at a time
+    # one sequence at a time, because log_probs gives the whole vocabulary
     return torch.cat([model.log_probs(block[None])[0, :, columns] for block in ids]).numpy()
 
 
@@ -77,16 +85,18 @@ def some_columns(model, number):
 
 
 def measure(name, weights, model, ids):
-    """The row of the table, and the singular values."""
-    matrix, c = log_p(model.double(), ids, some_columns(model, COLUMNS)), model.config
+    """A model over the contexts ids (N, T) -> its row of the table, and the singular values of log P."""
+    matrix = log_p(model.double(), ids, some_columns(model, COLUMNS))
     singular = np.linalg.svd(matrix, compute_uv=False)
     rank = rank_of(singular, matrix.shape)
+    c = model.config
     row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets, z=c.bottleneck)
     row |= dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
-    # the first one beyond Standard's bound, the last that counts and the first that does not, by the largest
-    places = dict(beyond=row['standard'], above=rank - 1, below=rank)
+    # by the largest: the first one beyond Standard's bound, the last that counts, the first that does not
     relative = np.append(singular, 0) / singular[0]
-    return row | {key: f'{relative[k]:.1e}' for key, k in places.items()}, singular
+    places = dict(beyond=row['standard'], above=rank - 1, below=rank)
+    row |= {column: f'{relative[k]:.1e}' for column, k in places.items()}
+    return row, singular
 
 
 def train():
@@ -100,12 +110,41 @@ def train():
     return folders
 
 
+def contexts_of(folder, config, model):
+    """
+    Held-out text from the bins of a run, a whole number of the model's contexts: ids (n, T), int64. config: of its
+    checkpoint. Raises InputError where it is too little for the model's bound.
+    """
+    # a checkpoint of an older train.py does not say what its bins hold
+    config = dict(bins='ids') | config
+    T = model.config.block_size
+    val = open_bins(config, load_meta(config), 'val')
+    n = min(CONTEXTS, len(val)) // T
+    bound = bounds(model.config)['bound']
+    if bound > min(n * T, COLUMNS):
+        seen = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
+        raise InputError(f'{folder}: {seen} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
+    ids = token_ids(val[: n * T], model.signatures.numpy())
+    return torch.tensor(ids.astype(np.int64)).view(n, T)
+
+
+def measure_run(name, folder):
+    """A run of train.py -> what measure gives of its model, before and after training."""
+    trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
+    ids = contexts_of(folder, ckpt['config'], trained)
+    torch.manual_seed(1)
+    gaps = (~trained.is_token).nonzero()[:, 0].tolist()
+    fresh = MHF(trained.config, trained.signatures.numpy(), gaps)
+    return [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]
+
+
 def draw(spectra, path):
     """[(row, singular values)] -> the picture; a bound has the colour of its model."""
     fig, ax = figure(9, 5.5)
     names = list(dict.fromkeys(row['model'] for row, _ in spectra))
     for row, singular in spectra:
-        colour, style = f'C{names.index(row["model"])}', '-' if row['weights'] == 'trained' else ':'
+        colour = f'C{names.index(row["model"])}'
+        style = '-' if row['weights'] == 'trained' else ':'
         label = f'{row["model"]}, {row["weights"]}: {row["rank"]}'
         ax.plot(range(1, len(singular) + 1), singular / singular[0], style, color=colour, label=label)
         ax.axvline(row['bound'], color=colour, lw=0.6)
@@ -114,26 +153,16 @@ def draw(spectra, path):
     save(fig, ax, path, xlim=(0, 1.7 * last), ylim=(1e-18, 2), yscale='log', title='numerical rank of log P', **labels)
 
 
-if __name__ == '__main__':
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folders', nargs='*', help='checkpoints of train.py in place of MODELS')
-    named = {path: Path(path) for path in parser.parse_args().folders}
-    folders, spectra = named or train(), []
+    named = parser.parse_args().folders
+    folders = {path: Path(path) for path in named} if named else train()
+    target = Path(named[0] if named else HERE) / 'rank'
+    spectra = []
     for name, folder in folders.items():
-        trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
-        # a checkpoint of an older train.py names no kind of bins
-        config = dict(bins='ids') | ckpt['config']
-        T, val = trained.config.block_size, open_bins(config, load_meta(config), 'val')
-        n = min(CONTEXTS, len(val)) // T
-        if (bound := bounds(trained.config)['bound']) > min(n * T, COLUMNS):
-            seen = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
-            raise InputError(f'{folder}: {seen} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
-        ids = token_ids(val[: n * T], trained.signatures.numpy())
-        ids = torch.tensor(ids.astype(np.int64)).view(n, T)
-        torch.manual_seed(1)
-        fresh = MHF(trained.config, trained.signatures.numpy(), (~trained.is_token).nonzero()[:, 0].tolist())
-        spectra += [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]
-    rows, target = [row for row, _ in spectra], next(iter(named.values()), HERE) / 'rank'
+        spectra += measure_run(name, folder)
+    rows = [row for row, _ in spectra]
     with open(target.with_suffix('.csv'), 'w', newline='') as f:
         writer = csv.DictWriter(f, list(rows[0]), lineterminator='\n')
         writer.writeheader()
@@ -141,3 +170,7 @@ if __name__ == '__main__':
     draw(spectra, target.with_suffix('.png'))
     for line in (rows[0], ['---'] * len(rows[0]), *(row.values() for row in rows)):
         print(f'| {" | ".join(map(str, line))} |')
+
+
+if __name__ == '__main__':
+    main()

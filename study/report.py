@@ -1,28 +1,24 @@
 """
-RESULTS.md and its pictures, from the CSVs alone: the same CSVs give the same bytes. sweep.py --report calls it.
+RESULTS.md and its pictures, from the CSVs alone: the same CSVs give the same bytes. `study.sweep --report` calls it.
 
-The first page answers the questions of ABOUT. Under each stand the claims of the lists that name it, those that the
-runs decide first. verdict() is the rule by which a claim holds; no line of the page is decided by hand.
+The first page answers the questions of ABOUT. Under each question stand the claims of the lists that name it, first
+those that the runs decide. verdict() is the rule by which a claim holds; no line of the page is decided by hand.
 """
 
 import ast
 import csv
 import os
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
+from configurator import InputError
+from study import pictures
+from study.rows import best_rows, curves, parameters, read_rows, values
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-import pictures  # noqa: E402
-from rows import best_rows, curves, parameters, read_rows, values  # noqa: E402
-
-from configurator import InputError  # noqa: E402
-
 MISSING = '–'
-# the repository's own lists, whose report is RESULTS.md
+# the repository's own lists, whose report is RESULTS.md beside them
 OWN_LISTS = ['english.py', 'vocabulary.py']
 # the questions of the first page, in their order; a claim names one of them as `about`
 ABOUT = dict(
@@ -54,22 +50,22 @@ small to tell, the models are level as far as these seeds show, and one seed dec
 """
 HOW = """## How the numbers were made
 
-    $ python study/sweep.py {lists} --jobs=2    # trains and evaluates what has no row yet
-    $ python study/sweep.py {lists} --report    # writes this page and its pictures
+    $ python -m study.sweep {lists} --jobs=2    # trains and evaluates what has no row yet
+    $ python -m study.sweep {lists} --report    # writes this page and its pictures
 
 Costs, tasks and ranks have their commands in their sections. The CSVs have more columns than this page: calibration
 error, and nats, top-1 and ranks by how frequent a token is. Rows by the code and the device that made them:
 """
 
 
-def number(found, form):
-    """The mean of some values, and where there are several their standard deviation."""
-    if not found:
+def number(of_seeds, form):
+    """The mean of some values, and if there are several their standard deviation."""
+    if not of_seeds:
         return MISSING
-    mean = f'{statistics.mean(found):{form}}'
-    if len(found) == 1:
+    mean = f'{statistics.mean(of_seeds):{form}}'
+    if len(of_seeds) == 1:
         return mean
-    return f'{mean} ± {statistics.stdev(found):{form}}'
+    return f'{mean} ± {statistics.stdev(of_seeds):{form}}'
 
 
 def table(heads, lines):
@@ -79,10 +75,10 @@ def table(heads, lines):
 
 def groups_of(study):
     """{group: its entries}, in the order of the list."""
-    found = {}
+    groups = {}
     for entry in study.entries:
-        found.setdefault(entry['group'], []).append(entry)
-    return found
+        groups.setdefault(entry['group'], []).append(entry)
+    return groups
 
 
 # -----------------------------------------------------------------------------
@@ -90,7 +86,7 @@ def groups_of(study):
 
 
 def verdict(better, than, by):
-    """The nats of two models, a number a seed -> does `better` have fewer by at least `by`; and by how many."""
+    """The nats of two models, a number for each seed -> whether `better` has fewer by `by` or more, and by how many."""
     if not better or not than:
         return NOT_RUN, MISSING
     difference = statistics.mean(than) - statistics.mean(better)
@@ -107,7 +103,7 @@ def verdict(better, than, by):
 
 def verdicts(study, claim, rows):
     """{verdict: figures} of a claim, a figure for each group that has its two models."""
-    found = {}
+    of_verdicts = {}
     for group, entries in groups_of(study).items():
         of_names = {entry['name']: entry for entry in entries}
         if claim['better'] not in of_names or claim['than'] not in of_names:
@@ -117,19 +113,19 @@ def verdicts(study, claim, rows):
         better = values(best_rows(study, of_names[claim['better']], rows), column)
         than = values(best_rows(study, of_names[claim['than']], rows), column)
         answer, figure = verdict(better, than, claim.get('by', 0))
-        found.setdefault(answer, []).append(f'{group} {figure} ({len(better)}+{len(than)})')
-    return found
+        of_verdicts.setdefault(answer, []).append(f'{group} {figure} ({len(better)}+{len(than)})')
+    return of_verdicts
 
 
 def temperatures(study, rows):
     """A sentence for each model whose best temperature is known: details.py measures it for the paper's loss."""
     lines = []
     for entry in study.entries:
-        found = best_rows(study, entry, rows)
-        temperature = values(found, 'temperature')
+        of_seeds = best_rows(study, entry, rows)
+        temperature = values(of_seeds, 'temperature')
         if temperature:
-            without = number(values(found, 'nats_without'), '.3f')
-            with_it = number(values(found, 'nats_at_it'), '.3f')
+            without = number(values(of_seeds, 'nats_without'), '.3f')
+            with_it = number(values(of_seeds, 'nats_at_it'), '.3f')
             best = number(temperature, '.2f')
             lines.append(
                 f"The paper's loss ({entry['name']}, {entry['group']}): {without} nats, and {with_it} at its best "
@@ -139,32 +135,34 @@ def temperatures(study, rows):
 
 
 def vocabularies(study, rows):
-    """A sentence for each model of the smallest and the largest vocabulary of a list: what the larger one changes."""
+    """A sentence for each model that the smallest and the largest vocabulary have: what the larger one changes."""
     lines = []
     if not study.vocabularies:
         return lines
     groups = groups_of(study)
-    ends = [function(study.vocabularies, key=study.vocabularies.get) for function in (min, max)]
-    small, large = ({entry['name']: entry for entry in groups[group]} for group in ends)
-    for name in small:
-        if name not in large:
+    smallest = min(study.vocabularies, key=study.vocabularies.get)
+    largest = max(study.vocabularies, key=study.vocabularies.get)
+    with_largest = {entry['name']: entry for entry in groups[largest]}
+    for entry in groups[smallest]:
+        name = entry['name']
+        if name not in with_largest:
             continue
-        before = best_rows(study, small[name], rows)
-        after = best_rows(study, large[name], rows)
+        before = best_rows(study, entry, rows)
+        after = best_rows(study, with_largest[name], rows)
         if not before or not after:
             continue
-        tokens = [f'{study.vocabularies[group]:,} ({group})' for group in ends]
-        sizes = [f'{parameters(found[0]) / 1e6:.2f} M' for found in (before, after)]
+        tokens = [f'{study.vocabularies[group]:,} ({group})' for group in (smallest, largest)]
+        sizes = [f'{parameters(of_seeds[0]) / 1e6:.2f} M' for of_seeds in (before, after)]
         line = f'{name} from {tokens[0]} to {tokens[1]} tokens: from {sizes[0]} to {sizes[1]} parameters'
-        for text in small[name]['texts']:
-            bits = [number(values(found, f'{text}_bits_per_byte'), '.4f') for found in (before, after)]
+        for text in entry['texts']:
+            bits = [number(values(of_seeds, f'{text}_bits_per_byte'), '.4f') for of_seeds in (before, after)]
             line += f', from {bits[0]} to {bits[1]} bits per byte of {text}'
         lines.append(line + '.')
     return lines
 
 
 def times(study):
-    """A sentence for each main model in costs.csv: what a training step of it takes on each device."""
+    """A sentence for each main model in costs.csv: the time of its training step on each device."""
     lines = []
     devices = costs_by_device(study.path.with_name('costs.csv'))
     for name in study.main or ():
@@ -207,22 +205,25 @@ def first_page(studies):
 
 
 def main_table(study, rows):
-    """The models that the list calls MAIN, or all, group by group. README shows the first list's."""
+    """The models that the list calls MAIN, or all, group by group. README shows rows of the first list's table."""
     texts = list(study.entries[0]['texts'])
+    measure = 'nats'
+    column = 'nats_per_token'
+    form = '.3f'
     # nats per token are another quantity for each tokenizer
     if study.vocabularies:
-        measure, column, form = 'bits per byte', 'bits_per_byte', '.4f'
-    else:
-        measure, column, form = 'nats', 'nats_per_token', '.3f'
+        measure = 'bits per byte'
+        column = 'bits_per_byte'
+        form = '.4f'
     lines = []
     for group, entries in groups_of(study).items():
         for entry in entries:
             if study.main and entry['name'] not in study.main:
                 continue
-            found = best_rows(study, entry, rows)
-            size = f'{parameters(found[0]) / 1e6:.2f} M' if found else MISSING
-            measured = [number(values(found, f'{text}_{column}'), form) for text in texts]
-            top1 = number(values(found, f'{texts[0]}_top1_accuracy'), '.1%')
+            of_seeds = best_rows(study, entry, rows)
+            size = f'{parameters(of_seeds[0]) / 1e6:.2f} M' if of_seeds else MISSING
+            measured = [number(values(of_seeds, f'{text}_{column}'), form) for text in texts]
+            top1 = number(values(of_seeds, f'{texts[0]}_top1_accuracy'), '.1%')
             lines.append([group, entry['name'], size, *measured, top1])
     heads = ['trained on', 'model', 'parameters', *(f'{measure}, {text}' for text in texts), 'top-1']
     return table(heads, lines)
@@ -236,13 +237,13 @@ def table_of_groups(study, cells):
 
 
 def other_models(study, rows):
-    """The nats on each text of the models that are not in MAIN; those that the list gives one seed are left out."""
+    """The nats on each text of the models that are not in MAIN, without those that the list gives one seed."""
     cells = {}
     for entry in study.entries:
         if entry['name'] in study.main or len(entry['seeds']) == 1:
             continue
-        found = best_rows(study, entry, rows)
-        nats = [number(values(found, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
+        of_seeds = best_rows(study, entry, rows)
+        nats = [number(values(of_seeds, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
         cells.setdefault(entry['name'], {})[entry['group']] = ' / '.join(nats)
     return table_of_groups(study, cells)
 
@@ -260,15 +261,15 @@ def rates_tried(study, rows):
 
 def costs_by_device(path):
     """{device: {model: row}} of costs.csv, or {}."""
-    found = {}
+    devices = {}
     if path.exists():
         with open(path, newline='') as f:
             for row in csv.DictReader(f):
                 device = row['device']
                 if device == 'cpu':
                     device = 'a CPU with 1 thread' if row['threads'] == '1' else f'a CPU with {row["threads"]} threads'
-                found.setdefault(device, {})[row['model']] = row
-    return found
+                devices.setdefault(device, {})[row['model']] = row
+    return devices
 
 
 def costs_table(path):
@@ -280,17 +281,20 @@ def costs_table(path):
         heads += [f'time, {device}', 'MB']
     lines = []
     for name in names:
-        found = [of_device.get(name) for of_device in devices.values()]
-        line = [name, next(f'{int(row["parameters"]):,}' for row in found if row)]
-        for row in found:
-            time, memory = (row['time / the first'], row['peak_memory']) if row else ('', '')
-            line += [time or MISSING, f'{int(memory) / 1e6:,.0f}' if memory else MISSING]
+        # {} where a device has not run the model
+        measured = [of_device.get(name, {}) for of_device in devices.values()]
+        sizes = [row['parameters'] for row in measured if row]
+        line = [name, f'{int(sizes[0]):,}']
+        for row in measured:
+            memory = row.get('peak_memory')
+            line.append(row.get('time / the first') or MISSING)
+            line.append(f'{int(memory) / 1e6:,.0f}' if memory else MISSING)
         lines.append(line)
     return table(heads, lines)
 
 
 def shortened(cell):
-    """A number of a CSV with its thousands apart; other text as it is."""
+    """A number of a CSV with commas between its thousands; other text as it is."""
     return f'{int(cell):,}' if cell.isdecimal() else cell
 
 
@@ -301,7 +305,7 @@ def whole_table(path):
     return table(heads, [[shortened(cell) for cell in line] for line in lines])
 
 
-# the CSVs beside the first list, each made by the script of its name, whose docstring is the section's text
+# The CSVs beside the first list. The script of the same name makes each, and its docstring is the section's text.
 TABLES = dict(costs=costs_table, tasks=whole_table, rank=whole_table)
 
 
@@ -311,7 +315,7 @@ def title_and_text(docstring):
 
 
 def image(text, path, target):
-    """A picture, by its place as seen from the report's."""
+    """A picture, by its path from the report's folder."""
     return f'![{text}]({os.path.relpath(path, target.parent)})\n'
 
 
@@ -330,7 +334,7 @@ def section(path, target):
 
 
 def study_section(study, target):
-    """A list's docstring, its pictures, which are drawn here, and its tables."""
+    """A list's docstring, its tables and its pictures, which are drawn here."""
     rows = read_rows(study.csv)
     title, text = title_and_text(study.doc)
     picture = study.path.with_suffix('.png')
@@ -351,7 +355,7 @@ def study_section(study, target):
 
 
 def how_it_was_made(studies):
-    """The commands, and which code and device made the rows."""
+    """The commands, and how many rows each commit and device have made."""
     lines = [HOW.format(lists=' '.join(os.path.relpath(study.path) for study in studies))]
     for study in studies:
         commits = Counter(f'{row["commit"]}, {row["device"]}' for row in read_rows(study.csv).values())
@@ -361,7 +365,7 @@ def how_it_was_made(studies):
 
 
 def check(study):
-    """Raises InputError where a claim or MAIN names no entry, or a claim another question than those of ABOUT."""
+    """Raises InputError where a claim or MAIN names no entry, or where a claim is about no question of ABOUT."""
     named = {*(study.main or ())}
     for claim in study.claims:
         named |= {claim['better'], claim['than']}
@@ -373,14 +377,14 @@ def check(study):
 
 
 def target_of(studies):
-    """RESULTS.md for the repository's own lists; else a file beside the first list, so that none replaces another's."""
+    """RESULTS.md for the repository's own lists, else a file of the first list's name. Both lie beside that list."""
     if [study.path.name for study in studies] == OWN_LISTS:
-        return Path('RESULTS.md').resolve()
+        return studies[0].path.with_name('RESULTS.md')
     return studies[0].path.with_suffix('.md')
 
 
 def write(studies):
-    """Writes the report of some lists, and a picture beside each CSV. Raises InputError where check() does."""
+    """Writes the report of some lists, and a picture beside each CSV. Raises InputError, as check() does."""
     for study in studies:
         check(study)
     target = target_of(studies)

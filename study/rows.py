@@ -3,15 +3,13 @@
 import csv
 import fcntl
 import subprocess
-import sys
 from pathlib import Path
 
+from mhf.files import replace_durably
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from mhf.files import replace_durably  # noqa: E402
-
-PARTS = ('params_embedding', 'params_hash', 'params_decoder')
+# the columns that add up to a model's parameters
+PARAMETERS = ('params_embedding', 'params_hash', 'params_decoder')
 
 
 def git(*command):
@@ -33,7 +31,7 @@ def read_rows(path):
 
 
 def add_row(path, row):
-    """Writes the CSV anew beside itself, so that no kill leaves half a row and a new column is no trouble."""
+    """Writes the CSV anew beside itself, so that a kill leaves no half row, and a row may bring a new column."""
     with open(path.with_suffix('.lock'), 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         rows = [*read_rows(path).values(), row]
@@ -45,13 +43,13 @@ def add_row(path, row):
         replace_durably(path.with_suffix('.tmp'), path)
 
 
-def values(found, column):
+def values(rows, column):
     """The numbers in a column of some rows; a row without one is left out."""
-    return [float(row[column]) for row in found if row.get(column)]
+    return [float(row[column]) for row in rows if row.get(column)]
 
 
 def parameters(row):
-    return sum(int(row[part]) for part in PARTS)
+    return sum(int(row[column]) for column in PARAMETERS)
 
 
 def best_rows(study, entry, rows):
@@ -64,20 +62,20 @@ def best_rows(study, entry, rows):
 
 
 def tries_rates(study, entry):
-    """Does an entry try several learning rates of its own?"""
+    """Whether an entry tries several learning rates of its own."""
     return study.curve(entry) is entry and len(entry['rates']) > 1
 
 
 def curves(study, entries, rows):
     """{name: {rate: nats of the first seed on the first text}} of the entries that try several rates."""
-    found = {}
+    of_names = {}
     for entry in entries:
         if not tries_rates(study, entry):
             continue
         column = f'{study.first_text(entry)}_nats_per_token'
-        found[entry['name']] = {}
+        of_names[entry['name']] = {}
         for rate in entry['rates']:
             key = study.key(entry, study.settings(entry, rate, entry['seeds'][0]))
             if key in rows:
-                found[entry['name']][rate] = float(rows[key][column])
-    return found
+                of_names[entry['name']][rate] = float(rows[key][column])
+    return of_names

@@ -1,7 +1,7 @@
 """
 Draws README's picture of what a signature is: the buckets of five tokens in the paper's H4B16K.
 
-    $ python -m study.signatures       # from the repository's root; writes assets/signatures.png
+    $ python -m study.signatures       # writes assets/signatures.png
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ from mhf.plot import figure, save
 from mhf.tokenizers import get_tokenizer
 
 WORDS = ('▁the', '▁The', '▁hash', 'ing', '<0x0A>')
-H, B = 4, 16384
+H = 4
+B = 16384
 
 
 def draw(path):

@@ -1,17 +1,18 @@
 """
 Trains and evaluates the runs of a list, so many at a time; stopped or killed at any moment, the same command goes on.
 
-    $ python study/sweep.py study/english.py --jobs=2                      # appends a row a run to study/english.csv
-    $ python study/sweep.py study/english.py study/vocabulary.py --report  # RESULTS.md and its pictures, from the CSVs
-    $ python study/sweep.py study/mine.py --report                         # study/mine.md of a list of your own
+    $ python -m study.sweep study/english.py --jobs=2                      # appends a row a run to study/english.csv
+    $ python -m study.sweep study/english.py study/vocabulary.py --report  # study/RESULTS.md and pictures, of the CSVs
+    $ python -m study.sweep study/mine.py --report                         # study/mine.md of a list of your own
 
 A list is Python, as study/english.py: DATA, {folder: settings of prepare.py}, and RUNS, entries with a name, a group, a
-config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}; the rest
-overrides the config. The first seed is trained at every rate, the others at the best one, by nats on the first text;
-rates='H3' is the best one of the entry H3 of the same group. CLAIMS, MAIN and VOCABULARIES are for the report. A run is
-known by a digest of its settings and data: names may change, and no row is taken for another's.
+config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}. All else
+in an entry overrides the config. The first seed is trained at every rate, the others at the rate that had the fewest
+nats on the first text; rates='H3' is the best rate of the entry H3 of the same group. CLAIMS, MAIN and VOCABULARIES are
+for the report. A run is known by a digest of its settings and data: names may change, and no row is taken for
+another's.
 
-Each run has the threads of OMP_NUM_THREADS, or else its share of the cores.
+Each run has as many threads as OMP_NUM_THREADS says, or else its share of the cores.
 """
 
 import argparse
@@ -27,21 +28,20 @@ from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+import torch
 
-import report  # noqa: E402
-import torch  # noqa: E402
-from rows import add_row, commit, read_rows  # noqa: E402
+from configurator import InputError, read_config, settings_of
+from mhf.files import replace_durably
+from mhf.plot import read_log
+from study import report
+from study.rows import add_row, commit, read_rows
 
-from configurator import InputError, read_config, settings_of  # noqa: E402
-from mhf.files import replace_durably  # noqa: E402
-from mhf.plot import read_log  # noqa: E402
-
+REPO = Path(__file__).resolve().parent.parent
 # what eval.py says of a text
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
+# the parts of an entry that are no settings of train.py
 OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
-# of a config; here the list says it
+# settings that a config may have, but that the list decides here
 OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
 
 
@@ -67,15 +67,20 @@ class Study:
         if not self.entries:
             raise InputError(f'{path}: RUNS is empty; a list has entries, like study/english.py')
         for entry in self.entries:
-            if missing := OF_ENTRY - entry.keys() or {entry['train'], *entry['texts'].values()} - self.data.keys():
+            missing = OF_ENTRY - entry.keys()
+            # folders that DATA does not make
+            if not missing:
+                missing = {entry['train'], *entry['texts'].values()} - self.data.keys()
+            if missing:
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
             self.curve(entry)
 
     def curve(self, entry):
         """The entry whose rates are tried for this one: itself, or the one that it names."""
-        for e in [entry, *(e for e in self.entries if (e['group'], e['name']) == (entry['group'], entry['rates']))]:
-            if isinstance(e['rates'], tuple):
-                return e
+        named = [e for e in self.entries if e['group'] == entry['group'] and e['name'] == entry['rates']]
+        for candidate in [entry, *named]:
+            if isinstance(candidate['rates'], tuple):
+                return candidate
         raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry of its group with rates')
 
     def first_text(self, entry):
@@ -83,34 +88,43 @@ class Study:
         return next(iter(entry['texts']))
 
     def settings(self, entry, rate, seed):
-        """What a run's config and entry say of its training; all else is train.py's default."""
+        """The settings of a run that its config and entry name; all others are train.py's defaults."""
         config = {k: v for k, v in read_config(entry['config']).items() if k in settings_of('train.py')}
         settings = config | entry | dict(learning_rate=rate, seed=seed)
         return {k: settings[k] for k in sorted(settings.keys() - OF_ENTRY - OF_DATA)}
 
     def key(self, entry, settings):
-        """The digest of all that decides a run's numbers; of data files only their names, wherever they lie."""
+        """The digest of all that decides a run's numbers. Of data files it has the names and not the folders."""
         recipes = [self.data[folder] for folder in (entry['train'], *entry['texts'].values())]
         recipes = [recipe | dict(dataset=recipe['dataset'].split('/')[-1]) for recipe in recipes]
         return hashlib.sha256(json.dumps([settings, recipes]).encode()).hexdigest()[:12]
 
     def best_rate(self, entry, rows, so_far=False):
-        """The rate whose first seed has the fewest nats; None while one is neither finished nor failed, but so_far."""
+        """
+        The rate whose first seed has the fewest nats, or None where no rate is finished. Unless so_far is set, it is
+        None also while a rate is neither finished nor failed.
+        """
         curve = self.curve(entry)
         rates = {self.key(curve, self.settings(curve, rate, curve['seeds'][0])): rate for rate in curve['rates']}
-        if not (so_far or rates.keys() <= rows.keys() | self.failed.keys()) or not rates.keys() & rows.keys():
+        ended = rows.keys() | self.failed.keys()
+        if not so_far and not rates.keys() <= ended:
             return None
         column = f'{self.first_text(curve)}_nats_per_token'
         nats = {rate: float(rows[key][column]) for key, rate in rates.items() if key in rows}
-        return min(nats, key=lambda rate: (nats[rate], rate))
+        return min(nats, key=lambda rate: (nats[rate], rate), default=None)
 
     def runs(self, rows):
         """(key, entry, settings) of every run whose rate is known by now, in the order of the list."""
         for entry in self.entries:
-            rate, seeds = self.best_rate(entry, rows), entry['seeds']
-            curve = [(rate, seeds[0]) for rate in entry['rates'] if self.curve(entry) is entry]
-            for rate_and_seed in dict.fromkeys([*curve, *((rate, seed) for seed in seeds if rate)]):
-                settings = self.settings(entry, *rate_and_seed)
+            seeds = entry['seeds']
+            pairs = []
+            if self.curve(entry) is entry:
+                pairs += [(rate, seeds[0]) for rate in entry['rates']]
+            best = self.best_rate(entry, rows)
+            if best:
+                pairs += [(best, seed) for seed in seeds]
+            for rate, seed in dict.fromkeys(pairs):
+                settings = self.settings(entry, rate, seed)
                 yield self.key(entry, settings), entry, settings
 
     def left(self, rows):
@@ -118,7 +132,7 @@ class Study:
         return [run for run in self.runs(rows) if run[0] not in rows and run[0] not in self.failed]
 
     def run(self, key, entry, settings, threads):
-        """Trains, evaluates and appends the row. Raises InputError with what a script said last."""
+        """Trains, evaluates and appends the row. Raises InputError where a script fails."""
         folder = self.out / key
         folder.mkdir(parents=True, exist_ok=True)
         # a process of a sweep that was killed may be at work still: it holds the lock until it ends
@@ -126,30 +140,30 @@ class Study:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if key in read_rows(self.csv):
                 return
-            how = dict(pass_fds=[lock.fileno()], env=os.environ | dict(OMP_NUM_THREADS=threads))
+            scripts = Scripts(folder, lock, dict(OMP_NUM_THREADS=threads))
             row = dict(name=entry['name'], group=entry['group'], key=key, threads=threads) | settings
             row['commit'] = commit()
-            # train.py writes it last of all; of a sweep that was killed since then, nobody knows the memory
+            # train.py writes it last of all. The memory of a training that a killed sweep had started is not known
             if not (folder / 'loss.png').exists():
-                row['peak_mb'] = self.train(folder, entry, settings, how)
+                row['peak_mb'] = self.train(scripts, entry, settings)
             row |= weights_only(folder)
-            row |= self.evaluate(folder, entry, row['dtype'], how)
+            row |= self.evaluate(scripts, entry, row['dtype'])
             add_row(self.csv, row)
-        nats = [f'{row[f"{text}_nats_per_token"]:.4f}' for text in entry['texts']]
-        print(', '.join([described(entry, settings), *nats]), flush=True)
+        nats = [row[f'{text}_nats_per_token'] for text in entry['texts']]
+        print(', '.join([described(entry, settings), *map('{:.4f}'.format, nats)]), flush=True)
 
-    def train(self, folder, entry, settings, how):
+    def train(self, scripts, entry, settings):
         """Trains a run -> the peak memory in MB."""
         tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
-        flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=folder, keep=0)
-        return script('train.py', folder, '--auto_resume', *(f'--{k}={v}' for k, v in flags.items()), **how)
+        flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=scripts.folder, keep=0)
+        return scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
-    def evaluate(self, folder, entry, dtype, how):
+    def evaluate(self, scripts, entry, dtype):
         """Measures a trained run on the texts, in the dtype of its training -> columns of its row."""
+        folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['texts'].values()))
-        flags['output_path'] = f'{folder}/eval.json'
-        script('eval.py', folder, *(f'--{k}={v}' for k, v in flags.items()), **how)
-        script('study/details.py', folder, folder, entry['train'], entry['texts'][self.first_text(entry)], **how)
+        scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval.json')
+        scripts.run('study.details', folder, entry['train'], entry['texts'][self.first_text(entry)])
         # eval.py puts the date into the name
         results = json.loads(max(folder.glob('eval_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
@@ -163,15 +177,38 @@ def described(entry, settings):
     return f'{entry["name"]}, {entry["group"]}, {settings["learning_rate"]}, {settings["seed"]}'
 
 
-def script(name, folder, *args, **how):
-    """Runs a script of ours with its output in `folder` -> its peak memory in MB."""
-    with open(folder / f'{Path(name).name}.out', 'ab') as out:
-        process = subprocess.Popen([sys.executable, str(HERE.parent / name), *args], stdout=out, stderr=out, **how)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise InputError(f'{name} ended with {process.returncode}; see {out.name}')
-    return usage.ru_maxrss // 1024
+def as_flags(settings):
+    return [f'--{name}={value}' for name, value in settings.items()]
+
+
+class Scripts:
+    """
+    Runs scripts of this repository, by their files, and modules of study/, by their names, from any working folder.
+    What they say goes into `folder`. They keep the file `lock` open, and with it its lock, until they end.
+    """
+
+    def __init__(self, folder, lock, environment):
+        self.folder = folder
+        self.lock = lock
+        python_path = [str(REPO), *filter(None, [os.environ.get('PYTHONPATH')])]
+        self.environment = os.environ | environment | dict(PYTHONPATH=os.pathsep.join(python_path))
+
+    def run(self, name, *args):
+        """Runs one to its end -> its peak memory in MB. Raises InputError where it fails."""
+        command = [str(REPO / name)] if name.endswith('.py') else ['-m', name]
+        with open(self.folder / f'{name}.out', 'ab') as out:
+            process = subprocess.Popen(
+                [sys.executable, *command, *args],
+                stdout=out,
+                stderr=out,
+                pass_fds=[self.lock.fileno()],
+                env=self.environment,
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise InputError(f'{name} ended with {process.returncode}; see {out.name}')
+        return usage.ru_maxrss // 1024
 
 
 def weights_only(folder):
@@ -182,26 +219,32 @@ def weights_only(folder):
     (folder / 'ckpt.pt.sha256').unlink(missing_ok=True)
     replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
     (folder / 'ckpt_best.pt').unlink(missing_ok=True)
-    parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
+    # `mixers` is what older checkpoints called the Hash Decoder
+    groups = dict(embed='embedding', encoder='hash', hash_decoder='hash', mixers='hash')
     numbers = Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():
-        numbers[parts.get(name.split('.')[0], 'decoder')] += tensor.numel() * tensor.is_floating_point()
+        if tensor.is_floating_point():
+            numbers[groups.get(name.split('.')[0], 'decoder')] += tensor.numel()
     log = read_log(folder / 'log.jsonl')
+    last = log[-1]
     row = dict(tokens_per_s=statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event))
-    row |= {k: log[-1][k] for k in ('peak_gpu_mb',) if k in log[-1]}
+    # a GPU's
+    if 'peak_gpu_mb' in last:
+        row['peak_gpu_mb'] = last['peak_gpu_mb']
     row['dtype'] = state['config']['dtype']
-    return row | dict(trained_tokens=log[-1]['tokens']) | {f'params_{part}': n for part, n in numbers.items()}
+    row['trained_tokens'] = last['tokens']
+    return row | {f'params_{group}': number for group, number in numbers.items()}
 
 
 def prepare(study):
     """Prepares the data of a list; what is there already is kept."""
     with open(study.out / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        scripts = Scripts(study.out, lock, environment={})
         for folder, recipe in study.data.items():
             print(f'preparing {folder}', flush=True)
             # token ids serve every model of the list
-            flags = [f'--{k}={v}' for k, v in (recipe | dict(bins='ids', data_dir=folder)).items()]
-            script('prepare.py', study.out, *flags, pass_fds=[lock.fileno()])
+            scripts.run('prepare.py', *as_flags(recipe | dict(bins='ids', data_dir=folder)))
 
 
 def threads_of_a_run(jobs):

@@ -2,8 +2,8 @@
 Tasks: how far are models of this size from chance?
 
     $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
-    $ python study/tfree.py eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
-    $ python study/tasks.py H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
+    $ python -m study.tfree eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
+    $ python -m study.tasks H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
 
 The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). Of each task the first 300
 documents, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the tasks in which a
@@ -13,48 +13,62 @@ model is above chance by more than two of them. T-FREE's scores rank words and a
 import argparse
 import csv
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from report import MISSING
 
 from configurator import InputError
 from mhf.tasks import PAPER
+from study.report import MISSING
 
-# of those whose answers are equally many
-CHANCE = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
+# how many answers each question has, of the tasks in which this is one number
+ANSWERS = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
+
+
+def read_results(models):
+    """{name: the results' file} -> {name: what is in it}. Raises InputError."""
+    results = {}
+    for name, path in models.items():
+        try:
+            results[name] = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as e:
+            raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
+    return results
+
+
+def number_of_documents(task, results):
+    """How many documents of a task the models were measured on. Raises InputError where it is not the same number."""
+    models = {}
+    for name, of_model in results.items():
+        if task in of_model['results']:
+            models[of_model['n-samples'][task]['effective']] = name
+    if len(models) > 1:
+        numbers = ', '.join(f'{name} {number}' for number, name in models.items())
+        raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
+    return next(iter(models), MISSING)
 
 
 def main(models, target):
-    """models: {name: the results' file}; the CSV to write. Raises InputError."""
-    read = {}
-    for name, path in models.items():
-        try:
-            read[name] = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as e:
-            raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
-    lines, above = [], {name: [] for name in read}
+    """Writes the CSV `target` of {name: the results' file}. Raises InputError."""
+    results = read_results(models)
+    lines = []
+    # {name: of each task with a chance, whether the model is above it}
+    above = {name: [] for name in results}
     for task, of_paper in PAPER.items():
-        metric, cells, documents = of_paper['metric'], [], {}
-        for name, found in read.items():
-            got = found['results'].get(task, {})
-            value, error = (got.get(f'{metric}{what},none') for what in ('', '_stderr'))
+        metric = of_paper['metric']
+        cells = []
+        for name, of_model in results.items():
+            measured = of_model['results'].get(task, {})
+            value = measured.get(f'{metric},none')
+            error = measured.get(f'{metric}_stderr,none')
             cells.append(MISSING if value is None else f'{value:.1%} ± {error:.1%}')
-            documents |= {found['n-samples'][task]['effective']: name} if got else {}
-            if task in CHANCE and value is not None:
-                above[name].append(value > 1 / CHANCE[task] + 2 * error)
-        if len(documents) > 1:
-            numbers = ', '.join(f'{name} {number}' for number, name in documents.items())
-            raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
-        chance = f'{1 / CHANCE[task]:.1%}' if task in CHANCE else MISSING
-        lines.append([task, metric, next(iter(documents), MISSING), chance, *cells])
+            if task in ANSWERS and value is not None:
+                above[name].append(value > 1 / ANSWERS[task] + 2 * error)
+        chance = f'{1 / ANSWERS[task]:.1%}' if task in ANSWERS else MISSING
+        lines.append([task, metric, number_of_documents(task, results), chance, *cells])
     counted = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
     lines.append(['above chance', MISSING, MISSING, MISSING, *counted])
     with open(target, 'w', newline='') as f:
         writer = csv.writer(f, lineterminator='\n')
-        writer.writerows([['task', 'metric', 'documents', 'chance', *read], *lines])
+        writer.writerows([['task', 'metric', 'documents', 'chance', *results], *lines])
 
 
 if __name__ == '__main__':

@@ -14,20 +14,20 @@ _FOLDER = '../shared/data/text'
 _ENGLISH = dict(val_fraction=0.07, val_bytes=300000)
 # all of what is read is held out
 _FINEWEB = dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000)
-# of each tokenizer: its name, the training tokens whose last one lies in the 464th document, the steps of one epoch
+# of each tokenizer: its name, a number of training tokens that ends in the 464th document, the steps of one epoch
 _TOKENIZERS = {
     'mistral': ('mistral', 1024000, 502),
     'expanded': ('out/tokenizer/tiny_ar_zh_hi.model', 1024000, 502),
     'tekken': ('tekken', 942000, 460),
 }
-_KINDS = [
+_MODELS = [
     dict(name='Standard', rates=(2e-3, 4e-3), num_hashes=0),
     dict(name='H4', rates=(2e-3, 4e-3), num_hashes=4, num_buckets=7966),
 ]
-# these with tekken, the last
+# with tekken alone, which is the last
 _TUNED = dict(rates=(1e-3,), seeds=(1,), embedding_rate=4.0, beta2=0.99)
-_TUNED_H4 = _KINDS[1] | _TUNED | dict(name='H4, tuned')
-_SMALL = _KINDS[0] | _TUNED | dict(name='Standard, 11.5 M, tuned', hidden_size=84, intermediate_size=252)
+_TUNED_H4 = _MODELS[1] | _TUNED | dict(name='H4, tuned')
+_SMALL = _MODELS[0] | _TUNED | dict(name='Standard, 11.5 M, tuned', hidden_size=84, intermediate_size=252)
 
 VOCABULARIES = {'mistral': 32768, 'expanded': 48122, 'tekken': 131072}
 CLAIMS = [
@@ -54,9 +54,11 @@ CLAIMS = [
     ),
 ]
 
-DATA, RUNS = {}, []
+DATA = {}
+RUNS = []
 for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
-    _english, _fineweb = f'data/vocabulary_{_name}', f'data/vocabulary_fineweb_{_name}'
+    _english = f'data/vocabulary_{_name}'
+    _fineweb = f'data/vocabulary_fineweb_{_name}'
     _text = f'{_FOLDER}/english_edu.jsonl.xz@{_tokens}'
     DATA |= {_english: _ENGLISH | dict(dataset=_text, tokenizer=_tokenizer)}
     DATA |= {_fineweb: _FINEWEB | dict(tokenizer=_tokenizer)}
@@ -65,8 +67,8 @@ for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
     _common |= dict(micro_batch_size=8, compile=False, deterministic=True)
     _common |= dict(train=_english, texts=dict(english=_english, fineweb=_fineweb))
     _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)
-    RUNS += [_common | kind for kind in _KINDS]
-RUNS += [_common | kind for kind in (_TUNED_H4, _SMALL)]
+    RUNS += [_common | model for model in _MODELS]
+RUNS += [_common | model for model in (_TUNED_H4, _SMALL)]
 
 if __name__ == '__main__':
     print(__doc__.strip())

@@ -1,12 +1,11 @@
 """The rank claim, study/rank.py: what the numerical rank of log P is, in float64, of small random models."""
 
-import runpy
-
 import pytest
 import torch
-from conftest import REPO, ok, random_model
+from conftest import ok, random_model
 
-rank = runpy.run_path(str(REPO / 'study' / 'rank.py'))
+from study import rank
+
 SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
 # (settings, the rank)
 CASES = {
@@ -27,7 +26,7 @@ CASES = {
 def spectrum(m):
     """The row and the singular values of a model over random contexts, 384 of them."""
     ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
-    return rank['measure']('', '', m, ids)
+    return rank.measure('', '', m, ids)
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -51,7 +50,7 @@ def test_fresh_weights():
 
 def test_script(quick):
     """A checkpoint of one's own: the table, the CSV and the picture are not made, or are another model's."""
-    printed = ok('study/rank.py', 'out', cwd=quick).stdout.splitlines()
+    printed = ok('study.rank', 'out', cwd=quick).stdout.splitlines()
     # d 32, H 3, B 256, z 64
     row = dict(zip(*(line.strip('| ').split(' | ') for line in (printed[0], printed[-1])), strict=True))
     assert row['weights'] == 'trained' and row['bound'] == '97' and 33 < int(row['rank']) <= 97

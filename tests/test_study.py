@@ -36,9 +36,9 @@ NOT_REPEATED = ('tokens_per_s', 'peak_mb')
 
 def rows(folder):
     with open(folder / 'runs.csv', newline='') as f:
-        found = {row['key']: row for row in csv.DictReader(f)}
-    assert all(None not in row.values() and row['docs_tokens'] for row in found.values())
-    return {key: {k: v for k, v in row.items() if k not in NOT_REPEATED} for key, row in found.items()}
+        written = {row['key']: row for row in csv.DictReader(f)}
+    assert all(None not in row.values() and row['docs_tokens'] for row in written.values())
+    return {key: {k: v for k, v in row.items() if k not in NOT_REPEATED} for key, row in written.items()}
 
 
 @pytest.fixture
@@ -61,31 +61,38 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     A killed sweep repeats what is finished, loses or halves a row, runs one twice at a time or ends with other numbers;
     or a report of the same CSV is another one. MHF_KILLS=30 kills thirty times.
     """
-    kills, seed = int(os.environ.get('MHF_KILLS', 1)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
-    straight, killed, draw = study('straight'), study('killed'), np.random.default_rng(seed)
-    command = 'study/sweep.py', 'runs.py', '--jobs=2'
+    kills = int(os.environ.get('MHF_KILLS', 1))
+    seed = int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    draw = np.random.default_rng(seed)
+    straight = study('straight')
+    killed = study('killed')
+    command = ('study.sweep', 'runs.py', '--jobs=2')
     began = time.monotonic()
     said = ok(*command, cwd=straight).stdout
-    seconds, wanted = time.monotonic() - began, rows(straight)
+    seconds = time.monotonic() - began
+    expected = rows(straight)
     # that of training, whatever this machine measures
-    assert len(wanted) == 2 and {row['dtype'] for row in wanted.values()} == {'float32'}
+    assert len(expected) == 2 and {row['dtype'] for row in expected.values()} == {'float32'}
     says_what_it_does(said, ok(*command, cwd=straight).stdout)
     for k in range(kills):
-        process, moment, began = start(*command, cwd=killed), draw.uniform(0, seconds), time.monotonic()
+        process = start(*command, cwd=killed)
+        began = time.monotonic()
+        end = began + draw.uniform(0, seconds)
         # the first one while a model is trained, with a checkpoint to go on from
-        while time.monotonic() < began + moment if k else not list(killed.glob('out/runs/*/ckpt.pt')):
+        while time.monotonic() < end if k else not list(killed.glob('out/runs/*/ckpt.pt')):
             time.sleep(0.01)
         # every second time what it started goes on without it
-        group, now = draw.integers(2), time.monotonic() - began
-        print(f'seed {seed}, kill {k} after {now:.2f} s, {"with" if group else "without"} its processes')
+        whole_group = draw.integers(2)
+        whose = 'with' if whole_group else 'without'
+        print(f'seed {seed}, kill {k} after {time.monotonic() - began:.2f} s, {whose} its processes')
         # it may have finished
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL) if group else os.kill(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if whole_group else os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         finished = rows(killed) if (killed / 'runs.csv').exists() else {}
         before = {key: snapshot(killed / 'out/runs' / key) for key in finished}
     ok(*command, cwd=killed)
-    assert rows(killed) == wanted
+    assert rows(killed) == expected
     assert {key: snapshot(killed / 'out/runs' / key) for key in finished} == before
     details(straight)
     report(straight)
@@ -119,11 +126,13 @@ def test_details_of_tokens():
     """Nats, top-1 or ranks are not those of log P, or a temperature is not the distribution sharpened by it."""
     from study.details import of_tokens
 
-    m, ids = random_model(), torch.randint(3, 300, (60,))
+    m = random_model()
+    ids = torch.randint(3, 300, (60,))
     T = m.config.block_size
     blocks = [ids[b : b + T + 1] for b in range(0, len(ids) - 1, T)]
     logp = torch.cat([m.log_probs(block[None, :-1])[0] for block in blocks]).detach()
-    ordered, target = logp.argsort(descending=True), ids[1:, None]
+    ordered = logp.argsort(descending=True)
+    target = ids[1:, None]
     with torch.no_grad():
         (nats, right, rank), tempered = of_tokens(m, ids, [1.0, 2.0])
     assert torch.allclose(nats, -logp.gather(1, target)[:, 0])
@@ -134,9 +143,10 @@ def test_details_of_tokens():
 
 def report(folder):
     """A report of the same CSV is another one, or a run that is missing from it is not said to be."""
-    read, pictures = [], []
+    read = []
+    pictures = []
     for _ in range(2):
-        ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+        ok('study.sweep', 'runs.py', '--report', cwd=folder)
         read.append((folder / 'runs.md').read_text())
         pictures.append((folder / 'runs.png').read_bytes())
     nats = {float(row['learning_rate']): float(row['docs_nats_per_token']) for row in rows(folder).values()}
@@ -147,10 +157,10 @@ def report(folder):
     assert re.search(rf'\| tiny \| H3 \| \S+ M \| {nats[best]:.3f} \|', read[0])
     header, first, _ = (folder / 'runs.csv').read_text().splitlines()
     (folder / 'runs.csv').write_text(f'{header}\n{first}\n')
-    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    ok('study.sweep', 'runs.py', '--report', cwd=folder)
     assert re.search(r'\n\| H3 \| [\d.]+: [\d.]+ \|\n', (folder / 'runs.md').read_text())
     (folder / 'runs.csv').write_text(f'{header}\n')
-    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    ok('study.sweep', 'runs.py', '--report', cwd=folder)
     text = (folder / 'runs.md').read_text()
     assert '\n| H3 | – |\n' in text and '\n| tiny | H3 | – | – | – |\n' in text
 
@@ -176,20 +186,20 @@ CLAIMS = [
 
 def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
     """A claim is said to hold that does not, or within the noise, or without runs; or what is decided is not first."""
-    monkeypatch.syspath_prepend(REPO / 'study')
-    from rows import add_row
-    from sweep import Study
+    from study.rows import add_row
+    from study.sweep import Study
 
     (tmp_path / 'claims.py').write_text(CLAIMS)
     (tmp_path / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
     monkeypatch.chdir(tmp_path)
-    study, nats = Study('claims.py'), dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15))
-    found = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=1, params_hash=1, params_decoder=1)
+    study = Study('claims.py')
+    nats = dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15))
+    same = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=1, params_hash=1, params_decoder=1)
     for entry in study.entries:
         for seed, value in zip(entry['seeds'], nats.get(entry['name'], ()), strict=False):
             key = study.key(entry, study.settings(entry, 1e-3, seed))
-            add_row(study.csv, dict(key=key, docs_nats_per_token=value) | found)
-    ok('study/sweep.py', 'claims.py', '--report', cwd=tmp_path)
+            add_row(study.csv, dict(key=key, docs_nats_per_token=value) | same)
+    ok('study.sweep', 'claims.py', '--report', cwd=tmp_path)
     page = (tmp_path / 'claims.md').read_text().split('## ')
     assert page[1].splitlines() == [
         'What each part of the method earns',
@@ -212,8 +222,7 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
 @pytest.mark.skipif(not shutil.which('git'), reason='no git here')
 def test_a_row_names_the_code(tmp_path, monkeypatch):
     """A row says that the code was changed where only rows were added, or does not say so where it was."""
-    monkeypatch.syspath_prepend(REPO / 'study')
-    import rows
+    from study import rows
 
     def git(*command):
         subprocess.run(['git', '-C', tmp_path, '-c', 'user.name=a', '-c', 'user.email=a@b', *command], check=True)
@@ -231,21 +240,19 @@ def test_a_row_names_the_code(tmp_path, monkeypatch):
     assert rows.commit().endswith('-dirty')
 
 
-def test_costs_and_tasks_are_sections(study, monkeypatch):
+def test_costs_and_tasks_are_sections(study):
     """A variant's cost or a task is missing from the report, or models of other documents are compared."""
-    monkeypatch.syspath_prepend(REPO / 'study')
-    from tasks import main
-
     from configurator import InputError
+    from study.tasks import main
 
     folder = study('sections')
     (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
-    ok('study/costs.py', 'runs.py', cwd=folder)
+    ok('study.costs', 'runs.py', cwd=folder)
     # what another device took stays, what this one took is measured again
     heads, measured = (folder / 'costs.csv').read_text().split('\n', 1)
     kept = f'{heads}\n{measured.replace(",cpu,", ",another,")}'
     (folder / 'costs.csv').write_text(kept + measured)
-    ok('study/costs.py', 'runs.py', cwd=folder)
+    ok('study.costs', 'runs.py', cwd=folder)
     assert (folder / 'costs.csv').read_text().startswith(kept)
     with open(folder / 'costs.csv', newline='') as f:
         rows = list(csv.DictReader(f))
@@ -254,14 +261,14 @@ def test_costs_and_tasks_are_sections(study, monkeypatch):
     assert float(costs['H3']['time / the first']) == 1 and float(costs['S']['time / the first']) > 0
     assert int(costs['H3']['parameters']) < int(costs['S']['parameters'])
     for name, documents in (('a', 6), ('b', 6), ('c', 7)):
-        found = {'acc,none': 0.5, 'acc_stderr,none': 0.25}
-        results = {'results': {'copa': found}, 'n-samples': {'copa': dict(original=100, effective=documents)}}
+        accuracy = {'acc,none': 0.5, 'acc_stderr,none': 0.25}
+        results = {'results': {'copa': accuracy}, 'n-samples': {'copa': dict(original=100, effective=documents)}}
         (folder / f'{name}.json').write_text(json.dumps(results))
     main(dict(A=folder / 'a.json', B=folder / 'b.json'), folder / 'tasks.csv')
     for wrong, says in (('c.json', 'A 6, B 7'), ('none.json', 'B=.*none.json cannot be read')):
         with pytest.raises(InputError, match=says):
             main(dict(A=folder / 'a.json', B=folder / wrong), folder / 'tasks.csv')
-    ok('study/sweep.py', 'runs.py', '--report', cwd=folder)
+    ok('study.sweep', 'runs.py', '--report', cwd=folder)
     text = (folder / 'runs.md').read_text()
     assert '| copa | acc | 6 | 50.0% | 50.0% ± 25.0% | 50.0% ± 25.0% |' in text
     assert '| above chance | – | – | – | 0 of 1 | 0 of 1 |' in text
@@ -269,20 +276,32 @@ def test_costs_and_tasks_are_sections(study, monkeypatch):
     assert re.search(rf'\| S \| {int(costs["S"]["parameters"]):,} \| \S+ \| \S+ \| {ratio} \| \S+ \|\n', text)
 
 
+def table_rows(markdown):
+    """The lines of the tables in a text."""
+    return [line for line in markdown.splitlines() if line.startswith('|')]
+
+
 def test_results_are_what_the_rows_say(tmp_path):
-    """RESULTS.md is not what the CSVs make, README's table is not in it, or the report of another list replaces it."""
+    """RESULTS.md is not what the CSVs make, a row of README's is not in it, or another list's report replaces it."""
     for folder in ('study', 'config'):
         shutil.copytree(REPO / folder, tmp_path / folder)
-    ok('study/sweep.py', 'study/english.py', 'study/vocabulary.py', '--report', cwd=tmp_path)
-    results = (REPO / 'RESULTS.md').read_text()
-    assert (tmp_path / 'RESULTS.md').read_text() == results
+    (tmp_path / 'study' / 'RESULTS.md').unlink()
+    ok('study.sweep', 'study/english.py', 'study/vocabulary.py', '--report', cwd=tmp_path)
+    results = (REPO / 'study' / 'RESULTS.md').read_text()
+    assert (tmp_path / 'study' / 'RESULTS.md').read_text() == results
+    # its pictures are where it says, in a folder of their own
+    pictures = re.findall(r'!\[.*?\]\((.*?)\)', results)
+    assert len(pictures) > 3 and all((REPO / 'study' / picture).is_file() for picture in pictures)
     # a list of one's own, and one of the two alone, leave it as it is
     shutil.copy(REPO / 'study' / 'vocabulary.py', tmp_path / 'study' / 'mine.py')
     for name in ('mine', 'english'):
-        said = ok('study/sweep.py', f'study/{name}.py', '--report', cwd=tmp_path).stdout
+        said = ok('study.sweep', f'study/{name}.py', '--report', cwd=tmp_path).stdout
         assert said == f'study/{name}.md\n' and (tmp_path / 'study' / f'{name}.md').exists()
-    assert (tmp_path / 'RESULTS.md').read_text() == results
-    assert re.search(r'\| trained on \|.*?\n\n', (REPO / 'README.md').read_text(), re.DOTALL)[0] in results
+    assert (tmp_path / 'study' / 'RESULTS.md').read_text() == results
+    # README's table has the same columns and some of the rows
+    readme = re.search(r'\| trained on \|.*?\n\n', (REPO / 'README.md').read_text(), re.DOTALL)[0]
+    shown = table_rows(readme)
+    assert len(shown) > 3 and set(shown) <= set(table_rows(results))
 
 
 def test_a_wrong_list_ends_in_one_line(study):
@@ -297,10 +316,10 @@ def test_a_wrong_list_ends_in_one_line(study):
         ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
     ):
         (folder / 'runs.py').write_text(LIST.replace(right, wrong))
-        done = run('study/sweep.py', 'runs.py', cwd=folder)
+        done = run('study.sweep', 'runs.py', cwd=folder)
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
     assert not (folder / 'runs.csv').exists()
-    done = run('study/sweep.py', 'runs.py', '--jobs=0', cwd=folder)
+    done = run('study.sweep', 'runs.py', '--jobs=0', cwd=folder)
     assert done.returncode == 1 and '--jobs=0: must be 1 or more' in done.stderr, done.stderr
     # such a claim, or a line of README's table, would be missing without a word
     for more, says in (
@@ -309,12 +328,12 @@ def test_a_wrong_list_ends_in_one_line(study):
         ("CLAIMS = [dict(says='', better='H3', than='H3', about='price')]", "about='price' of a claim: must be one of"),
     ):
         (folder / 'runs.py').write_text(f'{LIST}{more}\n')
-        done = run('study/sweep.py', 'runs.py', '--report', cwd=folder)
+        done = run('study.sweep', 'runs.py', '--report', cwd=folder)
         assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
         assert not (folder / 'runs.md').exists()
-    # in an interpreter of its own, which knows the repository's modules only if the script says where they are
-    command = [sys.executable, REPO / 'study/costs.py', 'none.py']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    # in an interpreter of its own, which is told nothing of the repository but the working folder
+    command = [sys.executable, '-m', 'study.costs', 'none.py']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | dict(PYTHONPATH=''))
     assert done.returncode == 1 and done.stderr.startswith('error: none.py: no such file'), done.stderr
 
 
@@ -328,8 +347,7 @@ def test_the_picture_of_signatures(tmp_path):
 
 def test_threads(monkeypatch):
     """A sweep sets OMP_NUM_THREADS over the user's own value, or leaves a run more than its share of the cores."""
-    monkeypatch.syspath_prepend(REPO / 'study')
-    from sweep import threads_of_a_run
+    from study.sweep import threads_of_a_run
 
     monkeypatch.setattr(os, 'cpu_count', lambda: 8)
     monkeypatch.setenv('OMP_NUM_THREADS', '3')
@@ -338,18 +356,35 @@ def test_threads(monkeypatch):
     assert threads_of_a_run(2) == '4' and threads_of_a_run(100) == '1'
 
 
-SCRIPTS = 'costs', 'details', 'english', 'rank', 'report', 'sweep', 'tasks', 'tfree', 'vocabulary'
+def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
+    """What a sweep starts finds the repository's modules only from its root, or PYTHONPATH loses the user's folders."""
+    from study.sweep import Scripts
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'own.py').write_text('print("found")')
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'mine'))
+    with open(tmp_path / 'lock', 'w') as lock:
+        scripts = Scripts(tmp_path, lock, environment={})
+        for name in ('study.details', 'train.py', 'own'):
+            assert scripts.run(name, '--help') > 0
+    assert 'What one mean hides' in (tmp_path / 'study.details.out').read_text()
+    assert '--max_steps' in (tmp_path / 'train.py.out').read_text()
+    assert (tmp_path / 'own.out').read_text() == 'found\n'
 
 
-@pytest.mark.parametrize('name', SCRIPTS)
+MODULES = 'costs', 'details', 'english', 'kernels', 'rank', 'report', 'sweep', 'tasks', 'tfree', 'vocabulary'
+
+
+@pytest.mark.parametrize('name', MODULES)
 def test_help(name, tmp_path):
     """A script of the study takes --help for a file, has a traceback for it, or says nothing."""
     title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
-    assert title in ok(f'study/{name}.py', '--help', cwd=tmp_path).stdout
+    assert title in ok(f'study.{name}', '--help', cwd=tmp_path).stdout
 
 
-def test_help_of_report_alone(tmp_path):
+def test_help_of_report_alone():
     """study/report.py finds the repository's modules only where another script has said where they are."""
-    command = [sys.executable, REPO / 'study/report.py', '--help']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, '-m', 'study.report', '--help']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=os.environ | dict(PYTHONPATH=''))
     assert done.returncode == 0 and done.stdout.startswith('RESULTS.md and its pictures'), done.stderr
