@@ -219,6 +219,24 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
     ]
 
 
+def test_the_best_rate(study, monkeypatch):
+    """A rate is chosen while another one is still tried, or none is because one of them failed."""
+    from study.sweep import Study
+
+    monkeypatch.chdir(study('rates'))
+    of_list = Study('runs.py')
+    entry = of_list.entries[0]
+    first, second = (of_list.key(entry, of_list.settings(entry, rate, 1)) for rate in entry['rates'])
+    one = {first: dict(docs_nats_per_token='5')}
+    both = one | {second: dict(docs_nats_per_token='4')}
+    assert of_list.best_rate(entry, {}) is None and of_list.best_rate(entry, {}, so_far=True) is None
+    assert of_list.best_rate(entry, one) is None and of_list.best_rate(entry, one, so_far=True) == 1e-3
+    assert of_list.best_rate(entry, both) == 1e-2
+    assert [key for key, _, _ in of_list.left(one)] == [second] and of_list.left(both) == []
+    of_list.failed[second] = 'it failed'
+    assert of_list.best_rate(entry, one) == 1e-3 and of_list.left(one) == []
+
+
 @pytest.mark.skipif(not shutil.which('git'), reason='no git here')
 def test_a_row_names_the_code(tmp_path, monkeypatch):
     """A row says that the code was changed where only rows were added, or does not say so where it was."""
