@@ -40,20 +40,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
     assert {p.name for p in (quick / 'out').glob('*.pt')} == {
         'ckpt.pt', 'ckpt_best.pt', 'ckpt_000016.pt', 'ckpt_000024.pt'
     }  # fmt: skip
-    for damaged in ('model', 'optimizer'):
+    for spoiled in ('model', 'optimizer'):
         state = weights(quick)
-        tensor = state['model']['norm.weight'] if damaged == 'model' else state['optimizer']['state'][0]['exp_avg']
+        tensor = state['model']['norm.weight'] if spoiled == 'model' else state['optimizer']['state'][0]['exp_avg']
         tensor.flatten()[3] += 1e-3
-        shutil.copytree(quick / 'out', quick / damaged)
+        shutil.copytree(quick / 'out', quick / spoiled)
         # the same file
         for name in ('ckpt_000024.pt', 'ckpt.pt'):
-            (quick / damaged / name).unlink()
+            (quick / spoiled / name).unlink()
         # beside it stands the digest of what was written
-        torch.save(state, quick / damaged / 'ckpt.pt')
-        done = ok('train.py', 'cfg.py', f'--out_dir={damaged}', '--init_from=resume', cwd=quick)
-        assert f'WARNING: {damaged}/ckpt.pt' in done.stderr and 'its SHA-256 is' in done.stderr
+        torch.save(state, quick / spoiled / 'ckpt.pt')
+        done = ok('train.py', 'cfg.py', f'--out_dir={spoiled}', '--init_from=resume', cwd=quick)
+        assert f'WARNING: {spoiled}/ckpt.pt' in done.stderr and 'its SHA-256 is' in done.stderr
         assert 'resumed at step 16' in done.stdout
-        assert_same(weights(quick, damaged)['model'], weights(quick)['model'])
+        assert_same(weights(quick, spoiled)['model'], weights(quick)['model'])
     # processes that read no checkpoint go back as well
     shutil.copy(quick / 'model/ckpt_000016.pt', quick / 'out/ckpt_000016.pt')
     state['model']['norm.weight'][3] += 1
