@@ -2,59 +2,84 @@
 Tasks: how far are models of this size from chance?
 
     $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
-    $ python study/tfree.py eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
-    $ python study/tasks.py H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
+    $ python -m study.tfree eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
+    $ python -m study.tasks H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
 
-The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). Of each task the first 300
-documents, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the tasks in which a
-model is above chance by more than two of them. T-FREE's scores rank words and are no likelihoods.
+The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). The scores are of the first
+300 documents of each task, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the
+tasks in which a model is above chance by more than two standard errors. T-FREE's scores rank words and are no
+likelihoods.
 """
 
 import argparse
 import csv
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from report import MISSING
 
 from configurator import InputError
 from mhf.tasks import PAPER
+from study.report import MISSING
 
-# of those whose answers are equally many
-CHANCE = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
+# the number of answers to a question, of tasks in which it is always the same
+ANSWERS = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
 
 
-def main(models, target):
-    """models: {name: the results' file}; the CSV to write. Raises InputError."""
-    read = {}
-    for name, path in models.items():
+def read_results(files):
+    """{model: file of results} -> {model: results}. Raises InputError."""
+    results = {}
+    for model, path in files.items():
         try:
-            read[name] = json.loads(Path(path).read_text())
+            results[model] = json.loads(Path(path).read_text())
         except (OSError, ValueError) as e:
-            raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
-    lines, above = [], {name: [] for name in read}
+            raise InputError(f'{model}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
+    return results
+
+
+def scores_of(results, task):
+    """{model: results} -> {model: (score, standard error)} on a task, in the paper's metric, of models that have it."""
+    metric = PAPER[task]['metric']
+    scores = {}
+    for model, of_model in results.items():
+        of_task = of_model['results'].get(task, {})
+        if f'{metric},none' in of_task:
+            scores[model] = (of_task[f'{metric},none'], of_task[f'{metric}_stderr,none'])
+    return scores
+
+
+def documents_of(results, task):
+    """How many documents of a task the models were evaluated on, or MISSING. Raises InputError where they differ."""
+    models = {}
+    for model, of_model in results.items():
+        if task in of_model['results']:
+            models[of_model['n-samples'][task]['effective']] = model
+    if len(models) > 1:
+        numbers = ', '.join(f'{model} {number}' for number, model in models.items())
+        raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
+    return next(iter(models), MISSING)
+
+
+def main(files, target):
+    """files: {model: file of results}; target: the CSV to write. Raises InputError."""
+    results = read_results(files)
+    table = [['task', 'metric', 'documents', 'chance', *results]]
+    above = {model: [] for model in results}  # whether it is above chance, of each task where chance is known
     for task, of_paper in PAPER.items():
-        metric, cells, documents = of_paper['metric'], [], {}
-        for name, found in read.items():
-            got = found['results'].get(task, {})
-            value, error = (got.get(f'{metric}{what},none') for what in ('', '_stderr'))
-            cells.append(MISSING if value is None else f'{value:.1%} ± {error:.1%}')
-            documents |= {found['n-samples'][task]['effective']: name} if got else {}
-            if task in CHANCE and value is not None:
-                above[name].append(value > 1 / CHANCE[task] + 2 * error)
-        if len(documents) > 1:
-            numbers = ', '.join(f'{name} {number}' for number, name in documents.items())
-            raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
-        chance = f'{1 / CHANCE[task]:.1%}' if task in CHANCE else MISSING
-        lines.append([task, metric, next(iter(documents), MISSING), chance, *cells])
-    counted = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
-    lines.append(['above chance', MISSING, MISSING, MISSING, *counted])
+        chance = 1 / ANSWERS[task] if task in ANSWERS else None
+        scores = scores_of(results, task)
+        row = [task, of_paper['metric'], documents_of(results, task), MISSING if chance is None else f'{chance:.1%}']
+        for model in results:
+            if model not in scores:
+                row.append(MISSING)
+                continue
+            score, error = scores[model]
+            row.append(f'{score:.1%} ± {error:.1%}')
+            if chance is not None:
+                above[model].append(score > chance + 2 * error)
+        table.append(row)
+    counts = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
+    table.append(['above chance', MISSING, MISSING, MISSING, *counts])
     with open(target, 'w', newline='') as f:
-        writer = csv.writer(f, lineterminator='\n')
-        writer.writerows([['task', 'metric', 'documents', 'chance', *read], *lines])
+        csv.writer(f, lineterminator='\n').writerows(table)
 
 
 if __name__ == '__main__':
