@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -253,8 +254,12 @@ def real_documents():
     return [t for t in map(str.strip, library_texts()) if 1000 < len(t) < 12000][:30]
 
 
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+
+
 def write_jsonl(path, texts):
-    path.write_text(''.join(json.dumps({'text': t, 'id': i}) + '\n' for i, t in enumerate(texts)), encoding='utf-8')
+    write_rows(path, [dict(text=text, id=i) for i, text in enumerate(texts)])
 
 
 @pytest.fixture(scope='session')
@@ -377,3 +382,74 @@ def snapshot(folder):
     paths = sorted(folder.rglob('*'))
     digests = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None for p in paths}
     return {str(p.relative_to(folder)): digest for p, digest in digests.items()}
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+
+def model_of_lm_eval(model, bos=1, **others):
+    """An MHFLM of a model whose tokenizer does not matter."""
+    from mhf.lm import MHFLM
+
+    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **others)
+
+
+def newest(folder):
+    """What is in the newest results' file under it."""
+    from lm_eval.utils import get_latest_filename, get_results_filenames
+
+    files = [str(p) for p in Path(folder).glob('**/results_*.json')]
+    return json.loads(Path(get_latest_filename(get_results_filenames(files))).read_text())
+
+
+def of_ranks(number, script, *args, **options):
+    """[(exit code, stdout, stderr)] of so many processes of one run, with the options of start()."""
+    processes = ranks(number, script, *args, **options)
+    outputs = [process.communicate(timeout=200) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+# three choices, then the number of the right one, which is the longest; in two of four it is the first
+QUESTIONS = [('alpha 1', 'b', 'cc', 0), ('a', 'beta 2', 'c', 1), ('aa', 'b', 'gamma 3', 2), ('delta', 'bb', 'cc', 0)]
+TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
+LAMBADA = [dict(text=f'he went to the old {w}') for w in ('house', 'river', 'garden', 'school')]
+SCIQ = ('long right', 'd', 'other right', 'e')
+
+
+def small_tasks(folder):
+    """Writes a few documents for each of the paper's tasks in the hub's schema -> the set of right continuations."""
+    letters = 'ABCD'
+
+    def lettered(q):
+        return dict(choices=dict(text=list(q[:3]), label=list(letters[:3])), answerKey=letters[q[3]], id=q[0])
+
+    def write(name, rows, *splits):
+        for split in splits:
+            write_rows(folder / f'{name}_{split}.jsonl', rows)
+
+    def each(row, questions=QUESTIONS):
+        return [row(q) for q in questions]
+
+    write('lambada_openai', LAMBADA, 'test')
+    write('lambada_standard', LAMBADA, 'test')
+    write('arc_easy', each(lambda q: dict(question='Which?', **lettered(q))) * 3, 'train', 'test')
+    write('openbookqa', each(lambda q: dict(question_stem='It is', **lettered(q))) * 3, 'train', 'test')
+    copa = dict(premise='It rained.', question='cause', idx=0)
+    write('copa', each(lambda q: dict(copa, choice1=q[0], choice2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    write('piqa', each(lambda q: dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    hella = dict(ind=0, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', split='', split_type='')
+    hella |= dict(source_id='')
+    write('hellaswag', each(lambda q: dict(hella, endings=[*q[:3], 'z'], label=str(q[3]))), 'validation')
+    race = [[dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])] for q in QUESTIONS]
+    write('race_high', [dict(article='Text.', problems=str(problems)) for problems in race], 'test')
+    sciq = dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', support='S.')
+    write('sciq', [dict(sciq, correct_answer=w) for w in SCIQ], 'validation')
+    siqa = dict(context='C.', question='Q?')
+    rows = each(lambda q: dict(siqa, answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)))
+    write('social_i_qa', rows * 3, 'validation')
+    record = dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', idx=dict(passage=0, query=0))
+    record |= dict(entity_spans=dict(text=[], start=[], end=[]))
+    write('record', each(lambda q: dict(record, entities=list(q[:3]), answers=[q[q[3]]])), 'validation')
+    right = {q[q[3]] for q in (*QUESTIONS, *TWO_CHOICES)} | {r['text'].split()[-1] for r in LAMBADA} | set(SCIQ)
+    return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}
