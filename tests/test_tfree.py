@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CONFIG, assert_same, ok, run, steps, weights, write_jsonl
-from test_eval import small_tasks
+from conftest import CONFIG, assert_same, ok, run, small_tasks, steps, weights, write_jsonl
 
 from configurator import InputError
 from model import MHFConfig
