@@ -256,7 +256,7 @@ def test_a_mixture_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
     mixed = dict(dataset=f'{tmp_path}/a.jsonl@700,{tmp_path}/b.jsonl@900', shard_tokens=250)
     prepared(tmp_path / 'straight', **mixed)
-    write, writes = prepare.Shards.write, []
+    write, writes = prepare.Shards.append, []
 
     def stopped(self, *args):
         writes.append(1)
@@ -373,7 +373,7 @@ def test_disk_full_while_preparing(tmp_path, monkeypatch):
     prepared(tmp_path / 'good', **same)
     with prepare.locked(tmp_path / 'full', 'meta'), pytest.raises(InputError, match='another prepare.py is at work'):
         prepared(tmp_path / 'full', **same)
-    write = prepare.Shards.write
+    write = prepare.Shards.append
 
     def full(self, *args):
         if len(self.state['shards']) >= room:
