@@ -449,7 +449,9 @@ with bar:
                 # with the exact loss both are one number
                 numbers = 'validation loss {val_loss:.4f}, ' if trains_product else 'validation: '
                 numbers += '{val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
-                bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
+                if best:
+                    numbers += ' (best)'
+                bar.write(f'step {done}: {numbers.format(**result)}')
         if validating or stopping:
             state = dict(
                 model=raw_model.state_dict(),

@@ -527,8 +527,9 @@ class LeanHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
         if gradients is None:
             raise RuntimeError('the lean head keeps its gradients for one backward pass only')
+        ctx.gradients = None
         dh, *others = (gradient.mul_(scale) for gradient in gradients)
         return None, None, dh, None, *others
