@@ -50,7 +50,7 @@ from model import MHF, MHFConfig
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | a released folder, hub id or other out_dir
+init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | a released folder, hub id, other out_dir
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
 wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJECT and WANDB_NAME name project and run
