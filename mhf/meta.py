@@ -74,8 +74,8 @@ def holds_signatures(config):
 
 def last_words(path):
     """
-    What data_folder calls a file, its name, or a glob, its last two parts that are not all wildcards:
-    'a/ar.jsonl@2e9' -> 'ar.jsonl', 'books/*.txt' -> 'books-txt'.
+    What data_folder calls a path: the name of a file; of a glob, the last two parts that are not all wildcards.
+    'a/ar.jsonl@2e9' -> 'ar.jsonl', 'books/*.txt' -> 'books-txt'
     """
     path = re.sub(r'@[\d.e+]+$', '', path)
     is_glob = re.search(r'[*?[]', path)
@@ -201,9 +201,10 @@ def load_meta(config):
         meta = read_meta(folder)
     except FileNotFoundError:
         raise no_bins(config, folder) from None
-    if meta['tokenizer'] != config['tokenizer']:
-        made_with = f'was prepared with tokenizer={meta["tokenizer"]}'
-        raise InputError(f'{folder} {made_with}, the config has tokenizer={config["tokenizer"]}')
+    made_with = meta['tokenizer']
+    configured = config['tokenizer']
+    if made_with != configured:
+        raise InputError(f'{folder} was prepared with tokenizer={made_with}, the config has tokenizer={configured}')
     return meta
 
 
