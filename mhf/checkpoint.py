@@ -137,7 +137,7 @@ def check_settings(ckpt, source, config, free):
 
 
 def check_data(ckpt, source, data, out_dir):
-    """Raises InputError where a resumed run has other data than its checkpoint. data: what bins.identity gives."""
+    """Raises InputError where a resumed run has other data than its checkpoint. data: what meta.identity gives."""
     begin_anew = f'--init_from={Path(out_dir)} and another --out_dir begin with its weights'
     other = [name for name, value in data.items() if ckpt['data'].get(name) != value]
     if other:

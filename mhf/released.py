@@ -21,10 +21,9 @@ import torch
 
 from configurator import InputError
 from hashing import signature_table
-from mhf.bins import tokenizer_facts
 from mhf.checkpoint import Checkpoints, load_checkpoint, set_weights, without_weights
 from mhf.fast import FastMHF
-from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer
+from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, check_table
 
 # config.json's fields -> MHFConfig's; the first six are required

@@ -29,8 +29,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from configurator import InputError  # noqa: E402
-from mhf.bins import load_meta, open_bins, token_ids  # noqa: E402
+from hashing import token_ids  # noqa: E402
+from mhf.bins import open_bins  # noqa: E402
 from mhf.checkpoint import load_checkpoint  # noqa: E402
+from mhf.meta import load_meta  # noqa: E402
 from mhf.plot import figure, save  # noqa: E402
 from model import MHF  # noqa: E402
 

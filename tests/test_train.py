@@ -36,11 +36,12 @@ from conftest import (
 )
 
 import configurator
-from hashing import signature_table
+from hashing import signature_table, token_ids
 from mhf import device
-from mhf.bins import blocks_of, read_meta, token_ids
+from mhf.bins import blocks_of
 from mhf.checkpoint import checked_digest, load_checkpoint
 from mhf.device import pick_dtype
+from mhf.meta import read_meta
 from model import MHFConfig
 
 
