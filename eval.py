@@ -38,8 +38,7 @@ tokenizer = ''  # '' is the one that the checkpoint was trained with
 # on what: paper | bits_per_byte | card660 | some of the paper's tasks by their names, several separated by commas
 tasks = 'paper'
 data_dir = ''  # local files instead of the hub; card660's folder
-# for bits_per_byte, several separated by commas: .txt, .jsonl, .parquet, packed or not; the held-out split of bins
-text = ''
+text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, several separated by commas
 limit = None  # documents of each task, for a quick look
 output_path = 'results'
 # how

@@ -1,5 +1,6 @@
 """
-Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs.
+Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs. The defaults train the paper's
+100M H4B16K on FineWeb-Edu.
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
@@ -46,7 +47,6 @@ from mhf.meta import SPLITS, checked_table, data_folder, identity, load_meta
 from mhf.released import check_vocabulary, first_model
 from model import MHF, MHFConfig
 
-# The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint

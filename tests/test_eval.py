@@ -28,9 +28,10 @@ from conftest import (
 
 import eval as evaluation
 from configurator import InputError
-from mhf.bins import held_out_split, read_meta
+from mhf.bins import held_out_split
 from mhf.checkpoint import load_checkpoint
 from mhf.lm import MHFLM
+from mhf.meta import read_meta
 from mhf.released import save_pretrained
 from mhf.tokenizers import tokenizer_fingerprint
 

@@ -12,8 +12,9 @@ from conftest import REPO, events, ok, random_model, real_documents, run, shared
 import expand
 from configurator import read_config, settings_of
 from hashing import extend_table, signature_table
-from mhf.bins import Bins, read_meta
+from mhf.bins import Bins
 from mhf.checkpoint import load_checkpoint
+from mhf.meta import read_meta
 from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import mixture
 from mhf.tokenizers import get_tokenizer
