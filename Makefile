@@ -2,23 +2,24 @@ PYTHON ?= python3
 
 .PHONY: demo gpu lint test
 
-# text in, a trained MultiHashFormer out, samples on the screen; ARGS goes to train.py. A second time it goes on
+# Text in, a trained MultiHashFormer out, samples on the screen. Repeated, it goes on with what is there. ARGS goes to
+# train.py: make demo ARGS='--max_steps=100'
 demo: .venv/installed
 	.venv/bin/python prepare.py config/mhf_tiny.py
 	.venv/bin/python train.py config/mhf_tiny.py --auto_resume $(ARGS)
 	.venv/bin/python sample.py config/mhf_tiny.py
 
-# the rules of pyproject.toml
+# Checks the rules of pyproject.toml.
 lint: .venv/installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 
-# all tests, two at a time; ARGS goes to pytest: make test ARGS='-k resume'
+# Runs all tests, two at a time. ARGS goes to pytest: make test ARGS='-k resume'
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# what this machine's GPU does with the head's kernels and a step of 100M, and does all of it hold? Prints times, then yes
-# or no, and writes gpu.json; PY=python3 takes packages that are there
+# Measures this machine's GPU, the kernels of the head and a step of 100M, and tests that the results are right. Prints
+# times, then yes or no, and writes gpu.json. PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"

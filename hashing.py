@@ -1,10 +1,11 @@
 """
 Signatures: what turns the *string* of a token into hash IDs (section 3 of the paper).
 
-    from hashing import signature_table
+    from hashing import sign, signature_table
     from mhf.tokenizers import get_tokenizer
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
+    signatures = sign(ids, table)                                                          # (n, H) uint16
 """
 
 import hashlib
@@ -33,8 +34,8 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     num_lsh:     the first num_lsh coordinates come from locality-sensitive hashing of character trigrams
     pad_id:      the padding token, whose signature is all zero
     unique:      rehash the last coordinate until the signature is free; False is the Single-ID ablation: one hash
-                 (seed 0) on all coordinates, collisions stay. With num_lsh == num_hashes there is nothing to rehash
-                 and collisions stay too.
+                 (seed 0) on all coordinates, and collisions stay. With num_lsh == num_hashes no coordinate can be
+                 rehashed, so collisions stay too.
     Returns (V, H) uint16. Raises InputError for H < 1, B outside 2..65536, or a prefix with no free signature.
     """
     if num_hashes < 1:
@@ -45,8 +46,8 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
 def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True):
     """
     `table` (V, H), any integers, with `tokens` registered after it: (V + len(tokens), H) uint16. The old rows are
-    unchanged, and extending in two steps gives the same table as in one. Arguments and errors as signature_table's;
-    pad_id counts from the start of the whole table.
+    unchanged, and extending in two steps gives the same table as extending in one. Arguments and errors are those of
+    signature_table; pad_id counts from the start of the whole table.
     """
     V, H = table.shape
     B = num_buckets
@@ -77,15 +78,16 @@ def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True
 
 
 def _rehash(table, start, tokens, B):
-    """Make rows start.. of the table unique, in place and in id order, by rehashing the last coordinate."""
+    """Makes the rows from `start` on unique, in place and in id order, by rehashing the last coordinate."""
     H = table.shape[1]
-    packed, width = table.tobytes(), 2 * H
-    nothing = bytes(width)
+    packed = table.tobytes()
+    width = 2 * H  # bytes of a signature
+    of_pad = bytes(width)
     taken = set()  # signatures, as bytes
-    crowd = {}  # how many signatures begin with this prefix
+    crowd = {}  # prefix: how many signatures begin with it
     for i in range(len(table)):
         key = packed[i * width : (i + 1) * width]
-        if key == nothing:
+        if key == of_pad:
             continue
         prefix = key[:-2]
         if i >= start and key in taken:
@@ -93,6 +95,7 @@ def _rehash(table, start, tokens, B):
                 full = f'token {tokens[i - start]!r} (id {i}): its hash prefix {tuple(map(int, table[i, :-1]))} is full'
                 taken_up = f'all {B - 1} signatures in it are taken'
                 raise InputError(f'{full}, {taken_up}; raise num_buckets={B} or num_hashes={H}')
+            # coordinates 0 .. H-1 are hashed with the seeds 0 .. H-1, so the first new seed is H
             seed = H
             while key in taken:
                 last = mmh3.hash128(tokens[i - start], seed) % (B - 1) + 1
@@ -110,18 +113,54 @@ def _lsh(words, num_lsh, B):
     project = torch.randn((TRIGRAM_ROWS, num_lsh, LSH_BITS), generator=torch.Generator().manual_seed(3407))
     rotate = torch.randn((LSH_BITS * num_lsh, num_lsh, B - 1), generator=torch.Generator().manual_seed(3408))
     rotate /= rotate.norm(dim=-1, keepdim=True)
-    trigrams = [[w[k : k + 3] for k in range(len(w) - 2)] if len(w) >= 3 else [w] for w in words]
-    distinct = {g: n for n, g in enumerate(dict.fromkeys(g for gs in trigrams for g in gs))}
-    flat = torch.tensor([distinct[g] for gs in trigrams for g in gs])
-    offsets = torch.tensor([0] + [len(gs) for gs in trigrams]).cumsum(0)[:-1]
+    trigrams = [_trigrams(word) for word in words]
+    number_of = {}  # each distinct trigram, numbered as it first appears
+    for of_word in trigrams:
+        for trigram in of_word:
+            number_of.setdefault(trigram, len(number_of))
+    flat = torch.tensor([number_of[trigram] for of_word in trigrams for trigram in of_word])
+    offsets = torch.tensor([0] + [len(of_word) for of_word in trigrams]).cumsum(0)[:-1]
     bits = torch.empty(len(words), num_lsh, LSH_BITS)
     for j in range(num_lsh):
-        row = torch.tensor([mmh3.hash128(g, j) % TRIGRAM_ROWS for g in distinct])
+        row = torch.tensor([mmh3.hash128(trigram, j) % TRIGRAM_ROWS for trigram in number_of])
         counted = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(counted >= 0, 1.0, -1.0) / LSH_BITS**0.5
-    # (words, 512 * num_lsh), some at a time
-    parts = bits.flatten(1).split(4096)
-    return np.stack([torch.cat([(b @ rotate[:, j]).argmax(1) for b in parts]).numpy() + 1 for j in range(num_lsh)], 1)
+    coordinates = []
+    for j in range(num_lsh):
+        # (words, B - 1) for 4,096 words at a time
+        buckets = [(some @ rotate[:, j]).argmax(1) for some in bits.flatten(1).split(4096)]
+        coordinates.append(torch.cat(buckets).numpy() + 1)
+    return np.stack(coordinates, axis=1)
+
+
+def _trigrams(word):
+    """'hash' -> ['has', 'ash']; a word of fewer than three characters (or bytes) is its only trigram."""
+    if len(word) < 3:
+        return [word]
+    return [word[k : k + 3] for k in range(len(word) - 2)]
+
+
+# -----------------------------------------------------------------------------
+# what a table is for
+
+
+def sign(ids, table):
+    """Token ids (n,) -> their signatures (n, H) uint16, which are rows of the table (V, H)."""
+    return table[ids]
+
+
+def token_ids(tokens, table):
+    """
+    The way back. Signatures (n, H) are looked up in the table (V, H); ids (n,), as other bins hold them, stay as they
+    are. Returns ids (n,). Raises InputError for a signature that the table does not have.
+    """
+    if tokens.ndim == 1:
+        return tokens
+    id_of = {row.tobytes(): i for i, row in enumerate(table.astype(np.uint16))}
+    try:
+        return np.array([id_of[row.tobytes()] for row in tokens])
+    except KeyError:
+        raise InputError('the bins hold a signature of no token; prepare them again') from None
 
 
 def fingerprint(table):

@@ -172,7 +172,8 @@ class HashEncoder(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        d, z = c.hidden_size, c.bottleneck
+        d = c.hidden_size
+        z = c.bottleneck
         gated = c.ablation != 'mean_gate'
         self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1)) if gated else None
         self.out = nn.Linear(d, d)
@@ -193,7 +194,8 @@ class HashDecoder(nn.ModuleList):
     """
 
     def __init__(self, c):
-        d, z = c.hidden_size, c.bottleneck
+        d = c.hidden_size
+        z = c.bottleneck
         mixers = range(c.coordinates - 1 if c.ablation != 'no_cascade' else 0)
         super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
         self.coordinates = c.coordinates
@@ -264,7 +266,8 @@ class MHF(nn.Module):
     def __init__(self, config, table=None, gaps=()):
         super().__init__()
         self.config = c = config
-        H, B = c.coordinates, c.buckets
+        H = c.coordinates
+        B = c.buckets
         self.embed = nn.Embedding(H * B, c.hidden_size)  # E: coordinate i's bucket b is row i*B + b
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
@@ -316,7 +319,8 @@ class MHF(nn.Module):
 
     def embedding_rows(self, signatures):
         """Signatures (..., H) -> their rows of E (..., H)."""
-        H, B = self.config.coordinates, self.config.buckets
+        H = self.config.coordinates
+        B = self.config.buckets
         return signatures + torch.arange(0, H * B, B, device=signatures.device)
 
     # ---- signatures in, loss out

@@ -232,7 +232,8 @@ def tiles(device='cpu', chunk=10**6):
 
 def write_released(folder, m, shards=1, **extra):
     """A model in the authors' format, from a table of names of its own."""
-    c, weights = m.config, {}
+    c = m.config
+    weights = {}
     for name, tensor in m.state_dict().items():
         name = re.sub(r'^embed\.', 'model.embed_tokens.', name)
         name = re.sub(r'^encoder\.gate\.', 'model.combiner.scorer.', name)
@@ -265,7 +266,8 @@ def write_released(folder, m, shards=1, **extra):
 def test_golden_forward():
     """Any error in encoder, backbone, cascade or renormalisation: released checkpoints would compute something else."""
     expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
-    m, ids = from_pretrained(shared('golden/tiny_a')).double(), expect['input_ids']
+    m = from_pretrained(shared('golden/tiny_a')).double()
+    ids = expect['input_ids']
     assert relative(m.bucket_logits(ids), expect['bucket_logits']) < 1e-9
     assert relative(m.hidden_states(m.sign(ids)), expect['last_hidden']) < 1e-9
     assert relative(m.log_probs(ids), expect['logp_inf']) < 1e-9
@@ -289,65 +291,83 @@ def test_golden_training(dtype, tolerance):
         assert abs(ours.item() / loss.item() - 1) < tolerance and abs(our_norm.item() / norm.item() - 1) < tolerance
 
 
-def naive_bucket_logits(w, c, ids):
+class Naive:
     """The method once more in numpy, position by position, from tensors of the released layout (SPEC, 3 to 5)."""
 
-    def silu(x):
+    def __init__(self, weights, config):
+        self.w = weights
+        self.c = config
+        E = weights['model.embed_tokens.weight']
+        self.E = E.reshape(config.num_hashes, config.num_buckets, config.hidden_size)
+
+    def silu(self, x):
         return x / (1 + np.exp(-x))
 
-    def softmax(x):
+    def softmax(self, x):
         e = np.exp(x - x.max())
         return e / e.sum()
 
-    def norm(name, x):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_eps) * w[f'{name}.weight']
+    def norm(self, name, x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.c.norm_eps) * self.w[f'{name}.weight']
 
-    def linear(name, x):
-        return w[f'{name}.weight'] @ x + w.get(f'{name}.bias', 0)
+    def linear(self, name, x):
+        return self.w[f'{name}.weight'] @ x + self.w.get(f'{name}.bias', 0)
 
-    def mlp(name, x):
-        return linear(f'{name}.2', silu(linear(f'{name}.0', x)))
+    def mlp(self, name, x):
+        return self.linear(f'{name}.2', self.silu(self.linear(f'{name}.0', x)))
 
-    def turn(x, position):
-        half = c.head_dim // 2
-        angle = position * c.rope_theta ** (-np.arange(half) / half)
-        a, b = x[:half], x[half:]
+    def turn(self, x, position):
+        half = self.c.head_dim // 2
+        angle = position * self.c.rope_theta ** (-np.arange(half) / half)
+        a = x[:half]
+        b = x[half:]
         return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
 
-    E = w['model.embed_tokens.weight'].reshape(c.num_hashes, c.num_buckets, c.hidden_size)
-    xs = []
-    for token in ids:
-        k = [E[i, b] for i, b in enumerate(w['model.hash_map'][token])]
-        alpha = softmax(np.concatenate([mlp('model.combiner.scorer', v) for v in k]))
-        xs.append(linear('model.combiner.output_proj.0', sum(a * v for a, v in zip(alpha, k, strict=True))))
-    for layer in (f'model.layers.{n}' for n in range(c.num_layers)):
-        attention, keys, values, out = f'{layer}.self_attn', [], [], []
+    def encode(self, token):
+        k = [self.E[i, b] for i, b in enumerate(self.w['model.hash_map'][token])]
+        alpha = self.softmax(np.concatenate([self.mlp('model.combiner.scorer', v) for v in k]))
+        return self.linear('model.combiner.output_proj.0', sum(a * v for a, v in zip(alpha, k, strict=True)))
+
+    def heads(self, name, y, count):
+        return self.linear(name, y).reshape(count, self.c.head_dim)
+
+    def layer(self, layer, xs):
+        c = self.c
+        attention = f'{layer}.self_attn'
+        keys = []
+        values = []
+        out = []
         for t, x in enumerate(xs):
-            y = norm(f'{layer}.input_layernorm', x)
-            q = linear(f'{attention}.q_proj', y).reshape(c.num_heads, c.head_dim)
-            key = linear(f'{attention}.k_proj', y).reshape(c.num_kv_heads, c.head_dim)
-            keys.append([turn(norm(f'{attention}.k_norm', h), t) for h in key])
-            values.append(linear(f'{attention}.v_proj', y).reshape(c.num_kv_heads, c.head_dim))
-            heads = []
-            for h in range(c.num_heads):
+            y = self.norm(f'{layer}.input_layernorm', x)
+            normed = self.norm(f'{attention}.k_norm', self.heads(f'{attention}.k_proj', y, c.num_kv_heads))
+            keys.append([self.turn(key, t) for key in normed])
+            values.append(self.heads(f'{attention}.v_proj', y, c.num_kv_heads))
+            results = []
+            for h, q in enumerate(self.heads(f'{attention}.q_proj', y, c.num_heads)):
                 g = h * c.num_kv_heads // c.num_heads
-                query = turn(norm(f'{attention}.q_norm', q[h]), t)
-                weight = softmax(np.array([query @ k[g] for k in keys]) / math.sqrt(c.head_dim))
-                heads.append(sum(a * v[g] for a, v in zip(weight, values, strict=True)))
-            x = x + linear(f'{attention}.o_proj', np.concatenate(heads))
-            y = norm(f'{layer}.post_attention_layernorm', x)
-            hidden = silu(linear(f'{layer}.mlp.gate_proj', y)) * linear(f'{layer}.mlp.up_proj', y)
-            out.append(x + linear(f'{layer}.mlp.down_proj', hidden))
-        xs = out
-    logits = np.zeros((len(ids), c.num_hashes, c.num_buckets))
-    for t, x in enumerate(xs):
-        v = norm('model.norm', x)
-        for i in range(c.num_hashes):
-            logits[t, i] = E[i] @ v
-            if i < c.num_hashes - 1:
-                soft = E[i].T @ softmax(logits[t, i])
-                v = v + mlp(f'hash_head.cascade_mixer.{i}', np.concatenate([v, soft]))
-    return logits
+                query = self.turn(self.norm(f'{attention}.q_norm', q), t)
+                weight = self.softmax(np.array([query @ k[g] for k in keys]) / math.sqrt(c.head_dim))
+                results.append(sum(a * v[g] for a, v in zip(weight, values, strict=True)))
+            x = x + self.linear(f'{attention}.o_proj', np.concatenate(results))
+            y = self.norm(f'{layer}.post_attention_layernorm', x)
+            hidden = self.silu(self.linear(f'{layer}.mlp.gate_proj', y)) * self.linear(f'{layer}.mlp.up_proj', y)
+            out.append(x + self.linear(f'{layer}.mlp.down_proj', hidden))
+        return out
+
+    def decode(self, h):
+        logits = np.zeros((self.c.num_hashes, self.c.num_buckets))
+        for i, E_i in enumerate(self.E):
+            logits[i] = E_i @ h
+            if i < self.c.num_hashes - 1:
+                soft = E_i.T @ self.softmax(logits[i])
+                h = h + self.mlp(f'hash_head.cascade_mixer.{i}', np.concatenate([h, soft]))
+        return logits
+
+    def bucket_logits(self, ids):
+        xs = [self.encode(token) for token in ids]
+        for n in range(self.c.num_layers):
+            xs = self.layer(f'model.layers.{n}', xs)
+        return np.stack([self.decode(self.norm('model.norm', x)) for x in xs])
 
 
 OTHERS = [
@@ -368,7 +388,7 @@ def test_other_released_models(tmp_path, changes, shards):
     assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
     weights = {k: v.numpy() for f in folder.glob('*.safetensors') for k, v in load_file(f).items()}
     ids = torch.randint(0, 300, (2, 7))
-    naive = np.stack([naive_bucket_logits(weights, m.config, row) for row in ids.numpy()])
+    naive = np.stack([Naive(weights, m.config).bucket_logits(row) for row in ids.numpy()])
     assert relative(m.bucket_logits(ids), torch.tensor(naive)) < 1e-10
     # from_pretrained gives float32
     assert relative(loaded.bucket_logits(ids), torch.tensor(naive)) < 1e-4
@@ -379,7 +399,8 @@ def test_from_the_hub(tmp_path, monkeypatch):
     """A hub id must be fetched at the given revision, without code or pickles, and an unreachable hub is one line."""
     import huggingface_hub
 
-    folder, asked = write_released(tmp_path / 'm', random_model()), {}
+    folder = write_released(tmp_path / 'm', random_model())
+    asked = {}
 
     def download(repo, revision=None, allow_patterns=None):
         asked.update(repo=repo, revision=revision, patterns=allow_patterns)
@@ -427,7 +448,8 @@ def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
         max_position_embeddings=64, pad_token_id=2, eos_token_id=2,
     )).eval()  # fmt: skip
     theirs.save_pretrained(tmp_path)
-    ours, ids = from_pretrained(tmp_path), torch.randint(0, 200, (2, 40))
+    ours = from_pretrained(tmp_path)
+    ids = torch.randint(0, 200, (2, 40))
     assert ours.config.num_hashes == 0 and ours.config.rope_theta == 1e6
     logits = theirs(ids).logits
     assert relative(ours.bucket_logits(ids)[:, :, 0], logits) < 1e-5
@@ -442,8 +464,12 @@ def test_parameter_counts(path):
     """A config or the model has parameters that the paper's formula does not, or E is counted twice."""
     s = configurator.read_config(path)
     c = MHFConfig(**{k: v for k, v in s.items() if k in MHFConfig.__annotations__})
-    d, z, H = c.hidden_size, c.bottleneck, c.num_hashes
-    gate, out, mixer = z * d + z + z + 1, d * d + d, z * 2 * d + z + d * z + d
+    d = c.hidden_size
+    z = c.bottleneck
+    H = c.num_hashes
+    gate = z * d + z + z + 1
+    out = d * d + d
+    mixer = z * 2 * d + z + d * z + d
     interface = H * c.num_buckets * d + gate + out + (H - 1) * mixer if H else c.vocab_size * d
     attention = 2 * d * c.num_heads * c.head_dim + 2 * d * c.num_kv_heads * c.head_dim + 2 * c.head_dim
     decoder = c.num_layers * (attention + 3 * d * c.intermediate_size + 2 * d) + d
@@ -474,11 +500,11 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason
 
 
 @pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=needs_triton)])
-@pytest.mark.parametrize('kind', ['exact', 'product'])
+@pytest.mark.parametrize('loss', ['exact', 'product'])
 @pytest.mark.parametrize('changes', KINDS)
-def test_fast_head_equals_plain(kind, changes, device):
+def test_fast_head_equals_plain(loss, changes, device):
     """A chunk is lost or counted twice, or a formula of the gradients by hand is wrong, in a CPU's form or a GPU's."""
-    m = random_model(loss=kind, **changes)
+    m = random_model(loss=loss, **changes)
     # the interpreter takes as long for one token as for a block of 64
     m.tiles = tiles(device, chunk=50 if device == 'cuda' else 7)
     if m.config.num_hashes == 0:
@@ -486,7 +512,8 @@ def test_fast_head_equals_plain(kind, changes, device):
         m.set_vocabulary(*check_table(m.config, gaps=[5, 60]))
     ids = m.is_token.nonzero()[:, 0]
     tokens = ids[torch.randint(0, len(ids), (3, 41))]
-    x, y = m.sign(tokens[:, :-1]), m.sign(tokens[:, 1:])
+    x = m.sign(tokens[:, :-1])
+    y = m.sign(tokens[:, 1:])
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
     # some gradients are 0 but for rounding: the gate's last bias
@@ -565,21 +592,23 @@ def test_lean_head_gradcheck():
         loss.backward()
 
 
-@pytest.mark.parametrize('kind', ['exact', 'product'])
-def test_lean_head_in_bfloat16(kind):
+@pytest.mark.parametrize('loss', ['exact', 'product'])
+def test_lean_head_in_bfloat16(loss):
     """Under autocast the lean head rounds where the plain one does not (the one-hot term, the sums over chunks)."""
-    m = random_model(dtype=torch.float32, loss=kind)
+    m = random_model(dtype=torch.float32, loss=loss)
     s = m.sign(torch.randint(0, 300, (8, 33)))
-    x, y = s[:, :-1], s[:, 1:]
+    x = s[:, :-1]
+    y = s[:, 1:]
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
     m.float()
     m.tiles = tiles(chunk=50)
     with torch.autocast('cpu', torch.bfloat16):
-        lean, plain = loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y)
+        lean = loss_and_gradients(m, m(x, y))
+        plain = plain_loss_and_gradients(m, x, y)
     for name in ('embed.weight', 'hash_decoder.0.0.weight', 'norm.weight'):
         error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (lean, plain)]
-        print(f'{kind}, {name}: relative error lean {error[0]:.2e}, plain {error[1]:.2e}')
+        print(f'{loss}, {name}: relative error lean {error[0]:.2e}, plain {error[1]:.2e}')
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
 
@@ -588,7 +617,8 @@ def test_lean_head_composes():
     """torch.compile, or a chunk larger than the batch, changes the gradients; a graph is made for every chunk."""
     m = random_model()
     s = m.sign(torch.randint(0, 300, (2, 9)))
-    x, y = s[:, :-1], s[:, 1:]
+    x = s[:, :-1]
+    y = s[:, 1:]
     plain = plain_loss_and_gradients(m, x, y)
     graphs = CompileCounterWithBackend('aot_eager')
     for device, chunk in (('cpu', 10**6), ('cuda', 5)):
@@ -606,12 +636,14 @@ class Reductions(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.over_rows, self.others = [], []
+        self.over_rows = []
+        self.others = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.overloadpacket.__name__
         if name in ('_softmax', '_log_softmax', 'amax', 'max', 'sum', 'logsumexp') and args[0].numel() > 2**20:
-            x, dims = args[0], args[1] if len(args) > 1 else range(args[0].dim())
+            x = args[0]
+            dims = args[1] if len(args) > 1 else range(args[0].dim())
             rows = [d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)] == [x.dim() - 1]
             (self.over_rows if rows and x.stride(-1) == 1 else self.others).append((name, tuple(x.shape)))
         return op(*args, **(kwargs or {}))
@@ -638,8 +670,8 @@ def test_a_gpu_reduces_over_rows(monkeypatch, changes):
 
     def sample():
         logits = m.next_token_logits(m.hidden_states(x).flatten(0, 1)).detach()
-        for how in (dict(top_k=9), dict(top_p=0.9)):
-            sample_token(logits, **how)
+        for options in (dict(top_k=9), dict(top_p=0.9)):
+            sample_token(logits, **options)
 
     for use in (train, validate, evaluate, sample):
         with Reductions() as seen:
@@ -649,7 +681,8 @@ def test_a_gpu_reduces_over_rows(monkeypatch, changes):
 
 def test_activation_checkpointing():
     """Activations are kept although they need not be, or computed again to another gradient."""
-    m, calls = random_model(), []
+    m = random_model()
+    calls = []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
     m.tiles = tiles(chunk=5)
     x = m.sign(torch.arange(20)[None])
@@ -676,7 +709,8 @@ def test_vocabulary_grows_under_an_optimizer():
     m = random_model()
     old = m.signatures.numpy()
     new = extend_table(old, tokens[:100], m.config.num_buckets)
-    optimizer, before = torch.optim.AdamW(m.parameters(), lr=3e-2), {k: p.data_ptr() for k, p in m.named_parameters()}
+    optimizer = torch.optim.AdamW(m.parameters(), lr=3e-2)
+    before = {k: p.data_ptr() for k, p in m.named_parameters()}
     m.replace_vocabulary(new, m.config.pad_id)
     assert before == {k: p.data_ptr() for k, p in m.named_parameters()} and m.config.vocab_size == 400
     ids = torch.randint(300, 400, (2, 9))
@@ -708,7 +742,8 @@ def test_log_probs_are_the_renormalised_product(H):
     p = torch.stack([o.softmax(-1) for o in m.bucket_logits(ids).unbind(2)], 2)
     product = torch.stack([math.prod(p[..., i, s] for i, s in enumerate(row)) for row in m.signatures.tolist()], -1)
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
-    x, y = m.sign(ids[:, :-1]), m.sign(ids[:, 1:])
+    x = m.sign(ids[:, :-1])
+    y = m.sign(ids[:, 1:])
     m.tiles = tiles(chunk=3)
     paper, exact = m.both_losses(x, y)
     assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
@@ -725,7 +760,8 @@ def test_norms_and_angles_keep_float32():
         assert m.hidden_states(x).dtype == torch.float32
     assert relative(h.double(), m.double().hidden_states(x)) < 1e-4
     # on bfloat16 input only the result is rounded
-    norm, v = model_module.RMSNorm(64, 1e-6), torch.randn(500, 64).bfloat16()
+    norm = model_module.RMSNorm(64, 1e-6)
+    v = torch.randn(500, 64).bfloat16()
     exact = v.float() / (v.float().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert (norm(v) != exact.bfloat16()).float().mean() < 0.01
     cos, sin = model_module.rope_angles(torch.arange(500), m.config, torch.float32)
@@ -765,7 +801,8 @@ def test_cached_generation_equals_uncached(H, groups):
 @pytest.mark.parametrize('H', [3, 0])
 def test_padded_generation(H):
     """What stands before a shorter prompt of a batch changes its text, with the cache, without it, or in one graph."""
-    m, prompts = random_model(num_hashes=H), [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
+    m = random_model(num_hashes=H)
+    prompts = [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
     alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
     lengths = torch.tensor([9, 1, 4])
     one_shape = Writer(m, temperature=0)
@@ -791,7 +828,8 @@ def test_one_graph_for_every_token(monkeypatch):
     The compiled step is compiled again for a longer prompt, a later token or another stream, says something else than
     no cache does, or writes to memory that CUDA graphs do not know as fixed: those would be left out in silence.
     """
-    graphs, compile = [], torch.compile
+    graphs = []
+    compile = torch.compile
 
     def without_code(graph, inputs):
         about = torch._guards.TracingContext.get().fw_metadata

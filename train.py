@@ -1,5 +1,6 @@
 """
-Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs.
+Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs. The defaults train the paper's
+100M H4B16K on FineWeb-Edu.
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
@@ -36,21 +37,20 @@ from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure
 from mhf import plot
-from mhf.bins import SPLITS, Verified, blocks_of, checked_table, data_folder, identity, load_meta, open_bins, read_ahead
+from mhf.bins import Verified, blocks_of, open_bins, read_ahead
 from mhf.checkpoint import Checkpoints, check_data, check_settings
 from mhf.cost import check_memory
 from mhf.device import pick_compile, pick_dtype, use_device
 from mhf.distributed import World, explain_crashes
 from mhf.fast import FastMHF
+from mhf.meta import SPLITS, checked_table, data_folder, identity, load_meta
 from mhf.released import check_vocabulary, first_model
 from model import MHF, MHFConfig
 
-# The defaults train the paper's 100M H4B16K on FineWeb-Edu.
 # output
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
-# scratch | resume (the newest checkpoint in out_dir) | a released folder or hub id[@revision], or another out_dir
-init_from = 'scratch'
+init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | a released folder, hub id, other out_dir
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
 keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
 wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJECT and WANDB_NAME name project and run
@@ -99,7 +99,7 @@ activation_checkpointing = False  # keeps only the inputs of the blocks, whose f
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
-# A resumed run may change these settings. All others, and what its bins hold (bins.identity), stay as they were.
+# A resumed run may change these settings. All others, and what its bins hold (meta.identity), stay as they were.
 FREE_ON_RESUME = (
     'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep', 'wandb', 'dataset', 'data_dir', 'bins',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',
@@ -448,7 +448,9 @@ with bar:
                 # with the exact loss both are one number
                 numbers = 'validation loss {val_loss:.4f}, ' if trains_product else 'validation: '
                 numbers += '{val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
-                bar.write(f'step {done}: {numbers.format(**result)}{" (best)" if best else ""}')
+                if best:
+                    numbers += ' (best)'
+                bar.write(f'step {done}: {numbers.format(**result)}')
         if validating or stopping:
             state = dict(
                 model=raw_model.state_dict(),

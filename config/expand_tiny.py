@@ -1,7 +1,7 @@
 # Vocabulary expansion in minutes on 2 cores: the demo's model learns Arabic, Chinese and Hindi, with 15,354 new tokens.
 # The texts are those of the project's shared/ folder; others: --texts=..., --dataset=..., one source a language.
-# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens, a quarter of each language and of English. The Standard model:
-# --num_hashes=0 --before=<its out_dir>, with an --init_from and an --out_dir of its own.
+# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens, a quarter of each language and of English. For the Standard
+# model give --num_hashes=0 --before=<its out_dir>, and an --init_from and an --out_dir of its own.
 from config.mhf_tiny import *
 
 before = 'out/mhf_tiny'
@@ -12,11 +12,13 @@ base = 'mistral'
 _text = '../shared/data/text'
 texts = f'{_text}/ar.jsonl.xz,{_text}/zh.jsonl.xz,{_text}/hi.jsonl.xz'
 dataset = ','.join(f'{_text}/{_name}.jsonl.xz@3e5' for _name in ('ar', 'zh', 'hi', 'english_edu'))
-# expand.py's, so that nothing of what it holds out is trained on
+# the same as expand.py's, so that the documents that it holds out are not trained on
 val_fraction = 0.05
-# what README's table was measured with
-learning_rate, embedding_rate, beta2 = 2e-3, 1.0, 0.95
-# of the four the first and the last; always E, hash encoder and decoder, and the final norm
+# the rates that the results of the expansion were measured with
+learning_rate = 2e-3
+embedding_rate = 1.0
+beta2 = 0.95
+# trains the first and the last of the four layers; E, hash encoder and decoder, and the final norm always train
 train_layers = 1
 
 # eval.py, sample.py

@@ -14,7 +14,8 @@ BLANK = '  _  .'
 def doc_to_text(doc):
     lines = [f'Article: {doc["article"]}\n']
     for problem in process_ast(doc['problems'])[:-1]:
-        question, answer = problem['question'], get_answer_option(problem)
+        question = problem['question']
+        answer = get_answer_option(problem)
         if question.endswith(BLANK):
             lines.append(BLANK[1:] + answer)
         else:

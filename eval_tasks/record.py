@@ -33,7 +33,8 @@ def words(text):
 
 
 def f1(prediction, gold):
-    p, g = words(prediction), words(gold)
+    p = words(prediction)
+    g = words(gold)
     if not p or not g:
         return float(p == g)
     shared = sum((Counter(p) & Counter(g)).values())

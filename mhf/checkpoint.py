@@ -30,26 +30,26 @@ PARTS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val', 'da
 
 
 def beside(path):
-    """Where the SHA-256 of a checkpoint stands, as `sha256sum -c` reads it."""
+    """The file beside a checkpoint that holds its SHA-256, as `sha256sum -c` reads it."""
     return path.with_name(f'{path.name}.sha256')
 
 
 def checked_digest(path):
-    """The SHA-256 of a checkpoint's file. Raises InputError where another one stands beside it."""
+    """The SHA-256 of a checkpoint. Raises InputError where the file beside it says another one."""
     try:
         with open(path, 'rb') as f:
-            found = hashlib.file_digest(f, 'sha256').hexdigest()
-        written = beside(path).read_text(errors='replace').split(' ')[0] if beside(path).exists() else ''
+            digest = hashlib.file_digest(f, 'sha256').hexdigest()
+        # without a file beside it, a checkpoint is taken as it is
+        said = beside(path).read_text(errors='replace').split(' ')[0] if beside(path).exists() else ''
     except OSError as e:
         raise InputError(f'{path} cannot be read ({e.strerror})') from None
-    # without one the file is taken as it is
-    if written and written != found:
-        raise InputError(f'{path} is damaged: its SHA-256 is {found}, {beside(path).name} says {written}')
-    return found
+    if said and said != digest:
+        raise InputError(f'{path} is damaged: its SHA-256 is {digest}, {beside(path).name} says {said}')
+    return digest
 
 
 def digest_of_state(state):
-    """SHA-256 of a nest of dicts and lists of tensors, numbers, strings; hashlib lets other threads run meanwhile."""
+    """The SHA-256 of nested dicts and lists of tensors, numbers and strings."""
     digest = hashlib.sha256()
 
     def feed(x):
@@ -69,12 +69,14 @@ def digest_of_state(state):
 
 
 def map_tensors(change, state):
-    """A nest of dicts and lists, with change(tensor) for each tensor."""
+    """Nested dicts and lists -> the same with change(tensor) in place of each tensor."""
     if isinstance(state, torch.Tensor):
         return change(state)
     if isinstance(state, dict):
-        return {k: map_tensors(change, v) for k, v in state.items()}
-    return [map_tensors(change, v) for v in state] if isinstance(state, list) else state
+        return {key: map_tensors(change, value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [map_tensors(change, value) for value in state]
+    return state
 
 
 class Undrawn(TorchFunctionMode):
@@ -106,10 +108,10 @@ def load_checkpoint(path, Model=FastMHF):
         if missing:
             raise ValueError(f'it has no {", ".join(missing)}')
         config = MHFConfig(**ckpt['model_config'])
-        layers = sum(k.endswith('.input_layernorm.weight') for k in ckpt['model'])
-        there = (*ckpt['model']['signatures'].shape, layers)
-        if there != (config.vocab_size, config.coordinates, config.num_layers):
-            raise ValueError(f'its tensors are of V, H, layers = {there}, its config says otherwise')
+        num_layers = sum(name.endswith('.input_layernorm.weight') for name in ckpt['model'])
+        sizes = (*ckpt['model']['signatures'].shape, num_layers)
+        if sizes != (config.vocab_size, config.coordinates, config.num_layers):
+            raise ValueError(f'its tensors are of V, H, layers = {sizes}, its config says otherwise')
         model = without_weights(config, Model)
         # copies, because the mapped file may be replaced while a training run goes on
         state = {name: tensor.clone() for name, tensor in ckpt['model'].items()}
@@ -125,8 +127,8 @@ def load_checkpoint(path, Model=FastMHF):
 
 
 def check_settings(ckpt, source, config, free):
-    """Raises InputError where a run would go on with other settings than its checkpoint, but for those in `free`."""
-    # a setting that an older train.py did not have was what is its default now
+    """Raises InputError where a resumed run has other settings than its checkpoint. Those in `free` may differ."""
+    # a setting that an older train.py did not have was what its default is now
     before = settings_of('train.py') | ckpt['config'] | ckpt['data']
     fixed = [name for name in config if name not in free]
     changed = [f'{name}={before[name]} (now {config[name]})' for name in fixed if before[name] != config[name]]
@@ -135,7 +137,7 @@ def check_settings(ckpt, source, config, free):
 
 
 def check_data(ckpt, source, data, out_dir):
-    """Raises InputError where a run would go on with other data than its checkpoint. data: of bins.identity."""
+    """Raises InputError where a resumed run has other data than its checkpoint. data: what meta.identity gives."""
     begin_anew = f'--init_from={Path(out_dir)} and another --out_dir begin with its weights'
     other = [name for name, value in data.items() if ckpt['data'].get(name) != value]
     if other:
@@ -149,35 +151,42 @@ def check_data(ckpt, source, data, out_dir):
 
 class Checkpoints:
     """
-    out_dir's checkpoints: ckpt.pt is the newest, ckpt_best.pt the one of the lowest validation loss, ckpt_000123.pt
-    the last `keep`. They are written one at a time by a thread; last_path and last_step name the newest. All processes
-    call save(), one writes.
+    The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the last `keep`
+    are also there as ckpt_000123.pt. A thread writes them, one at a time. All processes call save(), and the one that
+    `writes` writes. last_path and last_step are of the newest checkpoint that is whole.
     """
 
     def __init__(self, out_dir, keep, writes=True):
-        self.folder, self.keep, self.writes = Path(out_dir), keep, writes
-        self.newest, self.temporary = self.folder / 'ckpt.pt', self.folder / 'ckpt.pt.tmp'
-        self.last_path = self.last_step = self.last_digest = self.pending = None
+        self.folder = Path(out_dir)
+        self.keep = keep
+        self.writes = writes
+        self.newest = self.folder / 'ckpt.pt'
+        self.temporary = self.folder / 'ckpt.pt.tmp'
+        self.last_path = None
+        self.last_step = None
+        self.last_digest = None
+        self.pending = None
         self.thread = ThreadPoolExecutor(1)
-        torch.serialization.set_crc32_options(False)  # SHA-256 is there; a CRC-32 would keep training waiting
+        # there is a SHA-256; computing a CRC-32 as well would keep training waiting
+        torch.serialization.set_crc32_options(False)
 
     @staticmethod
     def step_of(path):
         """The step in the name of a checkpoint, or None."""
-        found = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
-        return found and int(found[1])
+        match = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
+        return int(match[1]) if match else None
 
     def milestones(self):
-        """Those with a step in their name, the newest first."""
-        found = (p for p in self.folder.glob('ckpt_*.pt') if self.step_of(p) is not None)
-        return sorted(found, key=self.step_of, reverse=True)
+        """The checkpoints with a step in their name, the newest first."""
+        paths = [path for path in self.folder.glob('ckpt_*.pt') if self.step_of(path) is not None]
+        return sorted(paths, key=self.step_of, reverse=True)
 
     def there(self):
-        """Those that a resume may go on from, the newest first."""
-        return [p for p in (self.newest, *self.milestones()) if p.exists()]
+        """The checkpoints from which a run can go on, the newest first."""
+        return [path for path in (self.newest, *self.milestones()) if path.exists()]
 
     def make_folder(self):
-        """Raises InputError where it cannot be written."""
+        """Makes out_dir. Raises InputError where it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / '.writable').touch()
@@ -187,26 +196,32 @@ class Checkpoints:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
     def newest_whole(self, Model=FastMHF):
-        """(model, the checkpoint's dict): the newest whose digest fits; warns of damaged ones. Raises InputError."""
-        paths = self.there() or [self.newest]
-        for path in paths:
+        """
+        (model, the checkpoint's dict) of the newest checkpoint that is not damaged; warns of those that are. Raises
+        InputError where there is none.
+        """
+        *newer, oldest = self.there() or [self.newest]
+        for path in newer:
             try:
-                model, ckpt = load_checkpoint(path, Model)
-                self.last_digest = checked_digest(path)
+                return self.read(path, Model)
             except InputError as e:
-                if path == paths[-1]:
-                    raise
                 if self.writes:
                     print(f'WARNING: {e}; going back to the checkpoint before', file=sys.stderr)
-                continue
-            self.last_path = path
-            self.last_step = ckpt['step']
-            return model, ckpt
+        return self.read(oldest, Model)
+
+    def read(self, path, Model):
+        """(model, the checkpoint's dict) of a checkpoint, which counts as the newest whole one from then on."""
+        model, ckpt = load_checkpoint(path, Model)
+        self.last_digest = checked_digest(path)
+        self.last_path = path
+        self.last_step = ckpt['step']
+        return model, ckpt
 
     def save(self, state, best):
-        """Copies the state and leaves writing it to the thread; waits for the write before."""
+        """Copies the state, and leaves it to the thread to write it. Waits for the write before."""
 
-        def on_host(tensor):  # a copy, which training does not change
+        def on_host(tensor):
+            # a copy, which training does not change
             return tensor.detach().to('cpu', copy=True) if self.writes else None
 
         self.wait()
@@ -215,20 +230,26 @@ class Checkpoints:
         if self.writes:
             self.pending = self.thread.submit(self._write, state, best, time.perf_counter() - began)
         else:
-            self.last_path, self.last_step = self.newest, state['step']
+            self.last_path = self.newest
+            self.last_step = state['step']
 
     def wait(self):
-        """Until the last write is over; raises what it raised."""
+        """Waits until the last write is over. Raises what it raised."""
         if self.pending:
-            pending, self.pending = self.pending, None
+            pending = self.pending
+            self.pending = None
             pending.result()
 
     def raise_if_failed(self):
-        """What the last write raised, if it is over: a full disk stops a run at its next step."""
+        """Raises what the last write raised, if it is over: a full disk stops a run at its next step."""
         if self.pending and self.pending.done():
             self.wait()
 
     def _write(self, state, best, stood_still):
+        """
+        Writes a checkpoint under all its names, and deletes those that are not kept. ckpt.pt is replaced by a file that
+        is whole and on the disk, so it is whole at any moment. stood_still: seconds that training waited.
+        """
         began = time.perf_counter()
         try:
             self.temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
@@ -238,15 +259,16 @@ class Checkpoints:
                 os.fsync(f.fileno())
                 f.seek(0)
                 digest = hashlib.file_digest(f, 'sha256').hexdigest()
-            # from here on ckpt.pt is the one that a resume reads
+            # from here on a resumed run reads this one
             self._put(self.newest, digest)
-            self.last_path, self.last_step = self.newest, state['step']
+            self.last_path = self.newest
+            self.last_step = state['step']
             if best:
                 self._same_as_newest(self.folder / 'ckpt_best.pt', digest)
             if self.keep:
                 self._same_as_newest(self.folder / f'ckpt_{state["step"]:06}.pt', digest)
-            # later steps than this one are damaged, or of a run that began again before them
-            later = [p for p in self.milestones() if self.step_of(p) > state['step']]
+            # later checkpoints are damaged or belong to an abandoned run
+            later = [path for path in self.milestones() if self.step_of(path) > state['step']]
             for path in later + self.milestones()[len(later) + self.keep :]:
                 path.unlink()
                 beside(path).unlink(missing_ok=True)
@@ -259,15 +281,15 @@ class Checkpoints:
         )
 
     def _put(self, path, digest):
-        """The temporary file gets its name, and its SHA-256 a place beside it."""
-        # a crash between these lines leaves a checkpoint without a digest, and never one with another's
+        """Gives the temporary file its name, and puts its SHA-256 beside it."""
+        # a crash between these lines leaves a checkpoint without a digest, never one with a wrong digest
         beside(path).unlink(missing_ok=True)
         replace_durably(self.temporary, path)
         self.temporary.write_text(f'{digest}  {path.name}\n')
         replace_durably(self.temporary, beside(path))
 
     def _same_as_newest(self, path, digest):
-        """ckpt.pt's file under one more name, or a copy of it."""
+        """Gives ckpt.pt's file one more name, or makes a copy of it."""
         try:
             os.link(self.newest, self.temporary)
         except OSError:  # a file system without hard links
@@ -275,8 +297,9 @@ class Checkpoints:
         self._put(path, digest)
 
     def kept(self):
-        """A sentence for people on what a stopped run leaves."""
-        with contextlib.suppress(InputError):  # then the one before stays
+        """A sentence for the user on what a stopped run leaves."""
+        # if the last write fails, the checkpoint before it stays
+        with contextlib.suppress(InputError):
             self.wait()
         if self.last_step is None:
             return 'no checkpoint was written yet'

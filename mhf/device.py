@@ -15,8 +15,8 @@ from configurator import InputError
 
 def pick_device(device=None):
     """
-    The device to compute on: what was asked for, else cuda where it is there, else cpu. Apple's mps, where this was
-    never run, only if it is asked for. Raises InputError for what is not there.
+    The device to compute on: what was asked for, else cuda if it is there, else cpu. Apple's mps, on which this was
+    never run, must be asked for. Raises InputError for a device that is not there.
     """
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda':
@@ -57,8 +57,8 @@ def products_per_second(dtype, size):
 
 def pick_dtype(dtype, device):
     """
-    (dtype of the matrix products, '' or why): what was asked for, else bfloat16 where a GPU has it, and on a CPU where
-    a product in it is measured to be 1.2 times as fast as in float32. Raises InputError for what is not there.
+    (dtype of the matrix products, '' or why): what was asked for, else bfloat16 if the GPU has it, or if the CPU is
+    measured to multiply 1.2 times as fast in it as in float32. Raises InputError for what the device does not have.
     """
     if dtype not in (None, 'bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
@@ -74,7 +74,7 @@ def pick_dtype(dtype, device):
     names = ('bfloat16', 'float32')
     for size in (256, 1024):
         rates = {name: products_per_second(getattr(torch, name), size) for name in names}
-        # a CPU without instructions for bfloat16 would take seconds for a large product
+        # a CPU without instructions for bfloat16 would need seconds for a large product
         if rates['bfloat16'] < rates['float32'] / 2:
             break
     dtype = 'bfloat16' if rates['bfloat16'] > 1.2 * rates['float32'] else 'float32'
@@ -84,22 +84,26 @@ def pick_dtype(dtype, device):
 
 def pick_compile(compile, device):
     """
-    (whether to use torch.compile: what was asked for, else on a GPU where Triton and a C compiler are; '' or why it
-    can't be used). Raises InputError.
+    (whether to use torch.compile, '' or why it cannot be used): what was asked for, else True on a GPU where there are
+    Triton and a C compiler. Raises InputError.
     """
     if compile not in (None, True, False):
         raise InputError(f'compile={compile}: must be True or False')
-    cuda = torch.device(device).type == 'cuda'
-    missing = no_triton() if cuda else no_compiler('CXX', 'g++', 'clang++')
+    on_gpu = torch.device(device).type == 'cuda'
+    missing = no_triton() if on_gpu else no_compiler('CXX', 'g++', 'clang++')
     if compile and missing:
         raise InputError(f'compile=True: {missing}; or leave --compile out')
-    return cuda and not missing if compile is None else compile, missing
+    if compile is None:
+        compile = on_gpu and not missing
+    return compile, missing
 
 
 def no_compiler(variable, *names):
-    """'', if the compiler that an environment variable names, or else one of `names`, is there; or what is missing."""
-    found = any(map(shutil.which, os.environ.get(variable, '').split()[:1] or names))
-    return '' if found else f'no C compiler: install {" or ".join(names)}, or name one in ${variable}'
+    """'' if there is the compiler that an environment variable names, or one of `names`; otherwise what is missing."""
+    compilers = os.environ.get(variable, '').split()[:1] or names
+    if any(map(shutil.which, compilers)):
+        return ''
+    return f'no C compiler: install {" or ".join(names)}, or name one in ${variable}'
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """
-What the processes of one run need of each other: the same settings and files, gradients and sums of all. train.py calls
-the methods of World in the order in which they stand here. Without torchrun a process is alone: meet() and agree() are
-not called, and the others give back what they are given.
+What the processes of one run need of each other: the same settings and files, and the sums of all. train.py calls the
+methods of World in the order in which they stand here. Without torchrun a process is alone: it does not call meet() and
+agree(), and the other methods return what they are given.
 """
 
 import inspect
@@ -17,20 +17,22 @@ from configurator import InputError
 
 
 class World:
-    """All processes of a run: this one is `rank` of `size`; they are `distributed` if torchrun has started them."""
+    """The processes of a run. This one is number `rank` of `size`; `distributed`: torchrun has started them."""
 
     def __init__(self):
         self.distributed = 'RANK' in os.environ
         try:
-            self.rank, self.size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+            self.rank = int(os.environ.get('RANK', 0))
+            self.size = int(os.environ.get('WORLD_SIZE', 1))
         except ValueError:
-            self.rank, self.size = -1, -1
+            self.rank = -1
+            self.size = -1
         if not 0 <= self.rank < self.size or self.distributed != ('WORLD_SIZE' in os.environ):
             named = ', '.join(f'{k}={os.environ.get(k)}' for k in ('RANK', 'WORLD_SIZE'))
             raise InputError(f'the environment has {named}; start this with torchrun, or unset them')
 
     def accumulation(self, batch_size, micro_batch_size):
-        """Micro-batches of a process in an update. Raises InputError where it is no whole number."""
+        """How many micro-batches each process has in an update. Raises InputError where that is no whole number."""
         product = f'micro_batch_size={micro_batch_size} x {self.size} processes'
         if batch_size % (micro_batch_size * self.size):
             fitting = [m for m in range(1, micro_batch_size + 1) if batch_size % (m * self.size) == 0]
@@ -39,12 +41,13 @@ class World:
         return batch_size // (micro_batch_size * self.size)
 
     def meet(self, device, timeout):
-        """Waits `timeout` seconds for all. Raises InputError."""
-        # one graph, although DDP's buckets then wait for the whole of it
+        """Waits until all processes are there, `timeout` seconds at most. Raises InputError."""
+        # one graph, although DDP's buckets then wait for all of it
         torch._dynamo.config.optimize_ddp = False
-        patience, gpu = timedelta(seconds=timeout), torch.device(device).type == 'cuda'
+        on_gpu = torch.device(device).type == 'cuda'
+        backend = 'nccl' if on_gpu and dist.is_nccl_available() else 'gloo'
         try:
-            dist.init_process_group('nccl' if gpu and dist.is_nccl_available() else 'gloo', timeout=patience)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
             # for objects, and to wait for a checkpoint that takes long to write
             self.host = dist.new_group(backend='gloo', timeout=timedelta(days=1))
         except (RuntimeError, ValueError) as e:  # nobody there, an address that is taken, a variable that is not set
@@ -52,7 +55,7 @@ class World:
             raise InputError(f'process {self.rank} of {self.size} {reason}; start all of them by torchrun') from None
 
     def agree(self, mine):
-        """Ends all where `mine`, a dict, is not the same in all; process 0 says it."""
+        """Ends all processes where `mine`, a dict, is not the same in all of them. Process 0 says what differs."""
         everyone = [None] * self.size
         dist.all_gather_object(everyone, mine, group=self.host)
         for r, theirs in enumerate(everyone):
@@ -62,7 +65,7 @@ class World:
                 raise SystemExit(1) if self.rank else InputError(line)
 
     def together(self, read):
-        """What read() returns, in every process. An InputError of one ends all; process 0 says it."""
+        """Returns read() in every process. If it raises InputError in one, all end, and process 0 says why."""
         result = problem = None
         try:
             result = read()
@@ -77,33 +80,33 @@ class World:
         return result
 
     def of_first(self, value):
-        """The value of process 0, which may be anything that can be pickled."""
+        """The value that process 0 has, anything that can be pickled."""
         values = [value]
         if self.distributed:
             dist.broadcast_object_list(values, src=0, group=self.host)
         return values[0]
 
     def wrap(self, model):
-        """The model as it is trained: as it is, or under DDP, which gives all processes the weights of process 0."""
+        """The model that is trained: itself, or under DDP, which gives all processes the weights of process 0."""
         device = model.signatures.device
         if self.distributed:
+            options = dict(device_ids=[device] if device.type == 'cuda' else None)
             # the buffers never change; torch 2.11 has the older name
             names = inspect.signature(DDP).parameters
-            how = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
-            how['device_ids'] = [device] if device.type == 'cuda' else None
-            # one copy of the gradients, not two: buckets are views of them
-            model = DDP(model, gradient_as_bucket_view=True, **how)
+            options['forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers'] = False
+            # gradients are views of DDP's buckets, so they exist once
+            model = DDP(model, gradient_as_bucket_view=True, **options)
         return model
 
     def sum(self, tensor, device=None):
-        """Of all processes; on the device, where that is not the tensor's."""
+        """The sum of a tensor over all processes, which is made on `device` if that is not the tensor's."""
         if self.distributed:
             tensor = tensor.to(device)
             dist.all_reduce(tensor)
         return tensor
 
     def leave(self):
-        """Waits for all: the first to end makes torchrun end the others, also a process 0 that is still writing."""
+        """Waits for all: when one ends, torchrun ends the others, even a process 0 that is still writing."""
         if self.distributed:
             dist.barrier(group=self.host)
             dist.destroy_process_group()

@@ -281,7 +281,7 @@ def token_scores(o, table):
 
 
 def normalise(scores):
-    """Token logits (m, V), which are overwritten -> P (m, V), and their logsumexp (m, 1)."""
+    """Token logits (m, V), overwritten -> P (m, V), normalised over the vocabulary; their logsumexp (m, 1)."""
     # in place, so that it stays in a cache
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
@@ -327,6 +327,7 @@ def exact_nll(o, y, table, tiles, gradient=False):
     if tiles.kernels:
         inverse = [table.ids, table.begins] if gradient else []
         target, _, logsumexp = lookups(o, y, table.rows, table.is_token, inverse)
+        # -log P(y): the logsumexp normalises over the vocabulary
         return logsumexp - target
     nll = []
     for begin in range(0, len(y), tiles.columns):
@@ -527,8 +528,9 @@ class LeanHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
         if gradients is None:
             raise RuntimeError('the lean head keeps its gradients for one backward pass only')
+        ctx.gradients = None
         dh, *others = (gradient.mul_(scale) for gradient in gradients)
         return None, None, dh, None, *others

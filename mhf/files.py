@@ -1,4 +1,7 @@
-"""A file that a crash cannot leave half written: write it beside, fsync it, then give it its name."""
+"""
+A file that a crash cannot leave half written: the caller writes it beside, fsyncs it, and replace_durably gives it its
+name.
+"""
 
 import os
 

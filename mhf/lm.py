@@ -9,7 +9,7 @@ A model as lm-evaluation-harness (lm-eval) wants it, and lm-eval's own command l
 
 model_args are path (the out_dir of a run, a folder in the released layout, or a hub id; without it the newest run
 here), revision (of a hub id), tokenizer, bos and dtype. A batch is as large as memory allows, whatever --batch_size is.
-Each process gets every n-th document; lm-eval lets each draw its own examples for few-shot prompts. From Python:
+Of n processes each gets every n-th document, and draws its own examples for few-shot prompts. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
@@ -38,8 +38,9 @@ from mhf.checkpoint import digest_of_state
 from mhf.device import pick_device, pick_dtype
 from mhf.generate import Writer
 from mhf.released import fetched, open_model
+from mhf.tasks import EVAL_TASKS
 
-# of progress bars; process 0 of several shows them
+# how progress bars look; of several processes the first one shows them
 BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, disable=os.environ.get('RANK', '0') != '0')
 MAX_ROWS = 256  # of a batch
 GENERATION = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
@@ -47,27 +48,33 @@ GENERATION = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'unt
 
 def tokens_in_memory(model):
     """How many tokens may go through the model at a time, padding included."""
-    c, device = model.config, model.embed.weight.device
+    device = model.embed.weight.device
     # on a CPU, padding costs more than a larger batch saves
     if device.type != 'cuda':
         return 2048
-    # what an earlier model left to the allocator
+    # memory that an earlier model left to the allocator counts as free
     torch.cuda.empty_cache()
-    # a forward pass holds 11 to 12 times this a token (fake tensors, 100M to 3B); the other half is for head and mask
-    widest = max(c.coordinates * c.hidden_size, c.intermediate_size)
-    return int(min(65536, torch.cuda.mem_get_info(device)[0] / 2 / (16 * widest)))
+    free, _ = torch.cuda.mem_get_info(device)
+    # a forward pass takes 11 to 12 times as many bytes a token as this (fake tensors, 100M to 3B)
+    widest = max(model.config.coordinates * model.config.hidden_size, model.config.intermediate_size)
+    # the other half is for the head and the mask
+    return int(min(65536, free / 2 / (16 * widest)))
 
 
 def row_length(row):
-    """How many tokens the model reads of (context, continuations): the last of a continuation predicts nothing."""
+    """How many tokens the model reads of (context, continuations): all but the last one of each continuation."""
     context, continuations = row
     return len(context) + sum(len(continuation) - 1 for continuation in continuations)
 
 
 def pack(batch):
     """
-    Rows -> ids, positions and segments (3, N, S), where segment 0 is the context, k its k-th continuation and -1
-    padding; the places n * S + s that predict a token of a continuation; these tokens; their number by continuation.
+    Rows -> four things:
+
+    ids, positions and segments (3, N, S): segment 0 is the context, k its k-th continuation, -1 padding
+    the places n * S + s that predict a token of a continuation
+    the tokens that they predict
+    the number of tokens of each continuation
     """
     S = max(map(row_length, batch))
     inputs = np.zeros((3, len(batch), S), np.int64)
@@ -104,9 +111,11 @@ def text_after(tok, prompt, made):
 @register_model('mhf')
 class MHFLM(TemplateLM):
     """
-    log P of continuations and texts, and greedy or sampled text, as lm-eval asks for them. Requests with the same
-    context are one row: the context, then every continuation, each of which sees the context and itself only and goes
-    on from the context's last position. A batch of rows has at most `tokens` tokens, padding included.
+    log P of continuations and texts, and greedy or sampled text, as lm-eval asks for them.
+
+    Requests with the same context are one row: the context, then every continuation. A continuation sees the context
+    and itself only, and its positions go on from the context's last one. A batch of rows has at most `tokens` tokens,
+    padding included.
     """
 
     # an abstract property of TemplateLM
@@ -116,7 +125,7 @@ class MHFLM(TemplateLM):
         super().__init__()
         self.model = model
         self.tok = tok
-        # before every context; None is no bos
+        # the id before every context, or None
         self.bos = bos
         self.tokens = tokens or tokens_in_memory(model)
         self._device = model.embed.weight.device
@@ -125,8 +134,10 @@ class MHFLM(TemplateLM):
         self.max_length = model.config.block_size
         # what lm-eval writes of the model beside its results
         self.about = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
-        # numbers of the last requests whose context did not fit; {(task, number of the document)} of all of them
-        self.too_long, self.cut = [], set()
+        # of the last requests, the numbers of those whose context did not fit
+        self.too_long = []
+        # {(task, number of the document)} of every context so far that did not fit
+        self.cut = set()
         self.world = world
         if world:
             self._rank = world.rank
@@ -134,12 +145,13 @@ class MHFLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
-        """What lm-eval calls with model_args, which are open_lm's, and with its batch_size and device."""
+        """lm-eval calls it with model_args, which are the arguments of open_lm, and with its batch_size and device."""
         known = inspect.signature(open_lm).parameters
         for key in arg_dict:
             if key not in known:
                 raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
-        return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
+        of_lm_eval = additional_config or {}
+        return open_lm(**dict(device=of_lm_eval.get('device')) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
@@ -151,16 +163,17 @@ class MHFLM(TemplateLM):
     # ---- what lm-eval's evaluator asks for where world_size is above 1
 
     def all_gather(self, tensor):
-        parts = [None] * self.world_size
-        dist.all_gather_object(parts, tensor.cpu(), group=self.world.host)
-        return torch.stack(parts).flatten()
+        of_ranks = [None] * self.world_size
+        dist.all_gather_object(of_ranks, tensor.cpu(), group=self.world.host)
+        return torch.stack(of_ranks).flatten()
 
     def gather_object(self, obj, dst=0):
+        """Each process's obj, a list, on the process dst; None on others."""
         if self.world_size == 1:
             return [obj]
-        parts = [None] * self.world_size if self.rank == dst else None
-        dist.gather_object(obj, parts, dst, group=self.world.host)
-        return parts
+        of_ranks = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, of_ranks, dst, group=self.world.host)
+        return of_ranks
 
     def barrier(self):
         if self.world_size > 1:
@@ -185,11 +198,15 @@ class MHFLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """As all models of lm-eval: in windows that do not overlap, bos before the first, a token before others."""
-        how = dict(prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
-        windows, text_of = [], []
+        """
+        log P of each whole text, as all models of lm-eval give it: in windows that do not overlap. The context of the
+        first window is bos, and that of a later one the token before it.
+        """
+        windows = []
+        text_of = []  # the number of each window's text
         for k, request in enumerate(requests):
-            for window in get_rolling_token_windows(self.tok_encode(request.args[0]), **how):
+            ids = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append(make_disjoint_window(window))
                 text_of.append(k)
         results = [0.0] * len(requests)
@@ -198,17 +215,18 @@ class MHFLM(TemplateLM):
         return results
 
     def note_cut(self, requests):
-        """Warns of the contexts of these requests that did not fit."""
+        """Warns of the requests whose context did not fit, and keeps their documents in `cut`."""
         cut = {(requests[k].task_name, requests[k].doc_id) for k in self.too_long}
         for task, number in Counter(task for task, _ in cut).items():
-            message = '%s: %d documents with a context over %d tokens, of which the model sees the end'
+            message = '%s: %d documents with a context over %d tokens; the model sees its end'
             logging.getLogger('lm_eval.mhf').warning(message, task, number, self.max_length)
         self.cut |= cut
 
     def by_token(self, requests, bos, desc):
         """
-        [(context ids, continuation ids)] -> as soon as each is known, its number and (3, n), float64, of its
-        continuation: log P in nats, is the token the likeliest (1 or 0), probability of the likeliest.
+        Scores requests [(context ids, continuation ids)]. Yields the number of each as soon as it is known, with
+        (3, n), float64, of the n tokens of its continuation: log P in nats, whether the token is the likeliest (1 or
+        0), and the probability of the likeliest. bos: the id before every context, or None.
         """
         batches = [[]]
         for row in self.rows(requests, bos):
@@ -218,6 +236,7 @@ class MHFLM(TemplateLM):
             batches[-1].append(row)
         with tqdm(desc=desc, total=len(requests), **BAR) as bar:
             for batch in batches:
+                # for each continuation the requests that ask for it
                 numbers = [ks for _, continuations in batch for ks in continuations.values()]
                 for ks, of_tokens in zip(numbers, self.in_memory(self.score, batch), strict=True):
                     for k in ks:
@@ -232,8 +251,10 @@ class MHFLM(TemplateLM):
         for k, (context, continuation) in enumerate(requests):
             if bos is not None and context[:1] != [bos]:
                 context = [bos, *context]
-            if not continuation or not context:
-                raise InputError(f'request {k}: an empty {"continuation" if context else "context"} has no probability')
+            if not context:
+                raise InputError(f'request {k}: an empty context has no probability')
+            if not continuation:
+                raise InputError(f'request {k}: an empty continuation has no probability')
             if len(continuation) > T:
                 raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
             room = T + 1 - len(continuation)
@@ -243,7 +264,7 @@ class MHFLM(TemplateLM):
         return sorted(rows.items(), key=row_length, reverse=True)
 
     def in_memory(self, work, batch):
-        """work(batch), in halves where the whole does not fit."""
+        """work(batch), in halves where the whole does not fit into memory. Raises InputError."""
         try:
             return work(batch) if batch else []
         except torch.OutOfMemoryError:
@@ -254,12 +275,12 @@ class MHFLM(TemplateLM):
 
     @torch.no_grad()
     def score(self, batch):
-        """Rows -> [(3, n)] of each continuation, in order, as in by_token."""
+        """Rows -> [(3, n) of each continuation], in order, as in by_token."""
         inputs, predicting, targets, counts = pack(batch)
         ids, positions, segments = inputs.to(self.device)
         mask = None
         if len(counts) == len(batch):
-            # no row has two continuations: the causal triangle is all
+            # no row has two continuations, so the mask is the causal triangle
             positions = None
         else:
             seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
@@ -275,45 +296,57 @@ class MHFLM(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         results = [''] * len(requests)
+        batches = self.batches_to_write(requests)
+        self.note_cut(requests)
+        with tqdm(desc='writing', total=len(requests), **BAR) as bar:
+            for options, batch in batches:
+                write = functools.partial(self.write, options=options)
+                texts = self.in_memory(write, [ids for ids, _ in batch])
+                for (_, k), text in zip(batch, texts, strict=True):
+                    results[k] = text
+                    self.cache_hook.add_partial('generate_until', requests[k].args, text)
+                bar.update(len(batch))
+        return results
+
+    def batches_to_write(self, requests):
+        """
+        Requests -> [(options, [(prompt ids, number of the request)])]: prompts with the same options go together, the
+        longest first. A prompt loses its beginning where it does not fit.
+        """
         self.too_long = []
-        # a batch has the same options
-        alike = defaultdict(list)
+        by_options = defaultdict(list)
         for k, request in enumerate(requests):
-            prompt, options = request.args[0], self.checked(request.args[1])
+            options = self.checked(request.args[1])
             room = self.max_length - options['max_gen_toks']
-            ids = ([] if self.bos is None else [self.bos]) + self.tok_encode(prompt)
+            ids = self.tok_encode(request.args[0])
+            if self.bos is not None:
+                ids = [self.bos, *ids]
             if len(ids) > room:
                 self.too_long.append(k)
-            alike[json.dumps(options, sort_keys=True)].append((ids[-room:] or [self.tok.bos], k))
-        self.note_cut(requests)
+            by_options[json.dumps(options, sort_keys=True)].append((ids[-room:] or [self.tok.bos], k))
         # a CPU reads all weights for a token: 16 rows cost little more than one
         tokens = self.tokens if self.device.type == 'cuda' else 8 * self.tokens
-        with tqdm(desc='writing', total=len(requests), **BAR) as bar:
-            for key, rows in alike.items():
-                options = json.loads(key)
-                rows.sort(key=lambda row: len(row[0]), reverse=True)
-                longest = len(rows[0][0]) + options['max_gen_toks']
-                size = min(MAX_ROWS, max(1, tokens // longest))
-                for begin in range(0, len(rows), size):
-                    batch = rows[begin : begin + size]
-                    write = functools.partial(self.write, options=options)
-                    said = self.in_memory(write, [ids for ids, _ in batch])
-                    for (_, k), text in zip(batch, said, strict=True):
-                        results[k] = text
-                        self.cache_hook.add_partial('generate_until', requests[k].args, text)
-                    bar.update(len(batch))
-        return results
+        batches = []
+        for written, prompts in by_options.items():
+            options = json.loads(written)
+            prompts.sort(key=lambda prompt: len(prompt[0]), reverse=True)
+            longest = len(prompts[0][0]) + options['max_gen_toks']
+            size = min(MAX_ROWS, max(1, tokens // longest))
+            batches += [(options, prompts[begin : begin + size]) for begin in range(0, len(prompts), size)]
+        return batches
 
     def checked(self, options):
         """lm-eval's options of a request, with its defaults. Raises InputError."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         options = normalize_gen_kwargs(options)
-        # one beam is no beam search
-        if unknown := [key for key in options if key not in GENERATION and options[key] != 1]:
+        # a number of 1 asks for nothing: one beam is no beam search
+        unknown = [key for key in options if key not in GENERATION and options[key] != 1]
+        if unknown:
             known = ', '.join(GENERATION)
             raise InputError(f'{", ".join(unknown)}: not an option of generation here; there are {known}')
-        number, T = options['max_gen_toks'], self.max_length
+        number = options['max_gen_toks']
+        T = self.max_length
         if number >= T:
             too_many = f'max_gen_toks={number} leaves nothing of the prompt in a context of {T} tokens'
             raise InputError(f'{too_many}; give a smaller one, with --gen_kwargs max_gen_toks={T // 2}')
@@ -321,9 +354,9 @@ class MHFLM(TemplateLM):
 
     @torch.no_grad()
     def write(self, prompts, options):
-        """Ids of prompts, the longest first -> the text after each, up to the first of options['until'] in it."""
+        """Ids of prompts, the longest first -> the text after each, which ends before any of options['until']."""
         longest = len(prompts[0])
-        # padded at the left
+        # padding is at the left
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lengths = None
         if len(prompts[-1]) < longest:
@@ -331,24 +364,24 @@ class MHFLM(TemplateLM):
         temperature = options['temperature'] if options['do_sample'] else 0
         writer = Writer(self.model, temperature, options.get('top_k') or None, options.get('top_p') or None)
         until = [stop for stop in options['until'] if stop]
-        made = [[] for _ in prompts]
-        said = [''] * len(prompts)
-        writing = set(range(len(prompts)))
+        made = [[] for _ in prompts]  # ids
+        texts = [''] * len(prompts)
+        writing = set(range(len(prompts)))  # the rows whose text goes on
         with self.autocast():
             for tokens in writer.stream(ids, options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
                 for n in list(writing):
-                    # a document is over: the next begins with bos, or eos comes, which may serve as pad
+                    # stop at bos (a new document) or eos (which may serve as pad)
                     if tokens[n] in (self.tok.bos, self.tok.pad):
                         writing.remove(n)
                         continue
                     made[n].append(tokens[n])
-                    said[n] = text_after(self.tok, prompts[n], made[n])
-                    if any(stop in said[n] for stop in until):
+                    texts[n] = text_after(self.tok, prompts[n], made[n])
+                    if any(stop in texts[n] for stop in until):
                         writing.remove(n)
                 if not writing:
                     break
-        return [min([text, *(text.split(stop)[0] for stop in until)], key=len) for text in said]
+        return [min([text, *(text.split(stop)[0] for stop in until)], key=len) for text in texts]
 
 
 # -----------------------------------------------------------------------------
@@ -356,7 +389,7 @@ class MHFLM(TemplateLM):
 
 
 def trained_here(source):
-    """Has train.py trained the model of this folder or hub id, or was it released by the authors?"""
+    """Whether train.py trained the model of this folder or hub id; if not, the authors released it."""
     folder = fetched(source)
     return (folder / 'ckpt.pt').exists() or 'trained_loss' in json.loads((folder / 'config.json').read_text())
 
@@ -378,8 +411,10 @@ def meet(device):
 def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
     """
     The MHFLM of a run (its out_dir, '' is the newest here), of a folder in the released layout, or of a hub id with
-    its revision. bos before every context: None is True for a model that was trained here, as its documents begin with
-    one, and False for another, as in the paper. Of several processes each opens the model. Raises InputError.
+    its revision. Of several processes each opens the model. Raises InputError.
+
+    bos: whether it stands before every context. None is True for a model that was trained here, whose documents begin
+    with one, and False for another, as in the paper.
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
@@ -387,8 +422,9 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     dtype, why_dtype = pick_dtype(dtype, device)
     if torch.device(device).type == 'cuda':
         torch.cuda.set_device(device)
-    # lm-eval reads numbers where it can
-    path, revision = str(path), str(revision)
+    # lm-eval makes a number of every text that can be one
+    path = str(path)
+    revision = str(revision)
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
@@ -407,23 +443,25 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
 
 
 def main():
-    """lm-eval's own, which knows the tasks of eval_tasks/; its model is mhf unless --model names another."""
+    """lm-eval's own command line, which also knows the tasks of eval_tasks/. Its model is mhf, but for --model."""
     from lm_eval.__main__ import HarnessCLI, setup_logging
 
     setup_logging(logging.WARNING if BAR['disable'] else logging.INFO)
-    # that tasks of eval_tasks/ take the place of its own
+    # it would warn that tasks of eval_tasks/ take the place of lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
     cli = HarnessCLI()
     args = cli.parse_args()
-    more = getattr(args, 'include_path', None)
-    args.include_path = [str(Path(__file__).resolve().parent.parent / 'eval_tasks'), *([more] if more else [])]
+    folders = [str(EVAL_TASKS)]
+    if getattr(args, 'include_path', None):
+        folders.append(args.include_path)
+    args.include_path = folders
     if args.command == 'run' and not args.config:
         args.model = args.model or 'mhf'
         # lm-eval's default is cuda:0
         args.device = args.device or pick_device()
     try:
         cli.execute(args)
-    # an unknown task, the hub out of reach; the author of a task sees the traceback with this level
+    # an unknown task, or the hub out of reach; this level shows the author of a task the traceback
     except (OSError, ValueError) as e:
         if os.environ.get('LMEVAL_LOG_LEVEL', '').upper() == 'DEBUG':
             raise

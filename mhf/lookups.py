@@ -1,6 +1,6 @@
 """
-The exact loss's sums over the vocabulary as kernels for a GPU, in Triton. loss.lookups is the operator that calls them;
-model.exact_loss is the same in plain PyTorch, and without Triton loss.py sums in columns.
+The exact loss's sums over the vocabulary as kernels for a GPU, in Triton. The operator fast.lookups calls them.
+model.exact_loss is the same in plain PyTorch; without Triton, fast.py sums in columns.
 
     lay_out      bucket logits o_i (n, B)  ->  the same in blocks of tokens, where each bucket is a row
     normalise    sum_i o_i[s_i(w)] of every word w  ->  the token logits, their maximum and their logsumexp
@@ -14,8 +14,8 @@ logits of a word and keeps these as a row in float32, and derive gathers the row
 block run before those of the next, so a block's rows stay in the L2 cache.
 
 Nothing is summed by atomic adds, so the same input gives the same bits. Offsets into what grows with n are 64-bit.
-Block sizes come from compiling for sm_90 and counting (tests/compile_lookups.py). No GPU has measured them yet; on one,
-`python -m study.kernels` names the fastest.
+Block sizes come from compiling for sm_90 and counting (tests/compile_lookups.py). No GPU has measured them yet;
+`python -m study.kernels` names the fastest on one.
 """
 
 from typing import NamedTuple

@@ -21,10 +21,9 @@ import torch
 
 from configurator import InputError
 from hashing import signature_table
-from mhf.bins import tokenizer_facts
 from mhf.checkpoint import Checkpoints, load_checkpoint, set_weights, without_weights
 from mhf.fast import FastMHF
-from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer
+from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, check_table
 
 # config.json's fields -> MHFConfig's; the first six are required
@@ -35,6 +34,7 @@ RELEASED_FIELDS = dict(
     pad_token_id='pad_id', trained_loss='loss',
     num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh', bottle_neck_dim='bottleneck',
 )  # fmt: skip
+# those that a Standard model does not have
 OF_HASHES = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim')
 # names of tensors -> ours, by prefix; the rest of each name is the same
 RELEASED_NAMES = {
@@ -47,30 +47,60 @@ RELEASED_NAMES = {
     'hash_head.cascade_mixer.': 'hash_decoder.',
 }
 
+# -----------------------------------------------------------------------------
+# writing the released format
+
+
+def released_weights(model):
+    """{released name: tensor} of a model. Raises InputError for a tensor that the format has no name for."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        # which ids are tokens follows from the table; a Standard model has no table
+        if name == 'is_token' or name == 'signatures' and not model.config.num_hashes:
+            continue
+        prefix = next((theirs for theirs, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
+        if prefix is None:
+            raise InputError(f'{name} has no name in the released format; see RELEASED_NAMES')
+        weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+    return weights
+
+
+def copy_tokenizer(tokenizer, folder):
+    """
+    Copies a tokenizer that is a file into the folder of a released model, with the files beside it that say which token
+    has which role -> its name there.
+    """
+    path = Path(tokenizer)
+    if path.suffix not in ('.model', '.json'):
+        return tokenizer
+    name = f'tokenizer{path.suffix}'
+    shutil.copyfile(path, folder / name)
+    for roles in JSON_FILES[1:] if path.suffix == '.json' else ():
+        if path.with_name(roles).exists():
+            shutil.copyfile(path.with_name(roles), folder / roles)
+    return name
+
 
 def save_pretrained(model, folder, tokenizer):
     """
     Writes the authors' released format into a new folder: config.json, with the name of the tokenizer, and
-    model.safetensors; a tokenizer that is a file goes beside them as tokenizer.model or tokenizer.json. from_pretrained
+    model.safetensors. A tokenizer that is a file goes beside them as tokenizer.model or tokenizer.json. from_pretrained
     reads back the same bits. Raises InputError.
     """
     from safetensors.torch import save_file
 
-    c, folder, weights = model.config, Path(folder), {}
+    c = model.config
     if c.ablation:
         raise InputError(f'the released format knows no ablation={c.ablation}')
-    for name, tensor in model.state_dict().items():
-        prefix = next((p for p, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
-        if prefix is None and name != 'is_token':
-            raise InputError(f'{name} has no name in the released format; see RELEASED_NAMES')
-        if prefix and (name != 'signatures' or c.num_hashes):
-            weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+    weights = released_weights(model)
     fields = dict(
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
         tie_word_embeddings=True, torch_dtype='float32', tokenizer=tokenizer,
     )  # fmt: skip
-    of_this_kind = {k: v for k, v in RELEASED_FIELDS.items() if c.num_hashes or k not in OF_HASHES}
-    fields |= {theirs: getattr(c, ours) for theirs, ours in of_this_kind.items()}
+    for theirs, ours in RELEASED_FIELDS.items():
+        if c.num_hashes or theirs not in OF_HASHES:
+            fields[theirs] = getattr(c, ours)
+    folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} is there already; choose another folder')
     temporary = folder.with_name(f'{folder.name}.tmp')
@@ -78,49 +108,59 @@ def save_pretrained(model, folder, tokenizer):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file(weights, temporary / 'model.safetensors', metadata=dict(format='pt'))
-        if (kind := Path(tokenizer).suffix) in ('.model', '.json'):
-            fields['tokenizer'] = f'tokenizer{kind}'
-            shutil.copyfile(tokenizer, temporary / fields['tokenizer'])
-        for path in map(Path(tokenizer).with_name, JSON_FILES[1:] if kind == '.json' else ()):
-            if path.exists():
-                shutil.copyfile(path, temporary / path.name)
+        fields['tokenizer'] = copy_tokenizer(tokenizer, temporary)
         (temporary / 'config.json').write_text(json.dumps(fields, indent=1) + '\n')
-        # safetensors writes for the owner alone
+        # safetensors lets only the owner read its file
         os.chmod(temporary / 'model.safetensors', (temporary / 'config.json').stat().st_mode)
         os.rename(temporary, folder)
-    except BaseException as e:  # a full disk, or Ctrl-C
+    except BaseException as e:
+        # a full disk, or Ctrl-C
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(e, OSError):
             raise InputError(f'{folder} cannot be written ({e})') from None
         raise
 
 
+# -----------------------------------------------------------------------------
+# reading it
+
+
 def from_pretrained(path_or_hub_id, revision=None, Model=FastMHF):
     """
-    The authors' released format (config.json and safetensors, one file or sharded), from a folder or from the Hugging
-    Face hub (a revision may also follow the id, after @); a plain Qwen3 model with tied embeddings becomes a Standard
-    model. float32. Raises InputError.
+    A model in the authors' released format (config.json and safetensors, one file or several), from a folder or from
+    the Hugging Face hub; a revision may also follow the id, after @. A plain Qwen3 model with tied embeddings becomes a
+    Standard model. Weights are float32. Raises InputError.
     """
     from safetensors.torch import load_file
 
+    source = str(path_or_hub_id)
     folder = fetched(path_or_hub_id, revision)
     try:
         released = json.loads((folder / 'config.json').read_text())
     except (OSError, ValueError) as e:
-        raise InputError(f'{path_or_hub_id}: no readable config.json ({e})') from None
-    files, weights = sorted(folder.glob('model*.safetensors')), {}
+        raise InputError(f'{source}: no readable config.json ({e})') from None
+    files = sorted(folder.glob('model*.safetensors'))
     if not files:
-        raise InputError(f'{path_or_hub_id}: no model.safetensors')
+        raise InputError(f'{source}: no model.safetensors')
+    weights = {}
     for file in files:
         try:
             weights.update(load_file(file))
         except Exception as e:  # truncated, or not safetensors
             raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
-    return _from_released(released, weights, str(path_or_hub_id), Model)
+    refuse_unsupported(released, weights, source)
+    config = config_of(released, weights)
+    state = state_of(config, weights, source)
+    model = without_weights(config, Model)
+    try:
+        set_weights(model, state)
+    except RuntimeError as e:
+        raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
+    return model
 
 
 def fetched(path_or_hub_id, revision=None):
-    """The folder of a released model, from the hub unless it is one here."""
+    """The folder of a released model, fetched from the hub unless it is a folder here. Raises InputError."""
     folder = Path(path_or_hub_id)
     if folder.is_dir():
         return folder
@@ -130,7 +170,8 @@ def fetched(path_or_hub_id, revision=None):
     return from_hub(str(path_or_hub_id), files, revision)
 
 
-def _from_released(released, weights, source, Model):
+def refuse_unsupported(released, weights, source):
+    """Raises InputError for a model that this code would compute otherwise. released: the contents of config.json."""
     rope = released.get('rope_parameters') or {}
     for key, value, ours in (
         ('lsh_only_embed', released.get('lsh_only_embed'), False),
@@ -141,28 +182,42 @@ def _from_released(released, weights, source, Model):
     ):
         if value not in (None, ours):
             raise InputError(f'{source}: {key}={value} in config.json, this code has only {ours}')
-    if missing := [key for key in list(RELEASED_FIELDS)[:6] if released.get(key) is None]:
-        raise InputError(f"{source}: config.json has no '{missing[0]}'")
-    head, E = weights.pop('lm_head.weight', None), weights.get('model.embed_tokens.weight')
+    for key in list(RELEASED_FIELDS)[:6]:
+        if released.get(key) is None:
+            raise InputError(f"{source}: config.json has no '{key}'")
+    E = weights.get('model.embed_tokens.weight')
     if E is None:
         raise InputError(f'{source}: the weights have no model.embed_tokens.weight')
+    head = weights.get('lm_head.weight')
     if head is not None and not torch.equal(head, E):
         raise InputError(f'{source}: lm_head.weight differs from the embedding; only tied models are supported')
 
-    # what a config.json may leave out, or say elsewhere; product is what the authors train with
+
+def config_of(released, weights):
+    """The MHFConfig of a released model. What config.json leaves out is as the authors have it."""
+    # the authors train with the product loss
     fields = dict(num_hashes=0, loss='product', head_dim=released['hidden_size'] // released['num_attention_heads'])
     eos = released.get('eos_token_id')
     if eos is not None:
         fields['pad_id'] = eos[0] if isinstance(eos, list) else eos
+    rope = released.get('rope_parameters') or {}
     if rope.get('rope_theta') is not None:
         fields['rope_theta'] = rope['rope_theta']
-    fields |= {ours: released[key] for key, ours in RELEASED_FIELDS.items() if released.get(key) is not None}
+    for theirs, ours in RELEASED_FIELDS.items():
+        if released.get(theirs) is not None:
+            fields[ours] = released[theirs]
     if 'model.hash_map' in weights:
         fields['vocab_size'] = len(weights['model.hash_map'])
-    config, state = MHFConfig(**fields), {}
+    return MHFConfig(**fields)
 
+
+def state_of(config, weights, source):
+    """The state_dict of a released model. Raises InputError for a tensor that is unknown, and for a missing table."""
+    state = {}
     for name, tensor in weights.items():
-        prefix = next((p for p in RELEASED_NAMES if name.startswith(p)), None)
+        if name == 'lm_head.weight':  # the embedding once more
+            continue
+        prefix = next((theirs for theirs in RELEASED_NAMES if name.startswith(theirs)), None)
         if prefix is None:
             raise InputError(f'{source}: unknown tensor {name}')
         state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor.float() if tensor.is_floating_point() else tensor
@@ -172,28 +227,19 @@ def _from_released(released, weights, source, Model):
     signatures, is_token = check_table(config, table)
     state['signatures'] = torch.tensor(signatures)
     state['is_token'] = torch.tensor(is_token)
-    model = without_weights(config, Model)
-    try:
-        set_weights(model, state)
-    except RuntimeError as e:
-        raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
-    return model
+    return state
 
 
-class Opened(NamedTuple):
-    model: MHF
-    tok: object  # of hashing.get_tokenizer
-    name: str  # what it is, for people
-    source: str  # where it came from: a folder, or a hub id with its revision
+# -----------------------------------------------------------------------------
+# a model to begin with, or to use
 
 
 def first_model(init_from, checkpoints, Model):
     """
-    What train.py begins with: (model, the checkpoint's dict), each None where there is none. init_from: 'scratch',
-    'resume', or what load_model takes; checkpoints: of the run's out_dir. Raises InputError.
+    What train.py begins with: (model, the checkpoint's dict), each None where there is none. init_from is 'scratch',
+    'resume', or what load_model takes; checkpoints are those in the run's out_dir. Raises InputError.
     """
     if init_from == 'resume':
-        # ckpt.pt, or if it is damaged the newest that is whole
         return checkpoints.newest_whole(Model)
     if checkpoints.there():
         there = f'{checkpoints.folder} has a checkpoint'
@@ -213,12 +259,14 @@ def load_model(source, Model=FastMHF):
         return model, ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
     folder = fetched(source)
     model = from_pretrained(folder, Model=Model)
-    # ours have one of them; the authors' tokenizer.json has the tokens that a tokenizer.model beside it may lack
-    for beside in ('tokenizer.json', 'tokenizer.model'):
-        if (folder / beside).exists():
-            return model, str(folder / beside), None
-    named = json.loads((folder / 'config.json').read_text()).get('tokenizer')
-    return model, named if isinstance(named, str) and not named.endswith(('.model', '.json')) else None, None
+    # we write one of the two; the authors' tokenizer.json has tokens that a tokenizer.model beside it may lack
+    for name in ('tokenizer.json', 'tokenizer.model'):
+        if (folder / name).exists():
+            return model, str(folder / name), None
+    name = json.loads((folder / 'config.json').read_text()).get('tokenizer')
+    if isinstance(name, str) and not name.endswith(('.model', '.json')):
+        return model, name, None
+    return model, None, None
 
 
 def limit_to_tokenizer(model, V, gaps):
@@ -259,16 +307,23 @@ def check_vocabulary(model, source, meta, table):
         raise InputError(f"{source} has another signature table than tokenizer '{meta['tokenizer']}' gives: {rows}")
 
 
+class Opened(NamedTuple):
+    model: MHF
+    tok: object  # of tokenizers.get_tokenizer
+    name: str  # what it is, for people
+    source: str  # where it came from: a folder, or a hub id with its revision
+
+
 def open_model(out_dir='', released='', tokenizer=''):
     """
-    From a checkpoint of train.py, the newest under the working folder if no out_dir is given, or from a released
-    model. The tokenizer must be the one whose table is in the model. Raises InputError.
+    Opens a checkpoint of train.py, the newest under the working folder if no out_dir is given, or a released model. The
+    tokenizer must be the one whose table is in the model. Raises InputError.
     """
     if not (out_dir or released):
-        found = [p for depth in ('', '*/', '*/*/') for p in Path().glob(f'{depth}ckpt.pt')]
-        if not found:
+        paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
+        if not paths:
             raise InputError('no ckpt.pt under this folder; train one with: python train.py config/mhf_tiny.py')
-        out_dir = max(found, key=lambda p: p.stat().st_mtime).parent
+        out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
     if released:
         source = released
         model, its_tokenizer, sha256 = load_model(source)
@@ -277,10 +332,12 @@ def open_model(out_dir='', released='', tokenizer=''):
         source = str(out_dir)
         model, ckpt = load_checkpoint(Path(out_dir) / 'ckpt.pt')
         name = f'{Path(out_dir) / "ckpt.pt"}, step {ckpt["step"]}'
-        its_tokenizer, sha256 = ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256']
-    # on a GPU it would plan anew, for tens of milliseconds, for every length of prompts and of requests to score
+        its_tokenizer = ckpt['data']['tokenizer']
+        sha256 = ckpt['data']['tokenizer_sha256']
+    # cuDNN's attention plans anew for every length of prompts, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
-    tok, c = get_tokenizer(tokenizer or its_tokenizer or 'mistral'), model.config
+    tok = get_tokenizer(tokenizer or its_tokenizer or 'mistral')
+    c = model.config
     facts = tokenizer_facts(tok)
     if sha256 and facts['tokenizer_sha256'] != sha256:
         raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")
@@ -297,7 +354,7 @@ def open_model(out_dir='', released='', tokenizer=''):
 
 
 def export(out_dir, folder):
-    """The newest whole checkpoint of a run, in the released format, into a new folder. Raises InputError."""
+    """Writes the newest whole checkpoint of a run into a new folder, in the released format. Raises InputError."""
     checkpoints = Checkpoints(out_dir, keep=0, writes=False)
     model, ckpt = checkpoints.newest_whole()
     save_pretrained(model, folder, ckpt['config']['tokenizer'])

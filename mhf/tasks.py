@@ -27,23 +27,26 @@ def read_table(name):
 # of each of the paper's tasks: its metric and column there, how many documents the whole split has, what local files
 # are called, and the file of the task in lm-eval, where eval_tasks/ has none
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
-# the paper's tables: size and kind of each model, the columns of the tasks, and at 1B those of Card-660
+# of each model in the paper's tables: its size and kind, its scores on the tasks, and at 1B those on Card-660
 PUBLISHED = {row.pop('model'): {k: float(v) for k, v in row.items()} for row in read_table('published.csv')}
 
 
 def local_files(folder, prefix):
-    """{split: file} of folder/<prefix>_<split>*.jsonl, packed or not."""
-    found = {}
+    """{split: file} of folder/<prefix>_<split>*.jsonl, packed or not. Raises InputError."""
+    files = {}
     for split in ('train', 'validation', 'dev', 'test'):
         for file in sorted(p for p in Path(folder).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes):
-            if split in found:
-                raise InputError(f'{folder} has several files for {prefix}, {split}: {found[split]}, {file.name}')
-            found[split] = str(file.resolve())
-    return found
+            if split in files:
+                raise InputError(f'{folder} has several files for {prefix}, {split}: {files[split]}, {file.name}')
+            files[split] = str(file.resolve())
+    return files
 
 
 def local_data(name, config, folder):
-    """Changes to lm-eval's config of a task that let it read local files; what these are not. Raises InputError."""
+    """
+    What to change in lm-eval's config of a task so that it reads local files, and [how these differ from the hub's].
+    Raises InputError.
+    """
     prefix = PAPER[name]['local']
     files = local_files(folder, prefix)
     hub_split = config.get('test_split') or config['validation_split']
@@ -51,7 +54,9 @@ def local_data(name, config, folder):
     if scored is None:
         raise InputError(f'{folder} has no {prefix}_{hub_split}*.jsonl, which task {name} needs')
     shots_from = 'train' if 'train' in files else scored
-    notes = [f'{scored} split for {hub_split}'] if scored != hub_split else []
+    notes = []
+    if scored != hub_split:
+        notes.append(f'{scored} split for {hub_split}')
     if config['num_fewshot'] and shots_from != 'train':
         notes.append(f'shots from {shots_from}, not train')
     used = {split: files[split] for split in (scored, shots_from)}
@@ -61,7 +66,10 @@ def local_data(name, config, folder):
 
 
 def load_tasks(names, folder='', limit=None):
-    """Names of the paper's tasks -> {name: lm-eval's task}, {name: [how its data differ from the paper's]}."""
+    """
+    Names of the paper's tasks -> {name: lm-eval's task}, {name: [how its data differ from the paper's]}. With a folder
+    the data are local files, and their first `limit` rows are checked. Raises InputError.
+    """
     import datasets
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -73,30 +81,49 @@ def load_tasks(names, folder='', limit=None):
     # its index of all tasks takes seconds
     manager = TaskManager(include_defaults=False)
     of_paper = {task['task']: task for task in load_yaml(EVAL_TASKS / 'paper.yaml')['task']}
-    loaded, notes = {}, {}
+    loaded = {}
+    notes = {}
     for name in names:
-        theirs = PAPER[name].get('yaml')
-        file = Path(lm_eval.__file__).parent / 'tasks' / theirs if theirs else EVAL_TASKS / f'{name}.yaml'
-        config = load_yaml(file) | of_paper[name]
-        changes, notes[name] = local_data(name, config, folder) if folder else ({}, [])
-        config |= changes
-        try:
-            loaded |= manager.load([config])['tasks']
-        # no network; a file that is cut off, empty or not JSON; a field that is missing: their own words say which
-        except Exception as e:
-            where = ', '.join(config['dataset_kwargs']['data_files'].values()) if folder else config['dataset_path']
-            reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300] or "nothing in it"}'
-            hint = "local files, for --data_dir, have the fields of the hub's"
-            raise InputError(f'{name}: {where} cannot be read ({reason}); {hint}') from None
+        config = load_yaml(yaml_file(name)) | of_paper[name]
+        notes[name] = []
+        if folder:
+            changes, notes[name] = local_data(name, config, folder)
+            config |= changes
+        loaded |= load_one(manager, name, config)
         loaded[name].set_fewshot_seed(1234)
         if folder:
             check_rows(loaded[name], limit)
     return loaded, notes
 
 
+def yaml_file(name):
+    """The file of one of the paper's tasks, of lm-eval or of eval_tasks/."""
+    of_lm_eval = PAPER[name].get('yaml')
+    if of_lm_eval:
+        return Path(lm_eval.__file__).parent / 'tasks' / of_lm_eval
+    return EVAL_TASKS / f'{name}.yaml'
+
+
+def load_one(manager, name, config):
+    """{name: lm-eval's task} of its config, with its data. Raises InputError."""
+    try:
+        return manager.load([config])['tasks']
+    # no network; a file that is cut off, empty or not JSON; a field that is missing: the library's own words say which
+    except Exception as e:
+        data = config['dataset_path']
+        if data == 'json':
+            data = ', '.join(config['dataset_kwargs']['data_files'].values())
+        reason = ' '.join(str(e).split())[:300] or 'nothing in it'
+        hint = "local files, for --data_dir, have the fields of the hub's"
+        raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
+
+
 def check_rows(task, limit):
-    """Raises InputError at a row of a task's local files that lacks a field of the first, or that makes no sense."""
-    files, shots = task.config.dataset_kwargs['data_files'], task.config.num_fewshot
+    """
+    Raises InputError for a row of a task's local files that lacks a field of the first row, for a row that the task
+    makes no question from, and for too few rows to take the examples before a question from.
+    """
+    files = task.config.dataset_kwargs['data_files']
     for split, file in files.items():
         rows = task.dataset[split]
         for field in rows.column_names:
@@ -104,10 +131,15 @@ def check_rows(task, limit):
             if column.null_count and rows[0][field] is not None:
                 number = column.is_null().index(True).as_py() + 1
                 raise InputError(f"{file}, row {number}: no '{field}', which the first row has")
-    scored, shots_from = files[task.config.test_split], files[task.config.fewshot_split]
-    examples = task.fewshot_docs() if shots else []
-    if len(examples) < shots + (shots > 0 and shots_from == scored):
-        raise InputError(f'{shots_from}: {len(examples)} rows are too few for {shots} examples before a question')
+    scored = files[task.config.test_split]
+    shots_from = files[task.config.fewshot_split]
+    shots = task.config.num_fewshot
+    if shots:
+        examples = len(task.fewshot_docs())
+        # a question is no example of itself
+        needed = shots + 1 if shots_from == scored else shots
+        if examples < needed:
+            raise InputError(f'{shots_from}: {examples} rows are too few for {shots} examples before a question')
     for number, row in enumerate(itertools.islice(task.eval_docs, limit), start=1):
         try:
             task.doc_to_text(row)
@@ -119,15 +151,18 @@ def check_rows(task, limit):
 
 
 def run_tasks(lm, loaded, notes, limit=None):
-    """lm-eval's results of loaded tasks, with notes on what is not as in the paper; None on processes above 0."""
+    """
+    Scores loaded tasks -> lm-eval's results, with notes on what is not as in the paper; None on processes above 0.
+    """
     results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=limit, bootstrap_iters=1000, log_samples=False)
-    cut = lm.gather_object(lm.cut)
+    cut_of_ranks = lm.gather_object(lm.cut)
     if results is None:
         return None
     for task, count in results['n-samples'].items():
         documents = int(PAPER[task]['documents'])
         if count['effective'] != documents:
             notes[task].append(f'{count["effective"]:,} of {documents:,} documents')
-        if number := sum(of_task == task for part in cut for of_task, _ in part):
+        number = sum(of_task == task for cut in cut_of_ranks for of_task, _ in cut)
+        if number:
             notes[task].append(f'{number:,} documents with a context over {lm.max_length} tokens, whose end counts')
     return results | dict(notes={task: note for task, note in notes.items() if note})

@@ -3,8 +3,13 @@ Tokenizers: what splits a text into tokens, and the string of every token, from 
 
     tok = get_tokenizer('mistral')
 
-Each has name, tokens (V strings in id order: str or bytes, None for an id without a token), bos, pad, encode(texts) ->
-lists of ids, by the threads of its library on all cores, and decode(ids) -> str.
+Each tokenizer has
+
+    name
+    tokens         V strings in id order: str or bytes, None for an id without a token
+    bos, pad       ids
+    encode(texts)  -> a list of ids for each text; the library's own threads use all cores
+    decode(ids)    -> str
 """
 
 import base64
@@ -35,9 +40,10 @@ class SentencePieceTokenizer:
         return self.sp.decode([int(i) for i in ids])
 
     def split(self, pieces):
-        """Pieces, like those of a larger tokenizer -> the ids that each is split into, at the beginning of a line."""
+        """The ids that this tokenizer splits each piece of a larger one into, at the beginning of a line."""
         before = len(self.sp.encode('\n'))
-        return [ids[before:] for ids in self.encode('\n' + p.replace('▁', ' ') for p in pieces)]
+        lines = ['\n' + piece.replace('▁', ' ') for piece in pieces]
+        return [ids[before:] for ids in self.encode(lines)]
 
 
 class TiktokenTokenizer:
@@ -47,13 +53,14 @@ class TiktokenTokenizer:
     """
 
     def __init__(self, name, encoding, bos=None, pad=None):
-        self.name, self.encoding = name, encoding
+        self.name = name
+        self.encoding = encoding
         self.tokens = [None] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             try:
                 self.tokens[i] = encoding.decode_single_token_bytes(i)
-            except KeyError:  # a gap in the encoding
-                continue
+            except KeyError:
+                continue  # a gap in the encoding
         self.bos = encoding.eot_token if bos is None else bos
         self.pad = encoding.eot_token if pad is None else pad
 
@@ -65,7 +72,8 @@ class TiktokenTokenizer:
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
 
 
-# a Hugging Face tokenizer's files; the last two say which token has which role, else these added tokens have it
+# The files of a Hugging Face tokenizer. The last two say which token has which role; where they do not, the first of
+# ROLES that is an added token of tokenizer.json has it.
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 ROLES = dict(
     bos=('<s>', '<|begin_of_text|>', '<bos>', '<|begin▁of▁sentence|>', '<|startoftext|>', '<|endoftext|>'),
@@ -83,35 +91,56 @@ class JsonTokenizer:
     def __init__(self, name, file):
         import tokenizers
 
-        self.name, self.json = name, tokenizers.Tokenizer.from_file(str(file))
+        self.name = name
+        self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
         # a file may say that texts are cut off
         self.json.no_truncation()
         self.json.no_padding()
-        ids, said, role = self.json.get_vocab(), {}, {}
-        if (largest := max(ids.values(), default=-1)) >= 1 << 24:
+        ids = self.json.get_vocab()
+        largest = max(ids.values(), default=-1)
+        if largest >= 1 << 24:
             raise ValueError(f'it has an id {largest}')
         self.tokens = [self.json.id_to_token(i) for i in range(largest + 1)]
+        named = {}
         for path in map(Path(file).with_name, JSON_FILES[1:]):
-            said |= json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
-        added = {token.content for token in self.json.get_added_tokens_decoder().values()}
-        for key, names in ROLES.items():
-            token = said.get(f'{key}_token')
-            token = token['content'] if isinstance(token, dict) else token
-            role[key] = next((ids[t] for t in (token, *names) if t in ids and (t == token or t in added)), None)
-        self.bos, self.pad = role['bos'], next((i for i in (role['pad'], role['eos']) if i is not None), role['bos'])
-        if self.bos is None:
+            if path.exists():
+                named |= json.loads(path.read_text(encoding='utf-8'))
+        bos, eos, pad = (self._id_of_role(role, named, ids) for role in ('bos', 'eos', 'pad'))
+        if bos is None:
             raise ValueError('it has no bos; a tokenizer_config.json beside it may name a bos_token')
+        self.bos = bos
+        self.pad = bos
+        if pad is not None:
+            self.pad = pad
+        elif eos is not None:
+            self.pad = eos
+
+    def _id_of_role(self, role, named, ids):
+        """The id of bos, eos or pad, or None: what the files beside tokenizer.json name, else a usual added token."""
+        token = named.get(f'{role}_token')
+        if isinstance(token, dict):
+            token = token['content']
+        if token in ids:
+            return ids[token]
+        added = {token.content for token in self.json.get_added_tokens_decoder().values()}
+        for usual in ROLES[role]:
+            if usual in added and usual in ids:
+                return ids[usual]
+        return None
 
     def encode(self, texts):
-        return [found.ids for found in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids):
         return self.json.decode([int(i) for i in ids])
 
 
 def from_hub(name, files, revision=None, enough=()):
-    """The folder with these files of user/name[@revision]; `enough` are not fetched anew. Raises InputError."""
+    """
+    A local folder with `files` of the hub's user/name[@revision]. If all files of `enough` are in the cache, nothing is
+    fetched. Raises InputError.
+    """
     import huggingface_hub
 
     repo, _, branch = name.partition('@')
@@ -123,7 +152,8 @@ def from_hub(name, files, revision=None, enough=()):
         if cached and all(isinstance(path, str) for path in cached):
             return Path(cached[0]).parent
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
+    # offline, unknown id, unknown revision, no permission: the hub's own words say which
+    except Exception as e:
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f"'{name}' is not here, and could not be fetched from the hub {reason}") from None
 
@@ -132,13 +162,16 @@ def get_tokenizer(name):
     """
     The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
     any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
-    or a tokenizer.json, also by its hub id user/name[@revision]; one download at first use. Raises InputError.
+    or a tokenizer.json, also by its hub id user/name[@revision]. tiktoken's and the hub's are downloaded at first use.
+    Raises InputError.
     """
     import mistral_common
     import tiktoken
 
-    data, file, hint = Path(mistral_common.__file__).parent / 'data', name, '--tokenizer names another'
+    data = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
+    hint = '--tokenizer names another'
+    file = name
     if name in known:
         hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
     elif Path(name).is_dir():
@@ -155,8 +188,11 @@ def get_tokenizer(name):
             return _tekken(data / 'tekken_240911.json')
         if name in known:
             return TiktokenTokenizer(name, tiktoken.get_encoding(name))
-        return SentencePieceTokenizer(name, model_file=name) if name.endswith('.model') else JsonTokenizer(name, file)
-    except Exception as e:  # requests' many errors, a broken cache, a file that is cut off, or of another kind
+        if name.endswith('.model'):
+            return SentencePieceTokenizer(name, model_file=name)
+        return JsonTokenizer(name, file)
+    # requests' many errors, a broken cache, a file that is cut off, or of another kind
+    except Exception as e:
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
         raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
@@ -169,18 +205,33 @@ def _tekken(path):
     num_special = spec['config']['default_num_special_tokens']
     num_pieces = spec['config']['default_vocab_size'] - num_special
     special = {Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i): i for i in range(num_special)}
-    for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:  # the named ones; this file's version does not list them itself
+    # the special tokens that have names; this file's version does not list them itself
+    for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:
         special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
-        special[getattr(entry['token_str'], 'value', entry['token_str'])] = entry['rank']
-    ranks = {base64.b64decode(p['token_bytes']): p['rank'] + num_special for p in spec['vocab'][:num_pieces]}
-    how = dict(pat_str=spec['config']['pattern'], mergeable_ranks=ranks, special_tokens=special)
-    return TiktokenTokenizer('tekken', tiktoken.Encoding('tekken', **how), bos=special['<s>'], pad=special['<pad>'])
+        name = getattr(entry['token_str'], 'value', entry['token_str'])
+        special[name] = entry['rank']
+    ranks = {
+        base64.b64decode(piece['token_bytes']): piece['rank'] + num_special for piece in spec['vocab'][:num_pieces]
+    }
+    pattern = spec['config']['pattern']
+    encoding = tiktoken.Encoding('tekken', pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return TiktokenTokenizer('tekken', encoding, bos=special['<s>'], pad=special['<pad>'])
 
 
 def tokenizer_fingerprint(tok):
-    """SHA-256 over all token strings in id order: two tokenizers with the same one give the same signatures."""
+    """SHA-256 of all token strings in id order: two tokenizers with the same one give the same signatures."""
     digest = hashlib.sha256()
-    for w in tok.tokens:
-        w = w.encode() if isinstance(w, str) else w
-        digest.update(b'-' if w is None else b'%d:' % len(w) + w)
+    for token in tok.tokens:
+        if token is None:
+            digest.update(b'-')
+            continue
+        if isinstance(token, str):
+            token = token.encode()
+        digest.update(b'%d:' % len(token) + token)
     return digest.hexdigest()
+
+
+def tokenizer_facts(tok):
+    """What the meta.json of bins says of their tokenizer. `gaps` are the ids without a token."""
+    gaps = [i for i, token in enumerate(tok.tokens) if token is None]
+    return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, gaps=gaps, tokenizer_sha256=tokenizer_fingerprint(tok))

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from mhf.bins import Bins, read_meta
+from mhf.bins import Bins
 from mhf.checkpoint import load_checkpoint
 from mhf.device import pick_device
+from mhf.meta import read_meta
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 

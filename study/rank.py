@@ -26,8 +26,10 @@ import numpy as np
 import torch
 
 from configurator import InputError
-from mhf.bins import load_meta, open_bins, token_ids
+from hashing import token_ids
+from mhf.bins import open_bins
 from mhf.checkpoint import load_checkpoint
+from mhf.meta import load_meta
 from mhf.plot import figure, save
 from model import MHF
 

@@ -5,9 +5,10 @@ Tasks: how far are models of this size from chance?
     $ python -m study.tfree eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
     $ python -m study.tasks H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
 
-The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). Of each task the first 300
-documents, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the tasks in which a
-model is above chance by more than two of them. T-FREE's scores rank words and are no likelihoods.
+The models have 11 M parameters (T-FREE 7 M) and have read a million tokens (T-FREE words). The scores are of the first
+300 documents of each task, with the paper's shots and metrics; ± is lm-eval's standard error. The last line counts the
+tasks in which a model is above chance by more than two standard errors. T-FREE's scores rank words and are no
+likelihoods.
 """
 
 import argparse
@@ -19,56 +20,66 @@ from configurator import InputError
 from mhf.tasks import PAPER
 from study.report import MISSING
 
-# how many answers each question has, of the tasks in which this is one number
+# the number of answers to a question, of tasks in which it is always the same
 ANSWERS = dict(arc_easy=4, copa=2, openbookqa=4, piqa=2, hellaswag=4, race_v2=4, sciq=4, social_iqa=3)
 
 
-def read_results(models):
-    """{name: the results' file} -> {name: what is in it}. Raises InputError."""
+def read_results(files):
+    """{model: file of results} -> {model: results}. Raises InputError."""
     results = {}
-    for name, path in models.items():
+    for model, path in files.items():
         try:
-            results[name] = json.loads(Path(path).read_text())
+            results[model] = json.loads(Path(path).read_text())
         except (OSError, ValueError) as e:
-            raise InputError(f'{name}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
+            raise InputError(f'{model}={path} cannot be read ({e}); name what eval.py or tfree.py wrote') from None
     return results
 
 
-def number_of_documents(task, results):
-    """How many documents of a task the models were measured on. Raises InputError where it is not the same number."""
+def scores_of(results, task):
+    """{model: results} -> {model: (score, standard error)} on a task, in the paper's metric, of models that have it."""
+    metric = PAPER[task]['metric']
+    scores = {}
+    for model, of_model in results.items():
+        of_task = of_model['results'].get(task, {})
+        if f'{metric},none' in of_task:
+            scores[model] = (of_task[f'{metric},none'], of_task[f'{metric}_stderr,none'])
+    return scores
+
+
+def documents_of(results, task):
+    """How many documents of a task the models were evaluated on, or MISSING. Raises InputError where they differ."""
     models = {}
-    for name, of_model in results.items():
+    for model, of_model in results.items():
         if task in of_model['results']:
-            models[of_model['n-samples'][task]['effective']] = name
+            models[of_model['n-samples'][task]['effective']] = model
     if len(models) > 1:
-        numbers = ', '.join(f'{name} {number}' for number, name in models.items())
+        numbers = ', '.join(f'{model} {number}' for number, model in models.items())
         raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
     return next(iter(models), MISSING)
 
 
-def main(models, target):
-    """Writes the CSV `target` of {name: the results' file}. Raises InputError."""
-    results = read_results(models)
-    lines = []
-    # {name: of each task with a chance, whether the model is above it}
-    above = {name: [] for name in results}
+def main(files, target):
+    """files: {model: file of results}; target: the CSV to write. Raises InputError."""
+    results = read_results(files)
+    table = [['task', 'metric', 'documents', 'chance', *results]]
+    above = {model: [] for model in results}  # whether it is above chance, of each task where chance is known
     for task, of_paper in PAPER.items():
-        metric = of_paper['metric']
-        cells = []
-        for name, of_model in results.items():
-            measured = of_model['results'].get(task, {})
-            value = measured.get(f'{metric},none')
-            error = measured.get(f'{metric}_stderr,none')
-            cells.append(MISSING if value is None else f'{value:.1%} ± {error:.1%}')
-            if task in ANSWERS and value is not None:
-                above[name].append(value > 1 / ANSWERS[task] + 2 * error)
-        chance = f'{1 / ANSWERS[task]:.1%}' if task in ANSWERS else MISSING
-        lines.append([task, metric, number_of_documents(task, results), chance, *cells])
-    counted = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
-    lines.append(['above chance', MISSING, MISSING, MISSING, *counted])
+        chance = 1 / ANSWERS[task] if task in ANSWERS else None
+        scores = scores_of(results, task)
+        row = [task, of_paper['metric'], documents_of(results, task), MISSING if chance is None else f'{chance:.1%}']
+        for model in results:
+            if model not in scores:
+                row.append(MISSING)
+                continue
+            score, error = scores[model]
+            row.append(f'{score:.1%} ± {error:.1%}')
+            if chance is not None:
+                above[model].append(score > chance + 2 * error)
+        table.append(row)
+    counts = [f'{sum(tasks)} of {len(tasks)}' for tasks in above.values()]
+    table.append(['above chance', MISSING, MISSING, MISSING, *counts])
     with open(target, 'w', newline='') as f:
-        writer = csv.writer(f, lineterminator='\n')
-        writer.writerows([['task', 'metric', 'documents', 'chance', *results], *lines])
+        csv.writer(f, lineterminator='\n').writerows(table)
 
 
 if __name__ == '__main__':

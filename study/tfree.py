@@ -39,10 +39,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure, settings_of
-from mhf.bins import blocks_of, checked_table, data_folder, identity, load_meta, open_bins, read_ahead
+from mhf.bins import blocks_of, open_bins, read_ahead
 from mhf.checkpoint import Checkpoints, check_data, check_settings, load_checkpoint
 from mhf.device import pick_device, pick_dtype, use_device
 from mhf.distributed import World
+from mhf.meta import checked_table, data_folder, identity, load_meta
 from mhf.released import first_model
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig, at_least_float32, rope_angles

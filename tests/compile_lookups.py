@@ -2,9 +2,9 @@
 Compiles the kernels of lookups.py for an H100 (sm_90) on a machine that has no GPU, which finds what Triton's
 interpreter cannot: types that do not fit, registers that spill, 32-bit offsets.
 
-    $ python tests/compile_lookups.py       # what a run meets: three precisions, H from 1 to 4, odd widths
-    $ python tests/compile_lookups.py --sizes=64,32,8,4,4,1     # other lookups.Sizes
-    $ python tests/compile_lookups.py --quick                   # what the tests take
+    $ python -m tests.compile_lookups       # what a run meets: three precisions, H from 1 to 4, odd widths
+    $ python -m tests.compile_lookups --sizes=64,32,8,4,4,1     # other lookups.Sizes
+    $ python -m tests.compile_lookups --quick                   # what the tests take
 """
 
 import argparse
@@ -12,12 +12,10 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ['TRITON_INTERPRET'] = '0'
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import triton
@@ -49,7 +47,8 @@ class Compiles:
     """In place of a kernel: what would launch it compiles it, and notes the result."""
 
     def __init__(self, kernel, compiled):
-        self.kernel, self.compiled = kernel, compiled
+        self.kernel = kernel
+        self.compiled = compiled
 
     def __getitem__(self, grid):
         def launch(*args, **options):
@@ -70,7 +69,8 @@ def check(compiled, options):
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf'{name}:(\d+)', used)[1]) for name in ('REG', 'STACK', 'LOCAL'))
     assert stack == local == 0, (compiled.metadata.name, used)
-    warps, shared = options['num_warps'], compiled.metadata.shared
+    warps = options['num_warps']
+    shared = compiled.metadata.shared
     # of 65,536 registers, given in 256 to a warp, 227 KiB of shared memory, 64 warps and 32 programs
     fitting = min(65536 // (-(-registers * 32 // 256) * 256) // warps, 227 * 1024 // (shared + 1024), 64 // warps, 32)
     busy = f'{fitting * warps} of 64 warps of a multiprocessor busy'
@@ -101,8 +101,8 @@ def main():
             compiled.clear()
             lookups.sum_over_vocabulary(o, y, rows, is_token, gradient, sizes)
             for options, kernel in compiled:
-                what = f'{str(dtype)[6:]:<9} H={H} B={B} n={n:<3}{" gradient" if gradient else " log P":<10}'
-                print(what, check(kernel, options), flush=True)
+                name = 'gradient' if gradient else 'log P'
+                print(f'{str(dtype)[6:]:<9} H={H} B={B} n={n:<3} {name:<9}', check(kernel, options), flush=True)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """
-What the tests of the scripts share. Above all run(): a script as a user runs it, in a child forked from a process that
-has torch and its like imported already; 3 seconds of importing each would be most of the time of the tests.
+What the tests of the scripts share. Above all run(): it runs a script as a user does, but in a child forked from a
+process that has imported torch and its like already. Else 3 seconds of imports would be most of each test's time.
 """
 
 import hashlib
@@ -19,18 +19,17 @@ import sys
 import sysconfig
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 
-# Triton reads it once, when it is imported: a CPU interprets the kernels of lookups.py. `make gpu` sets it to 0.
+# a CPU interprets the kernels of mhf/lookups.py; Triton reads this at its import. `make gpu` sets it to 0
 os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
-# examples of damage
+# how many examples of damage a fuzz test tries
 FUZZ = int(os.environ.get('MHF_FUZZ', 60))
-if str(REPO) not in sys.path:
-    sys.path.insert(0, str(REPO))
 
 
 def __getattr__(name):
@@ -43,9 +42,9 @@ def __getattr__(name):
 # -----------------------------------------------------------------------------
 # scripts
 
-# of every script; the server needs them when it starts, because libraries read them when they are imported
+# variables of every script; the fork server needs them when it starts, because libraries read them at their import
 ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
-# what the scripts import and the top level does not hold: its files are read anew by every child
+# the libraries that the scripts import; our own files are not among them, so that every child reads these anew
 PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
     safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
@@ -69,10 +68,10 @@ def fork_server():
 
 
 def child(script, args, cwd, environment, patch, output):
-    """Runs `python script args`, or `python -m script args`, in a forked process, but for the functions of atexit."""
-    # a group of its own, which can be killed with all its workers
+    """Runs `python script args`, or `python -m script args`, in a forked process, without the functions of atexit."""
+    # a process group of its own, which can be killed with all its workers
     os.setsid()
-    # may have processes of its own
+    # a daemon may not have processes of its own
     multiprocessing.current_process().daemon = False
     for number, name in ((1, 'stdout'), (2, 'stderr')):
         with open(f'{output}/{name}', 'wb') as file:
@@ -82,7 +81,6 @@ def child(script, args, cwd, environment, patch, output):
     os.chdir(cwd)
     os.environ.update(environment)
     sys.argv = [script, *args]
-    sys.path.insert(0, str(REPO))
     try:
         exec(patch, {})
         if script.endswith('.py'):
@@ -112,7 +110,7 @@ class Forked:
             Path(self.output.name, name).touch()
         path = str(REPO / script) if script.endswith('.py') else script
         everything = (path, args, str(cwd), environment, patch, self.output.name)
-        # as a daemon it doesn't outlive pytest
+        # a daemon doesn't outlive pytest
         self.process = fork_server().Process(target=child, args=everything, daemon=True)
         self.process.start()
         self.pid = self.process.pid
@@ -147,23 +145,26 @@ def start(script, *args, cwd, torchrun=None, patch='', **environment):
     if torchrun is not None:
         command = [*torchrun, str(REPO / script), *args]
         patch = f'import sys; from torch.distributed.run import main; sys.exit(main({command!r}))'
-        # restarted workers may else meet the addresses of dead ones
+        # else restarted workers may meet the addresses of dead ones
         environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment
     return Forked(script, args, cwd, environment, patch)
 
 
-def started(script, *args, cwd, wait_for, **how):
-    """A script that runs, once the file that it writes is there, or once it has ended; `how` as in start()."""
-    process = start(script, *args, cwd=cwd, **how)
+def started(script, *args, cwd, wait_for, **options):
+    """
+    A script that runs and has written the file `wait_for`, or has ended without it. `options` are the other arguments
+    of start().
+    """
+    process = start(script, *args, cwd=cwd, **options)
     deadline = time.monotonic() + 120
     while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     return process
 
 
-def run(script, *args, cwd, timeout=300, **how):
-    """A script that has ended: .returncode, .stdout, .stderr; `how` as in start()."""
-    process = start(script, *args, cwd=cwd, **how)
+def run(script, *args, cwd, timeout=300, **options):
+    """A script that has ended: .returncode, .stdout, .stderr. `options` are the other arguments of start()."""
+    process = start(script, *args, cwd=cwd, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -172,23 +173,25 @@ def run(script, *args, cwd, timeout=300, **how):
     return subprocess.CompletedProcess([script, *args], process.returncode, stdout, stderr)
 
 
-def ok(*args, **how):
-    done = run(*args, **how)
+def ok(*args, **options):
+    """What run() gives, of a script that must succeed."""
+    done = run(*args, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
-def ranks(number, script, *args, cwd, **how):
-    """So many processes of one run, forked, with what torchrun would tell them: a list, as start() returns them."""
-    told = dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    return [start(script, *args, cwd=cwd, **told, **how, RANK=str(rank)) for rank in range(number)]
+def ranks(number, script, *args, cwd, **options):
+    """Starts so many processes of one run, forked, with the variables that torchrun would set: a list of Forked."""
+    variables = dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+    return [start(script, *args, cwd=cwd, **variables, **options, RANK=str(rank)) for rank in range(number)]
 
 
-# a patch that does something in the n-th forward pass of training
+# a patch that does {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
 from mhf.fast import FastMHF
-passes, head_loss = [], FastMHF.head_loss
+passes = []
+head_loss = FastMHF.head_loss
 @torch.compiler.disable
 def counted(self, h, y):
     passes.append(len(passes))
@@ -253,8 +256,12 @@ def real_documents():
     return [t for t in map(str.strip, library_texts()) if 1000 < len(t) < 12000][:30]
 
 
+def write_rows(path, rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows), encoding='utf-8')
+
+
 def write_jsonl(path, texts):
-    path.write_text(''.join(json.dumps({'text': t, 'id': i}) + '\n' for i, t in enumerate(texts)), encoding='utf-8')
+    write_rows(path, [dict(text=text, id=i) for i, text in enumerate(texts)])
 
 
 @pytest.fixture(scope='session')
@@ -265,7 +272,7 @@ def mistral():
 
 
 def small_run(folder, texts, more=''):
-    """Documents, a config, bins and a trained checkpoint, in a folder."""
+    """Makes documents, a config, bins and a trained checkpoint in a folder, and returns it."""
     write_jsonl(folder / 'docs.jsonl', texts)
     (folder / 'cfg.py').write_text(CONFIG + more)
     ok('prepare.py', 'cfg.py', cwd=folder)
@@ -281,7 +288,8 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope='session')
 def few(tmp_path_factory):
     """Like `trained`, with steps that take a fifth of the time: 24 of them are three epochs of a little text."""
-    texts, more = [t[:1200] for t in real_documents()[:3]], 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
+    texts = [text[:1200] for text in real_documents()[:3]]
+    more = 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
     return small_run(tmp_path_factory.mktemp('few'), texts, more)
 
 
@@ -296,7 +304,7 @@ def quick(few, tmp_path):
 
 
 def events(folder, out='out'):
-    """The lines of a run's log: of a step that is there twice the last, and none that a crash cut off."""
+    """The lines of a run's log without those that a crash cut off; of a step that is there twice, the last."""
     kept = {}
     for line in (folder / out / 'log.jsonl').read_text().splitlines():
         if line.endswith('}'):
@@ -306,7 +314,7 @@ def events(folder, out='out'):
 
 
 def steps(folder, out='out'):
-    """What a run's log says of each update."""
+    """What a run's log says about each update."""
     keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm')
     return [{k: e[k] for k in keys} for e in events(folder, out) if 'loss' in e]
 
@@ -319,7 +327,7 @@ def weights(folder, out='out'):
 
 
 def save_edited(state, path):
-    """A checkpoint that was changed, and has no digest beside it."""
+    """Writes a checkpoint that was changed, without the digest beside it."""
     import torch
 
     torch.save(state, path)
@@ -327,7 +335,7 @@ def save_edited(state, path):
 
 
 def assert_same(a, b):
-    """Two nests of tensors and values are equal in every bit."""
+    """Asserts that two nests of tensors and values are equal in every bit."""
     import torch
 
     assert type(a) is type(b)
@@ -342,13 +350,21 @@ def assert_same(a, b):
 
 
 def damaged(draw, raw):
-    """raw, cut off, with bytes changed, put in or taken out, or something else; `draw` is of hypothesis' st.data()."""
-    how, at = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other'])), draw(st.integers(0, len(raw) - 1))
+    """`raw` cut off, with bytes changed, put in or taken out, or other bytes; `draw` is of hypothesis' st.data()."""
+    damage = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other']))
+    at = draw(st.integers(0, len(raw) - 1))
     piece = draw(st.binary(min_size=1, max_size=40))
-    return dict(
-        cut=raw[:at], change=raw[:at] + piece + raw[at + len(piece) :], insert=raw[:at] + piece + raw[at:],
-        remove=raw[:at] + raw[at + len(piece) :], other=piece,
-    )[how]  # fmt: skip
+    before = raw[:at]
+    after = raw[at + len(piece) :]
+    if damage == 'cut':
+        return before
+    if damage == 'change':
+        return before + piece + after
+    if damage == 'insert':
+        return before + piece + raw[at:]
+    if damage == 'remove':
+        return before + after
+    return piece
 
 
 JSON_VALUES = st.recursive(
@@ -360,7 +376,11 @@ JSON_VALUES = st.recursive(
 
 def edited(draw, value):
     """A nest of dicts and lists with one place changed, or taken out."""
-    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, (dict, list)) else []
+    inner = []  # keys of the places in it
+    if isinstance(value, dict):
+        inner = list(value)
+    elif isinstance(value, list):
+        inner = list(range(len(value)))
     if not inner or draw(st.integers(0, 3)) == 0:
         return draw(JSON_VALUES)
     key = draw(st.sampled_from(inner))
@@ -377,3 +397,74 @@ def snapshot(folder):
     paths = sorted(folder.rglob('*'))
     digests = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None for p in paths}
     return {str(p.relative_to(folder)): digest for p, digest in digests.items()}
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+
+def model_of_lm_eval(model, bos=1, **others):
+    """An MHFLM of a model whose tokenizer does not matter."""
+    from mhf.lm import MHFLM
+
+    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **others)
+
+
+def newest(folder):
+    """What is in the newest results' file under it."""
+    from lm_eval.utils import get_latest_filename, get_results_filenames
+
+    files = [str(p) for p in Path(folder).glob('**/results_*.json')]
+    return json.loads(Path(get_latest_filename(get_results_filenames(files))).read_text())
+
+
+def of_ranks(number, script, *args, **options):
+    """[(exit code, stdout, stderr)] of so many processes of one run, with the options of start()."""
+    processes = ranks(number, script, *args, **options)
+    outputs = [process.communicate(timeout=200) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+# three choices, then the number of the right one, which is the longest; in two of four it is the first
+QUESTIONS = [('alpha 1', 'b', 'cc', 0), ('a', 'beta 2', 'c', 1), ('aa', 'b', 'gamma 3', 2), ('delta', 'bb', 'cc', 0)]
+TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
+LAMBADA = [dict(text=f'he went to the old {w}') for w in ('house', 'river', 'garden', 'school')]
+SCIQ = ('long right', 'd', 'other right', 'e')
+
+
+def small_tasks(folder):
+    """Writes a few documents for each of the paper's tasks in the hub's schema -> the set of right continuations."""
+    letters = 'ABCD'
+
+    def lettered(q):
+        return dict(choices=dict(text=list(q[:3]), label=list(letters[:3])), answerKey=letters[q[3]], id=q[0])
+
+    def write(name, rows, *splits):
+        for split in splits:
+            write_rows(folder / f'{name}_{split}.jsonl', rows)
+
+    def each(row, questions=QUESTIONS):
+        return [row(q) for q in questions]
+
+    write('lambada_openai', LAMBADA, 'test')
+    write('lambada_standard', LAMBADA, 'test')
+    write('arc_easy', each(lambda q: dict(question='Which?', **lettered(q))) * 3, 'train', 'test')
+    write('openbookqa', each(lambda q: dict(question_stem='It is', **lettered(q))) * 3, 'train', 'test')
+    copa = dict(premise='It rained.', question='cause', idx=0)
+    write('copa', each(lambda q: dict(copa, choice1=q[0], choice2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    write('piqa', each(lambda q: dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    hella = dict(ind=0, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', split='', split_type='')
+    hella |= dict(source_id='')
+    write('hellaswag', each(lambda q: dict(hella, endings=[*q[:3], 'z'], label=str(q[3]))), 'validation')
+    race = [[dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])] for q in QUESTIONS]
+    write('race_high', [dict(article='Text.', problems=str(problems)) for problems in race], 'test')
+    sciq = dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', support='S.')
+    write('sciq', [dict(sciq, correct_answer=w) for w in SCIQ], 'validation')
+    siqa = dict(context='C.', question='Q?')
+    rows = each(lambda q: dict(siqa, answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)))
+    write('social_i_qa', rows * 3, 'validation')
+    record = dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', idx=dict(passage=0, query=0))
+    record |= dict(entity_spans=dict(text=[], start=[], end=[]))
+    write('record', each(lambda q: dict(record, entities=list(q[:3]), answers=[q[q[3]]])), 'validation')
+    right = {q[q[3]] for q in (*QUESTIONS, *TWO_CHOICES)} | {r['text'].split()[-1] for r in LAMBADA} | set(SCIQ)
+    return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}

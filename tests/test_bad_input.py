@@ -18,7 +18,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from expand import with_pieces
 from hashing import signature_table
-from mhf.bins import HEADER, digest_of, read_meta
+from mhf.bins import HEADER, digest_of
+from mhf.meta import read_meta
 from mhf.released import save_pretrained
 from mhf.tokenizers import get_tokenizer
 
@@ -27,9 +28,9 @@ from mhf.tokenizers import get_tokenizer
 class Bad:
     name: str
     command: str
-    # in the one line that is printed
+    # the one line that is printed has this in it
     says: str
-    # what happens before, in the folder where it runs; may return variables of the environment
+    # what is done before, to the folder where the command runs; it may return variables of the environment
     setup: Callable = lambda folder: None
 
 
@@ -59,12 +60,12 @@ def edit_meta(**changes):
 
 
 def of_an_older_prepare(folder):
-    """Which wrote signatures, and did not name the kind."""
+    """The bins hold signatures, and meta.json does not say so: a much older prepare.py did that."""
     damage('bins/meta.json', lambda raw: raw.replace(b'"bins": "signatures",', b''))(folder)
 
 
 def numbers_over_the_table(folder):
-    """With digests that fit, also in the checkpoint."""
+    """The bins hold numbers that no bucket has, and digests that fit, in meta.json and in the checkpoint."""
     damage(TRAIN_BIN, lambda raw: raw[:HEADER] + b'\xff' * len(raw[HEADER:]))(folder)
     splits = json.loads((folder / 'bins/meta.json').read_text())['splits']
     with open(folder / TRAIN_BIN, 'rb') as f:
@@ -80,7 +81,7 @@ def bad_parquet(folder):
 
 
 def tokenizer_with(*pieces, without=0):
-    """x.model is mistral with these after its own, whatever they are, or without its last."""
+    """x.model is mistral with these pieces after its own, whatever they are, or without its last ones."""
 
     def setup(folder):
         model = ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
@@ -91,16 +92,16 @@ def tokenizer_with(*pieces, without=0):
 
 
 def tokenizer_json(special='<s>', id=1, cut=None):
-    """x.json is a tokenizer of two tokens, or its first bytes."""
+    """x.json is a tokenizer of two tokens, or the first `cut` bytes of one."""
     model = dict(type='WordLevel', vocab={'word': 0, special: id}, unk_token='word')
     added = dict(id=id, content=special, special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
     return file('x.json', json.dumps(dict(version='1.0', added_tokens=[added], model=model)).encode()[:cut])
 
 
 def released(**changes):
-    """small/ is a released model with another table than mistral's, or a Standard model."""
-    how = dict(num_buckets=256, dtype=torch.float32) | changes
-    return lambda folder: write_released(folder / 'small', random_model(**how))
+    """small/ is a released model: a MultiHashFormer with another table than mistral's, or a Standard model."""
+    settings = dict(num_buckets=256, dtype=torch.float32) | changes
+    return lambda folder: write_released(folder / 'small', random_model(**settings))
 
 
 def damaged_release(folder):
@@ -109,14 +110,14 @@ def damaged_release(folder):
 
 
 def full_table(folder):
-    """full/ is a model whose B has room for no more than mistral's tokens."""
+    """full/ is a model whose B has room for mistral's tokens and hardly any more."""
     m = random_model(num_hashes=1, num_buckets=32800, num_layers=1, vocab_size=300, dtype=torch.float32)
     m.replace_vocabulary(signature_table(get_tokenizer('mistral').tokens, 1, 32800, pad_id=2), pad_id=2)
     save_pretrained(m, folder / 'full', 'mistral')
 
 
 def environment(**variables):
-    """Of a process that something else than torchrun started."""
+    """The variables of a process that something else than torchrun started."""
     return lambda folder: dict(MASTER_ADDR='127.0.0.1', RANK='0', WORLD_SIZE='2') | variables
 
 
@@ -124,7 +125,7 @@ def nobody_there(folder):
     return environment(MASTER_PORT=str(free_port()))(folder)
 
 
-# sockets, as long as the tests run
+# sockets that stay open as long as the tests run
 held = []
 
 
@@ -150,7 +151,8 @@ def log_is_a_folder(folder):
     (folder / 'out/log.jsonl').mkdir()
 
 
-TRAIN_BIN, VAL_BIN = 'bins/train_000000.bin', 'bins/val_000000.bin'
+TRAIN_BIN = 'bins/train_000000.bin'
+VAL_BIN = 'bins/val_000000.bin'
 noise = random.Random(0).randbytes(9999)
 other_id = damage(TRAIN_BIN, lambda raw: raw[:5000] + b'\0\0' + raw[5002:])
 PIQA_ROW = b'{"goal": "Go.", "sol1": "A", "sol2": "B", "label": 0}\n'
@@ -427,5 +429,5 @@ def test_bad_input(bad, copy):
 
 
 def test_there_are_many():
-    """Rows get lost, or two have one name."""
+    """Rows are lost, or two have one name."""
     assert len({bad.name for bad in BAD}) == len(BAD) >= 140

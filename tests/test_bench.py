@@ -8,7 +8,6 @@ import torch
 from conftest import ok
 from torch.utils.flop_counter import FlopCounterMode
 
-import bench
 from configurator import read_config
 from mhf import cost
 from model import MHF, MHFConfig
@@ -39,19 +38,19 @@ def test_flops(monkeypatch):
         assert counted.get_total_flops() == pytest.approx(2 * 32 * ours, rel=0.02)
 
 
-# bytes beyond parameters and optimizer, 8 x 2,048 tokens of the 100M models, not compiled. An H100's peaks were within
-# 0.04 % of the trace that gave them
+# bytes beyond parameters and optimizer of the 100M models' steps, 8 x 2,048 tokens, not compiled: from a trace of the
+# allocations. An H100's peaks were within 0.04 % of them
 H100_PEAKS = dict(exact=13_382_084_742, product=12_307_163_270, Standard=10_603_593_736)
 
 
-@pytest.mark.parametrize('kind', H100_PEAKS)
-def test_memory_of_a_step(kind):
+@pytest.mark.parametrize('variant', H100_PEAKS)
+def test_memory_of_a_step(variant):
     """--plan promises memory that a GPU does not keep to."""
-    c = paper_config('mhf_100m', loss='product' if kind == 'product' else 'exact')
-    if kind == 'Standard':
+    c = paper_config('mhf_100m', loss='product' if variant == 'product' else 'exact')
+    if variant == 'Standard':
         c = replace(c, num_hashes=0)
     needs = cost.step_memory(c, 0, sequences=8, accumulates=False, free=78e9)
-    assert sum(needs.values()) == pytest.approx(H100_PEAKS[kind], rel=0.15)
+    assert sum(needs.values()) == pytest.approx(H100_PEAKS[variant], rel=0.15)
     less = cost.step_memory(c, 0, sequences=8, accumulates=False, checkpointing=True, free=78e9)
     assert less['activations'] < needs['activations'] / 4
 
@@ -60,7 +59,8 @@ def test_bench(trained):
     """A part of bench.py does not run, or compares other models than it says."""
     few = ['cfg.py', '--repeats=1', '--head_tokens=64', '--num_buckets=256']
     parts = ['train', 'head', 'generate', 'infer', 'profile']
-    r = json.loads(ok('bench.py', *few, '--json', f'--parts={",".join(parts)}', cwd=trained).stdout)
+    args = [*few, '--json', '--parts=' + ','.join(parts)]
+    r = json.loads(ok('bench.py', *args, cwd=trained).stdout)
     assert set(r) == {'config', 'device', 'dtype', 'torch', 'gemm_flops', 'peak_of_process', *parts}
     assert 5e7 < r['peak_of_process'] < 2e10
     assert {row['loss'] for row in r['head']} == {'exact', 'product', 'Standard'}
@@ -81,7 +81,7 @@ def test_bench(trained):
 def test_the_loss_of_a_variant_stays(trained, mistral):
     """Training with the product loss, in turn, made a product model of the exact one, and both rows were the same."""
     exact = small_config(trained)
-    m = bench.build(exact, mistral)
+    m = cost.random_model(exact, mistral)
     m.config.loss = 'product'
     assert exact.loss == 'exact'
 

@@ -1,4 +1,4 @@
-"""checkpoint.py: what is on disk, whole, damaged or hostile; the released format both ways."""
+"""mhf/checkpoint.py and mhf/released.py: what is on disk, whole, damaged or hostile; the released format both ways."""
 
 import hashlib
 import json
@@ -40,20 +40,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(quick):
     assert {p.name for p in (quick / 'out').glob('*.pt')} == {
         'ckpt.pt', 'ckpt_best.pt', 'ckpt_000016.pt', 'ckpt_000024.pt'
     }  # fmt: skip
-    for part in ('model', 'optimizer'):
+    for spoiled in ('model', 'optimizer'):
         state = weights(quick)
-        tensor = state['model']['norm.weight'] if part == 'model' else state['optimizer']['state'][0]['exp_avg']
+        tensor = state['model']['norm.weight'] if spoiled == 'model' else state['optimizer']['state'][0]['exp_avg']
         tensor.flatten()[3] += 1e-3
-        shutil.copytree(quick / 'out', quick / part)
+        shutil.copytree(quick / 'out', quick / spoiled)
         # the same file
         for name in ('ckpt_000024.pt', 'ckpt.pt'):
-            (quick / part / name).unlink()
+            (quick / spoiled / name).unlink()
         # beside it stands the digest of what was written
-        torch.save(state, quick / part / 'ckpt.pt')
-        done = ok('train.py', 'cfg.py', f'--out_dir={part}', '--init_from=resume', cwd=quick)
-        assert f'WARNING: {part}/ckpt.pt' in done.stderr and 'its SHA-256 is' in done.stderr
+        torch.save(state, quick / spoiled / 'ckpt.pt')
+        done = ok('train.py', 'cfg.py', f'--out_dir={spoiled}', '--init_from=resume', cwd=quick)
+        assert f'WARNING: {spoiled}/ckpt.pt' in done.stderr and 'its SHA-256 is' in done.stderr
         assert 'resumed at step 16' in done.stdout
-        assert_same(weights(quick, part)['model'], weights(quick)['model'])
+        assert_same(weights(quick, spoiled)['model'], weights(quick)['model'])
     # processes that read no checkpoint go back as well
     shutil.copy(quick / 'model/ckpt_000016.pt', quick / 'out/ckpt_000016.pt')
     state['model']['norm.weight'][3] += 1
@@ -126,7 +126,8 @@ def test_fuzz_checkpoint(few, tmp_path_factory, data):
     """
     A damaged checkpoint ends in a traceback, or loads with other weights; one with other contents and no digest hangs.
     """
-    path, raw = tmp_path_factory.mktemp('k') / 'ckpt.pt', (few / 'out/ckpt.pt').read_bytes()
+    path = tmp_path_factory.mktemp('k') / 'ckpt.pt'
+    raw = (few / 'out/ckpt.pt').read_bytes()
     whole = state = weights(few)
     if data.draw(st.booleans()):
         path.write_bytes(damaged(data.draw, raw))
@@ -177,7 +178,8 @@ def test_a_malicious_checkpoint_is_not_run(quick):
 
 def test_a_checkpoint_names_no_files(quick):
     """What a checkpoint says of its configuration, or a name in it, makes a script write outside of out_dir."""
-    state, path = weights(quick), quick / 'out/ckpt.pt'
+    state = weights(quick)
+    path = quick / 'out/ckpt.pt'
     hostile = dict.fromkeys(('out_dir', 'data_dir', 'dataset'), str(quick / 'outside/x'))
     state['config'] |= hostile | dict(tokenizer='../../outside/x')
     state['data']['tokenizer'] = '../../outside/x'
@@ -233,7 +235,8 @@ def test_an_exported_standard_model_is_a_qwen3(tmp_path):
     """Other tools cannot read a Standard model, or read another one."""
     from transformers import AutoModelForCausalLM
 
-    m, ids = random_model(num_hashes=0, dtype=torch.float32), torch.arange(20)[None]
+    m = random_model(num_hashes=0, dtype=torch.float32)
+    ids = torch.arange(20)[None]
     save_pretrained(m, tmp_path / 'out', 'mistral')
     assert_read_back(m, tmp_path / 'out')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'out')(ids).logits.log_softmax(-1)

@@ -12,8 +12,9 @@ from conftest import REPO, events, ok, random_model, real_documents, run, shared
 import expand
 from configurator import read_config, settings_of
 from hashing import extend_table, signature_table
-from mhf.bins import Bins, read_meta
+from mhf.bins import Bins
 from mhf.checkpoint import load_checkpoint
+from mhf.meta import read_meta
 from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import mixture
 from mhf.tokenizers import get_tokenizer
@@ -31,6 +32,7 @@ def invented_language(first, letters, spaces, seed):
     return [(' ' if spaces else '').join(draw.choice(vocabulary, 150, p=p / p.sum())) + '.' for _ in range(60)]
 
 
+# of each: the first of its letters, how many there are, whether spaces stand between words, and a seed
 LANGUAGES = dict(ar=(0x621, 26, True, 1), zh=(0x6E00, 400, False, 2), hi=(0x905, 50, True, 3))
 TEXTS = '--texts=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
 
@@ -40,8 +42,8 @@ def expansion(trained, mistral, tmp_path_factory):
     """A folder with the small run, three languages, a tokenizer with 400 tokens of each, and a model grown by them."""
     folder = tmp_path_factory.mktemp('expansion') / 'work'
     shutil.copytree(trained, folder)
-    for name, how in LANGUAGES.items():
-        write_jsonl(folder / f'{name}.jsonl', invented_language(*how))
+    for name, letters in LANGUAGES.items():
+        write_jsonl(folder / f'{name}.jsonl', invented_language(*letters))
     torch.manual_seed(0)
     fields = {k: v for k, v in read_config(folder / 'cfg.py').items() if k in MHFConfig.__annotations__}
     table = signature_table(mistral.tokens, 3, 256, pad_id=mistral.pad)
@@ -56,19 +58,20 @@ def expansion(trained, mistral, tmp_path_factory):
 
 def test_expanded_tokenizer(expansion, mistral):
     """New pieces change the old or how English is split, lose text, can never occur, are too few, or save nothing."""
-    tok, V = get_tokenizer(str(expansion / 'three.model')), len(mistral.tokens)
+    tok = get_tokenizer(str(expansion / 'three.model'))
+    V = len(mistral.tokens)
     assert tok.tokens[:V] == mistral.tokens and len(tok.tokens) == len(set(tok.tokens)) == V + 1200
     assert (tok.bos, tok.pad) == (mistral.bos, mistral.pad)
     english = real_documents()
     assert tok.encode(english) == mistral.encode(english)
-    foreign = [t for how in LANGUAGES.values() for t in invented_language(*how)]
+    foreign = [t for letters in LANGUAGES.values() for t in invented_language(*letters)]
     for texts in (SAYINGS, english, foreign):
         assert [tok.decode(i) for i in tok.encode(texts)] == texts
     assert tok.split(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
-    for name, how in LANGUAGES.items():
+    for name, letters in LANGUAGES.items():
         held = held_out(expansion / f'three_{name}.jsonl')
         # whatever val_fraction is
-        assert held == invented_language(*how)[19::20]
+        assert held == invented_language(*letters)[19::20]
         assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
         saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
         assert float(saved[1]) >= 25
@@ -92,7 +95,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
        '--bins=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
     splits = read_meta(expansion / 'held')['splits']
     ids = [Bins(expansion / 'held', splits[split])[:].tolist() for split in ('train', 'val')]
-    trained_on, kept = (set(map(str.strip, mistral.decode(part).split('.'))) for part in ids)
+    trained_on, kept = (set(map(str.strip, mistral.decode(of_split).split('.'))) for of_split in ids)
     for name in ('ar', 'zh'):
         sentences = {text.strip(' .') for text in held_out(expansion / f'three_{name}.jsonl')}
         assert sentences and sentences <= kept and not sentences & trained_on
@@ -185,7 +188,8 @@ def test_expand_a_standard_model(expansion, mistral):
     assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
     assert 'three.model is used as it is' in done.stdout
     grown = from_pretrained(expansion / 'standard_grown')
-    tok, E = get_tokenizer(str(expansion / 'three.model')), grown.embed.weight
+    tok = get_tokenizer(str(expansion / 'three.model'))
+    E = grown.embed.weight
     assert torch.equal(E[:32768], m.embed.weight)
     for (name, a), (_, b) in list(zip(m.named_parameters(), grown.named_parameters(), strict=True))[1:]:
         assert torch.equal(a, b), name
@@ -202,7 +206,8 @@ def one_step(folder, init_from, tokenizer, data_dir, *args):
     """train.py starts from a grown model, and its first update, of learning rate 0, changes nothing."""
     ok('train.py', 'cfg.py', f'--init_from={init_from}', f'--tokenizer={tokenizer}', f'--data_dir={data_dir}', *args,
        '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', f'--out_dir={init_from}_out', cwd=folder)  # fmt: skip
-    state, start = weights(folder, f'{init_from}_out')['model'], from_pretrained(folder / init_from).state_dict()
+    state = weights(folder, f'{init_from}_out')['model']
+    start = from_pretrained(folder / init_from).state_dict()
     assert all(torch.equal(state[k], start[k]) for k in start) and events(folder, f'{init_from}_out')
 
 
@@ -210,7 +215,8 @@ def test_replace_the_whole_vocabulary(expansion):
     """mistral -> tekken costs or changes a parameter, or train.py refuses it."""
     done = ok('expand.py', '--before=out', '--init_from=tek', '--whole', '--tokenizer=tekken', cwd=expansion)
     assert '32,768 -> 131,072 tokens: 0 new parameters' in done.stdout
-    a, b = weights(expansion)['model'], from_pretrained(expansion / 'tek').state_dict()
+    a = weights(expansion)['model']
+    b = from_pretrained(expansion / 'tek').state_dict()
     assert [k for k in a if not torch.equal(a[k], b[k])] == ['signatures', 'is_token']
     ok('prepare.py', 'cfg.py', '--dataset=docs.jsonl', '--tokenizer=tekken', '--data_dir=tekken', cwd=expansion)
     one_step(expansion, 'tek', 'tekken', 'tekken')
@@ -219,12 +225,13 @@ def test_replace_the_whole_vocabulary(expansion):
 @pytest.mark.parametrize('H, num_lsh, unique', [(1, 0, True), (1, 0, False), (3, 0, False), (3, 2, True), (2, 2, True)])
 def test_tables_of_ablations_grow(H, num_lsh, unique):
     """A model with Single-ID or LSH signatures grows by signatures of another kind."""
-    old, new = [f'w{k}' for k in range(200)], [f'new{k}' for k in range(50)]
-    how = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=unique)
-    table = signature_table(old, H, **how)
+    old = [f'w{k}' for k in range(200)]
+    new = [f'new{k}' for k in range(50)]
+    options = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=unique)
+    table = signature_table(old, H, **options)
     model = random_model(vocab_size=200, num_hashes=H, num_buckets=300, num_lsh=num_lsh)
     model.replace_vocabulary(table, pad_id=2)
-    assert (expand.table_like(model, old + new, 2) == extend_table(table, new, **how)).all()
+    assert (expand.table_like(model, old + new, 2) == extend_table(table, new, **options)).all()
 
 
 NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--init_from=new')

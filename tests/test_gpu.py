@@ -37,36 +37,38 @@ def distance(ours, theirs):
 
 def everything(m, ids, autocast=False):
     """Loss, gradients, log P and both losses of a model, by name."""
-    x, y = m.sign(ids[:, :-1]), m.sign(ids[:, 1:])
+    x = m.sign(ids[:, :-1])
+    y = m.sign(ids[:, 1:])
     m.zero_grad()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         loss = m(x, y)
         loss.backward()
-        found = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.both_losses(x, y))}
-    return found | {name: p.grad.clone() for name, p in m.named_parameters()}
+        measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.both_losses(x, y))}
+    return measured | {name: p.grad.clone() for name, p in m.named_parameters()}
 
 
 def references(changes):
-    """A model in float64 on the CPU, token ids, and what the plain head makes of them."""
-    m, ids = random_model(**changes), torch.randint(3, 300, (3, 41))
+    """A model in float64 on the CPU, token ids, and what the plain model makes of them."""
+    m = random_model(**changes)
+    ids = torch.randint(3, 300, (3, 41))
     return m, ids, everything(plain_twin(m), ids)
 
 
 @pytest.mark.parametrize('changes', KINDS)
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 def test_the_same_as_on_a_cpu(dtype, tolerance, changes):
-    """Logits, losses or gradients on a GPU are not those of the plain head on a CPU."""
+    """Logits, losses or gradients on a GPU are not those of the plain model on a CPU."""
     m, ids, expected = references(changes)
     m.to(DEVICE, dtype).tiles = tiles('cuda', chunk=50)
-    found = everything(m, ids.to(DEVICE))
+    measured = everything(m, ids.to(DEVICE))
     # the gate's last bias has none but for rounding
-    wrong = {k: distance(found[k], t) for k, t in expected.items() if t.norm() > 1e-6}
+    wrong = {k: distance(measured[k], t) for k, t in expected.items() if t.norm() > 1e-6}
     assert max(wrong.values()) < tolerance, wrong
 
 
 @pytest.mark.parametrize('changes', KINDS)
 def test_a_compiled_chunk(changes):
-    """What torch.compile makes of a chunk of the head has other gradients than the plain head."""
+    """What torch.compile makes of a chunk of the head has other gradients than the plain model."""
     if not (shutil.which('g++') or shutil.which('cc')):
         pytest.skip('torch.compile needs a C++ compiler')
     if DEVICE == 'cpu' and changes != KINDS[0]:
@@ -77,8 +79,8 @@ def test_a_compiled_chunk(changes):
     m.to(DEVICE, torch.float32).tiles = tiles('cuda', chunk=4096)
     errors = []
     for m.chunk_gradients in (fast.chunk_gradients, torch.compile(fast.chunk_gradients, fullgraph=True)):
-        found = everything(m, ids.to(DEVICE), autocast=True)
-        errors.append({k: distance(found[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
+        measured = everything(m, ids.to(DEVICE), autocast=True)
+        errors.append({k: distance(measured[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
     eager, compiled = errors
     # in bfloat16, whose rounding fusing changes
     assert all(compiled[k] < 1.5 * eager[k] + 1e-3 for k in eager), errors
@@ -89,10 +91,11 @@ def test_a_compiled_chunk(changes):
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
     """On a GPU the kernels of lookups.py have another loss or gradient than the sums in columns, or other bits."""
-    V, H, B, n = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
+    sizes = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
+    V, H, B, n = sizes
     case = kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
-    found = kernels.exactness(case)
-    assert found['nll'] < 1e-5 and found['gradient'] < tolerance and found['same_bits'], found
+    measured = kernels.exactness(case)
+    assert measured['nll'] < 1e-5 and measured['gradient'] < tolerance and measured['same_bits'], measured
     if DEVICE == 'cuda':
         assert kernels.peak_memory(case) < 1.1 * sum(kernels.bytes_allocated(case))
 
@@ -100,7 +103,8 @@ def test_kernels_equal_columns(dtype, tolerance):
 @on_a_gpu
 def test_more_bucket_logits_than_an_int32_counts():
     """Of a chunk with more than 2^31 bucket logits, the kernels read or write at the wrong place."""
-    n, B = 2**15 + 100, 16384
+    n = 2**15 + 100
+    B = 16384
     case = kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
     for some in (slice(0, 100), slice(n - 100, n)):
         o = [o_i[some].clone() for o_i in case.o]
@@ -113,7 +117,8 @@ def test_more_bucket_logits_than_an_int32_counts():
 
 def test_products_are_summed_in_float32():
     """dL/dE, a sum over thousands of chunks, is rounded to bfloat16 at each of them and stands still."""
-    a, b = torch.ones(4, 8, dtype=torch.bfloat16, device=DEVICE), torch.full((4, 6), 2**-9, device=DEVICE)
+    a = torch.ones(4, 8, dtype=torch.bfloat16, device=DEVICE)
+    b = torch.full((4, 6), 2**-9, device=DEVICE)
     total = torch.ones(8, 6, device=DEVICE)
     for _ in range(64):
         fast.add_products(total, [(a, b.bfloat16()), (a, b.bfloat16())])
@@ -122,7 +127,8 @@ def test_products_are_summed_in_float32():
 
 def test_evaluation():
     """eval.py's scores on a GPU, with its mask and its batches, are not log P of each continuation on a CPU."""
-    m, draw = random_model(), np.random.default_rng(0)
+    m = random_model()
+    draw = np.random.default_rng(0)
     contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 9)]
     requests = [(c, draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 4, 9)]
     expected = []
@@ -148,11 +154,11 @@ def script(name, *args, cwd, processes=0, seconds=300):
     return done.stdout
 
 
-def losses(folder, *how, processes=0):
+def losses(folder, *options, processes=0):
     """Of eight steps after the checkpoint of `trained`."""
-    name = re.sub(r'\W+', '_', '_'.join(['run', *how]))
+    name = re.sub(r'\W+', '_', '_'.join(['run', *options]))
     shutil.copytree(folder / 'out', folder / name)
-    args = ['cfg.py', f'--out_dir={name}', '--init_from=resume', '--max_steps=32', *how]
+    args = ['cfg.py', f'--out_dir={name}', '--init_from=resume', '--max_steps=32', *options]
     script('train.py', *args, cwd=folder, processes=processes)
     return [s['loss'] for s in steps(folder, name)[24:]]
 
@@ -167,17 +173,17 @@ def on_cpu(trained):
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
 def test_training(copy, on_cpu, dtype, tolerance, compiled):
     """Steps on a GPU, compiled or not, lead elsewhere than on a CPU."""
-    how = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}']
-    assert losses(copy, *how) == pytest.approx(on_cpu, rel=tolerance)
+    options = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}']
+    assert losses(copy, *options) == pytest.approx(on_cpu, rel=tolerance)
 
 
 @on_a_gpu
 def test_deterministic(copy):
     """With --deterministic a second run on the same GPU has other bits."""
-    how = ['--device=cuda', '--deterministic', '--compile=False']
-    first = losses(copy, *how)
-    shutil.rmtree(copy / re.sub(r'\W+', '_', '_'.join(['run', *how])))
-    assert losses(copy, *how) == first
+    options = ['--device=cuda', '--deterministic', '--compile=False']
+    first = losses(copy, *options)
+    shutil.rmtree(copy / re.sub(r'\W+', '_', '_'.join(['run', *options])))
+    assert losses(copy, *options) == first
 
 
 @on_a_gpu
@@ -186,8 +192,8 @@ def test_several_gpus(copy, on_cpu, processes):
     """With nccl, one process a GPU, training leads elsewhere than on a CPU."""
     if torch.cuda.device_count() < processes:
         pytest.skip(f'needs {processes} GPUs')
-    how = ['--device=cuda', '--dtype=float32']
-    assert losses(copy, *how, processes=processes) == pytest.approx(on_cpu, rel=2e-3)
+    options = ['--device=cuda', '--dtype=float32']
+    assert losses(copy, *options, processes=processes) == pytest.approx(on_cpu, rel=2e-3)
 
 
 @on_a_gpu
@@ -202,14 +208,14 @@ def test_generation(trained):
 @on_a_gpu
 def test_what_was_planned():
     """A step takes other memory than `bench.py --plan` promises; its times are written to gpu.json."""
-    found = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
-    for how, parts in (('eager', 'train'), ('compiled', 'train,head,generate')):
-        args = ['config/mhf_100m.py', f'--compile={how == "compiled"}', f'--parts={parts}', '--repeats=2', '--json']
+    measured = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    for options, parts in (('eager', 'train'), ('compiled', 'train,head,generate')):
+        args = ['config/mhf_100m.py', f'--compile={options == "compiled"}', f'--parts={parts}', '--repeats=2', '--json']
         printed = script('bench.py', *args, cwd=REPO, seconds=500)
-        found[how] = json.loads(next(line for line in printed.splitlines() if line.startswith('{')))
-    Path('gpu.json').write_text(json.dumps(found, indent=1) + '\n')
-    for kind in ('exact', 'product', 'Standard'):
-        row = found['eager']['train'][kind]
+        measured[options] = json.loads(next(line for line in printed.splitlines() if line.startswith('{')))
+    Path('gpu.json').write_text(json.dumps(measured, indent=1) + '\n')
+    for loss in ('exact', 'product', 'Standard'):
+        row = measured['eager']['train'][loss]
         # the plan is of an eager step; a compiled one keeps less
-        assert row['planned_memory'] == pytest.approx(row['peak_memory'], rel=0.15), kind
-        assert found['compiled']['train'][kind]['peak_memory'] < 1.15 * row['planned_memory'], kind
+        assert row['planned_memory'] == pytest.approx(row['peak_memory'], rel=0.15), loss
+        assert measured['compiled']['train'][loss]['peak_memory'] < 1.15 * row['planned_memory'], loss

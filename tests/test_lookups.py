@@ -9,7 +9,6 @@ import subprocess
 import sys
 import types
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +30,11 @@ ON_CPU = Tiles(chunk=512, softmax=64, columns=32, kernels=False)
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
 
-def tables(H, B, V, num_lsh=0, gaps=(), **how):
+def tables(H, B, V, num_lsh=0, gaps=(), unique=True):
     """A vocabulary's signatures -> (tokens,) ids that are tokens, and the Table."""
-    signatures = torch.tensor(signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, **how).astype(int))
+    signatures = torch.tensor(
+        signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique).astype(int)
+    )
     is_token = torch.ones(V, dtype=torch.bool)
     is_token[list(gaps)] = False
     return is_token.nonzero()[:, 0], table_of(signatures, is_token, B)
@@ -97,7 +98,8 @@ def test_kernels_in_bfloat16(name):
     tokens, table = tables(**VOCABULARIES[name])
     o, targets = logits_and_targets(tokens, table, 70, torch.bfloat16)
     y = table.signatures[targets]
-    in_columns, wide = [o_i.clone() for o_i in o], [o_i.float() for o_i in o]
+    in_columns = [o_i.clone() for o_i in o]
+    wide = [o_i.float() for o_i in o]
     nll = fast.exact_nll(o, y, table, KERNELS, gradient=True)
     assert torch.equal(nll, fast.exact_nll(wide, y, table, KERNELS, gradient=True))
     assert torch.allclose(nll, fast.exact_nll(in_columns, y, table, ON_CPU, gradient=True), rtol=1e-6)
@@ -125,7 +127,10 @@ def test_predictions():
 
 def test_a_large_vocabulary():
     """131,072 words, the paper's H and B: a list, a tile or an offset is beyond what the kernels were written for."""
-    V, H, B, n = 131072, 4, 16384, 3
+    V = 131072
+    H = 4
+    B = 16384
+    n = 3
     signatures = torch.randint(1, B, (V, H), generator=torch.Generator().manual_seed(0))
     table = table_of(signatures, torch.ones(V, dtype=torch.bool), B)
     o, targets = logits_and_targets(torch.arange(V), table, n, torch.float64)
@@ -146,9 +151,9 @@ def test_compiles_for_an_h100(tmp_path):
     A kernel that runs in the interpreter does not compile for a GPU, spills registers, or reads at 32-bit offsets,
     which end at 2^31 bucket logits: 32,768 tokens of H4B16K.
     """
-    command = [sys.executable, str(Path(__file__).with_name('compile_lookups.py')), '--quick']
+    command = [sys.executable, '-m', 'tests.compile_lookups', '--quick']
     environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     # three runs: the kernels with a gradient, and two of them without
     assert len(done.stdout.splitlines()) == 15
@@ -219,7 +224,10 @@ def test_columns_on_a_gpu():
 
 def test_memory(monkeypatch):
     """A chunk of the head or --plan counts other memory than the kernels take."""
-    H, B, V, n = 4, 300, 2000, 128
+    H = 4
+    B = 300
+    V = 2000
+    n = 128
     tokens, table = tables(H, B, V)
     o, targets = logits_and_targets(tokens, table, n, torch.bfloat16)
     y = table.signatures[targets]

@@ -1,4 +1,4 @@
-"""Of a text to its bins: sources.py, prepare.py, bins.py. Most runs are in process."""
+"""The way of a text to its bins: mhf/sources.py, prepare.py, mhf/meta.py, mhf/bins.py. Most runs are in process."""
 
 import contextlib
 import gzip
@@ -7,6 +7,8 @@ import lzma
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import mmh3
@@ -15,7 +17,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import CONFIG, FUZZ, damaged, edited, library_texts, ok, real_documents, snapshot, start, write_jsonl
+from conftest import (
+    CONFIG,
+    FUZZ,
+    REPO,
+    damaged,
+    edited,
+    library_texts,
+    ok,
+    real_documents,
+    snapshot,
+    start,
+    write_jsonl,
+)
 from datasets.packaged_modules.parquet.parquet import Parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +37,9 @@ from hypothesis import strategies as st
 import configurator
 import prepare
 from configurator import InputError
-from hashing import fingerprint, signature_table
+from hashing import fingerprint, signature_table, token_ids
 from mhf import bins, sources
+from mhf.meta import SPLITS, checked_table, data_folder, load_meta, read_meta, wrong_type
 
 
 def prepared(folder, **changes):
@@ -35,8 +50,8 @@ def prepared(folder, **changes):
 
 
 def ids_in(folder):
-    meta = bins.read_meta(folder)
-    return [bins.Bins(folder, meta['splits'][split])[:].tolist() for split in bins.SPLITS]
+    meta = read_meta(folder)
+    return [bins.Bins(folder, meta['splits'][split])[:].tolist() for split in SPLITS]
 
 
 def documents_of(ids, tok):
@@ -54,26 +69,26 @@ def test_bins_of_signatures(tmp_path, mistral):
     """Bins of signatures hold other tokens than bins of ids, or lie where those of another table do."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
     ids = prepared(tmp_path / 'ids', dataset=f'{tmp_path}/docs.jsonl')
-    kind = dict(bins='signatures', num_hashes=3, num_buckets=2048)
+    of_signatures = dict(bins='signatures', num_hashes=3, num_buckets=2048)
     prepare.main(
         configurator.settings_of('prepare.py')
-        | kind
+        | of_signatures
         | dict(dataset=f'{tmp_path}/docs.jsonl', data_dir=str(tmp_path / 's'), val_fraction=0.1, shard_tokens=5000)
     )
-    meta = bins.read_meta(tmp_path / 's')
+    meta = read_meta(tmp_path / 's')
     table = signature_table(mistral.tokens, 3, 2048, pad_id=mistral.pad)
     assert meta['table_sha256'] == fingerprint(table)
-    for split, its_ids in zip(bins.SPLITS, ids, strict=True):
+    for split, its_ids in zip(SPLITS, ids, strict=True):
         signatures = bins.Bins(tmp_path / 's', meta['splits'][split], num_hashes=3)[:]
         assert signatures.dtype == np.uint16 and (signatures == table[its_ids]).all()
-        assert bins.token_ids(signatures, table).tolist() == its_ids
+        assert token_ids(signatures, table).tolist() == its_ids
     folders = set()
     for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(bins='ids')):
-        config = configurator.settings_of('train.py') | kind | dict(dataset='stdlib') | change
-        folders.add(bins.data_folder(config).name)
+        config = configurator.settings_of('train.py') | of_signatures | dict(dataset='stdlib') | change
+        folders.add(data_folder(config).name)
     assert len(folders) == 5 and {'stdlib_mistral_H3B2048', 'stdlib_mistral'} < folders
     standard = configurator.settings_of('train.py') | dict(dataset='stdlib', num_hashes=0)
-    assert bins.data_folder(standard).name == 'stdlib_mistral'
+    assert data_folder(standard).name == 'stdlib_mistral'
 
 
 def test_bins_hold_the_text(tmp_path, mistral):
@@ -124,21 +139,25 @@ def test_a_single_text_file(tmp_path, mistral):
     text = 'The quick brown fox.\n' * 400
     # a byte order mark, line ends of another system, and a name that is no glob
     (tmp_path / 'in[1]put*.txt').write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
-    ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids', cwd=tmp_path)
+    args = ('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids')
+    ok(*args, cwd=tmp_path)
     decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
     assert '\n'.join(decoded) == text.strip() and 20 < len(decoded[1]) < 200
-    assert (
-        'prepared already'
-        in ok('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids', cwd=tmp_path).stdout
-    )
+    assert 'prepared already' in ok(*args, cwd=tmp_path).stdout
+
+
+def test_preparing_needs_no_torch():
+    """prepare.py imports torch: it starts seconds later, and each of several parts on a machine takes its memory."""
+    program = 'import sys, prepare; sys.exit("torch" in sys.modules)'
+    subprocess.run([sys.executable, '-c', program], cwd=REPO, check=True)
 
 
 def test_a_long_document_is_cut(monkeypatch):
     """The tokenizer gets a document of 50 MB whole and takes GBs for it, or the pieces are not the whole text."""
     monkeypatch.setattr(sources, 'PIECE_CHARS', 100)
     text = ''.join(f'line {i} ü\n' for i in range(500)) + 'x' * 950 + '\ny'
-    found = list(sources.pieces(text))
-    assert '\n'.join(found).replace('x\nx', 'xx') == text and max(map(len, found)) <= 200
+    pieces = list(sources.pieces(text))
+    assert '\n'.join(pieces).replace('x\nx', 'xx') == text and max(map(len, pieces)) <= 200
     assert list(sources.pieces(text[:100])) == [text[:100].strip()]
 
 
@@ -222,7 +241,7 @@ def test_parts_and_mixtures(tmp_path, mistral, capsys):
     said = [documents_of(ids, mistral) for ids in prepared(tmp_path / 'd', **both, part='0/2')]
     stripped = [t.strip() for t in texts if t.strip()]
     assert sorted(said[0] + said[1]) == sorted(stripped)
-    for split in bins.read_meta(tmp_path / 'd')['splits'].values():
+    for split in read_meta(tmp_path / 'd')['splits'].values():
         ids = bins.Bins(tmp_path / 'd', split)
         whole = np.concatenate(ids.shards)
         assert len(ids) == len(whole) and (ids[:] == whole).all()
@@ -233,7 +252,7 @@ def test_parts_and_mixtures(tmp_path, mistral, capsys):
 
     mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
     train, _ = prepared(tmp_path / 'm', dataset=mixed, val_fraction=0.3)
-    entries = bins.read_meta(tmp_path / 'm')['sources']
+    entries = read_meta(tmp_path / 'm')['sources']
     longest = max(len(i) for i in mistral.encode(stripped)) + 1
     assert all(w <= e['tokens'] < w + longest for e, w in zip(entries, (4000, 2000), strict=True))
     assert len(train) == sum(e['tokens'] for e in entries)
@@ -256,20 +275,21 @@ def test_a_mixture_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
     mixed = dict(dataset=f'{tmp_path}/a.jsonl@700,{tmp_path}/b.jsonl@900', shard_tokens=250)
     prepared(tmp_path / 'straight', **mixed)
-    write, writes = prepare.Shards.write, []
+    append = prepare.Shards.append
+    calls = []
 
     def stopped(self, *args):
-        writes.append(1)
-        if len(writes) % 3 == 0:
+        calls.append(1)
+        if len(calls) % 3 == 0:
             raise KeyboardInterrupt
-        write(self, *args)
+        append(self, *args)
 
-    monkeypatch.setattr(prepare.Shards, 'write', stopped)
+    monkeypatch.setattr(prepare.Shards, 'append', stopped)
     for _ in range(40):
         with contextlib.suppress(KeyboardInterrupt):
             prepared(tmp_path / 'd', **mixed)
             break
-    assert len(writes) > 9 and snapshot(tmp_path / 'd') == snapshot(tmp_path / 'straight')
+    assert len(calls) > 9 and snapshot(tmp_path / 'd') == snapshot(tmp_path / 'straight')
 
 
 def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
@@ -290,7 +310,8 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
     in_order = [t.strip() for i in range(3) for t in texts[i::3]]
     assert documents_of(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
 
-    tables, read = Parquet._generate_tables, []
+    tables = Parquet._generate_tables
+    read = []
 
     def shaky(*args, **kwargs):
         for table in tables(*args, **kwargs):
@@ -304,7 +325,7 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
         prepared(tmp_path / 'broken', dataset='fineweb-edu')
     assert json.loads((tmp_path / 'broken/meta.json').read_text())['splits']['train']['tokens'] > 100
     with pytest.raises(InputError, match='is not finished'):
-        bins.read_meta(tmp_path / 'broken')
+        read_meta(tmp_path / 'broken')
     prepared(tmp_path / 'broken', dataset='fineweb-edu')
     assert bins_of(tmp_path / 'broken') == bins_of(tmp_path / 'good')
 
@@ -325,7 +346,7 @@ NAMES = {
 def test_names_of_data_folders():
     """A folder's name says nothing of its text or begins with -, or what was prepared before has another name."""
     for dataset, name in NAMES.items():
-        folder = bins.data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', bins='ids'))
+        folder = data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', bins='ids'))
         assert str(folder).startswith(f'data/{name}') and folder.name.endswith('_mistral')
 
 
@@ -335,7 +356,8 @@ SMALL_BATCHES = 'from mhf import sources; sources.BATCH_CHARS = 1 << 15'
 
 def test_kill_prepare(tmp_path):
     """A killed prepare.py begins anew, loses or repeats text, or leaves other bytes; MHF_KILLS=20: often."""
-    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    kills = int(os.environ.get('MHF_KILLS', 3))
+    seed = int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
     texts = library_texts(2e6)
     # longer than a piece
     texts.insert(3, ''.join(texts[:40]))
@@ -343,7 +365,9 @@ def test_kill_prepare(tmp_path):
     args = ['--dataset=docs.jsonl', '--shard_tokens=10000', '--val_fraction=0.01']
     ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path)
     expected = bins_of(tmp_path / 'straight')
-    draw, killed, survived = np.random.default_rng(seed), tmp_path / 'killed', 0
+    draw = np.random.default_rng(seed)
+    killed = tmp_path / 'killed'
+    survived = 0
     while survived < kills:
         shards = len(list(killed.glob('*.bin'))) + draw.integers(0, len(expected) // 3)
         process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=SMALL_BATCHES)
@@ -373,20 +397,20 @@ def test_disk_full_while_preparing(tmp_path, monkeypatch):
     prepared(tmp_path / 'good', **same)
     with prepare.locked(tmp_path / 'full', 'meta'), pytest.raises(InputError, match='another prepare.py is at work'):
         prepared(tmp_path / 'full', **same)
-    write = prepare.Shards.write
+    append = prepare.Shards.append
 
     def full(self, *args):
         if len(self.state['shards']) >= room:
             raise OSError(28, 'No space left on device')
-        write(self, *args)
+        append(self, *args)
 
-    monkeypatch.setattr(prepare.Shards, 'write', full)
+    monkeypatch.setattr(prepare.Shards, 'append', full)
     for room in (0, 3):
         with pytest.raises(InputError, match='No space left.*the same command goes on'):
             prepared(tmp_path / 'full', **same)
         assert (tmp_path / 'full').exists() == (room > 0)
     assert len(json.loads((tmp_path / 'full/meta.json').read_text())['splits']['train']['shards']) >= 2
-    monkeypatch.setattr(prepare.Shards, 'write', write)
+    monkeypatch.setattr(prepare.Shards, 'append', append)
     raw = (tmp_path / 'docs.jsonl').read_bytes()
     (tmp_path / 'docs.jsonl').write_bytes(raw + b'{"text": "one more"}')
     with pytest.raises(InputError, match='made_from differs'):
@@ -416,24 +440,35 @@ def small(tmp_path_factory, request):
 def test_the_table_is_of_the_tokenizer(small, mistral):
     """train.py signs ids with the table of another tokenizer than the bins were made with, or takes a file for bins."""
     folder, config = small
-    meta = bins.load_meta(config)
+    meta = load_meta(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
-    assert (bins.checked_table(config, meta) == expected).all()
+    assert (checked_table(config, meta) == expected).all()
     if meta['bins'] == 'ids':
-        assert bins.checked_table(config | dict(num_hashes=0), meta) is None
+        assert checked_table(config | dict(num_hashes=0), meta) is None
     for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(gaps=[5])):
         with pytest.raises(InputError, match=f"another 'mistral' tokenizer: {next(iter(wrong))}="):
-            bins.checked_table(config, meta | wrong)
+            checked_table(config, meta | wrong)
     for data_dir in ('nothing', str(folder / 'docs.jsonl')):
         with pytest.raises(InputError, match='no prepared data'):
-            bins.load_meta(config | dict(data_dir=data_dir))
+            load_meta(config | dict(data_dir=data_dir))
+
+
+def test_wrong_type():
+    """A damaged file's values are taken for what they are not, or whole ones are refused."""
+    like = dict(a=int, b=[dict(c=(str, type(None)))], d=dict, e=list, f=bool)
+    whole = dict(a=1, b=[dict(c='x'), dict(c=None)], d=dict(x=1), e=[2], f=True, more=0)
+    assert wrong_type(whole, like) == '' and wrong_type(whole | dict(a=True), like, 'm') == 'm.a=True'
+    assert wrong_type(whole | dict(b=[dict(c='x'), dict(c=3)]), like) == 'it.b[1].c=3'
+    assert wrong_type(whole | dict(b=[{}]), like) == 'it.b[0] without c' and wrong_type([], like) == 'it=[]'
+    assert wrong_type(whole | dict(d=[]), like) == 'it.d=[]' and wrong_type({}, dict(b=int, a=int)) == 'it without a, b'
 
 
 @settings(max_examples=FUZZ, deadline=None)
 @given(st.data())
 def test_fuzz_bins(small, tmp_path_factory, data):
     """Damaged bins or a damaged meta.json end in a traceback, write something, or are read as if they were whole."""
-    (original, config), folder = small, tmp_path_factory.mktemp('b')
+    original, config = small
+    folder = tmp_path_factory.mktemp('b')
     shutil.copytree(original / 'bins', folder / 'bins')
     path = folder / 'bins' / data.draw(st.sampled_from(['meta.json', 'train_000001.bin', 'val_000000.bin']))
     raw = path.read_bytes()
@@ -444,13 +479,13 @@ def test_fuzz_bins(small, tmp_path_factory, data):
     before = snapshot(folder)
     config = config | dict(data_dir=str(folder / 'bins'))
     try:
-        meta = bins.load_meta(config)
-        bins.checked_table(config, meta)
+        meta = load_meta(config)
+        checked_table(config, meta)
         whole = config | dict(data_dir=str(original / 'bins'))
-        for split in bins.SPLITS:
-            found = bins.open_bins(config, meta, split)
-            found.verify()
-            assert (found[:] == bins.open_bins(whole, bins.load_meta(whole), split)[:]).all()
+        for split in SPLITS:
+            tokens = bins.open_bins(config, meta, split)
+            tokens.verify()
+            assert (tokens[:] == bins.open_bins(whole, load_meta(whole), split)[:]).all()
     except InputError as e:
         assert '\n' not in str(e)
     assert snapshot(folder) == before

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CONFIG, assert_same, ok, run, steps, weights, write_jsonl
-from test_eval import small_tasks
+from conftest import CONFIG, assert_same, ok, run, small_tasks, steps, weights, write_jsonl
 
 from configurator import InputError
-from mhf.bins import blocks_of, checked_table, load_meta, open_bins
+from mhf.bins import blocks_of, open_bins
+from mhf.meta import checked_table, load_meta
 from model import MHFConfig
 from study.tfree import ALWAYS, TFree, Words, active_buckets
 

@@ -36,11 +36,12 @@ from conftest import (
 )
 
 import configurator
-from hashing import signature_table
+from hashing import signature_table, token_ids
 from mhf import device
-from mhf.bins import blocks_of, read_meta, token_ids
+from mhf.bins import blocks_of
 from mhf.checkpoint import checked_digest, load_checkpoint
 from mhf.device import pick_dtype
+from mhf.meta import read_meta
 from model import MHFConfig
 
 
@@ -62,7 +63,8 @@ def waited(processes, timeout=120):
 def test_training_learns_and_reports(few):
     """The loop does not learn, or its log, checkpoint or picture is missing something."""
     log = events(few)
-    train, val = [e for e in log if 'loss' in e], [e for e in log if 'val_loss' in e]
+    train = [e for e in log if 'loss' in e]
+    val = [e for e in log if 'val_loss' in e]
     assert [e['step'] for e in train] == list(range(1, 25)) and [e['step'] for e in val] == [8, 16, 24]
     assert set(train[0]) == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s'}
     assert train[-1]['tokens'] == 24 * 8 * 16
@@ -131,7 +133,8 @@ def test_the_paper_s_loss_and_the_signatures_it_sees(quick, mistral):
     last = events(quick, 'b')[-1]
     assert last['val_loss'] > last['val_nats'] + 3
     ok('prepare.py', 'cfg.py', '--bins=ids', '--data_dir=ids', cwd=quick)
-    ids, table = np.load(quick / 'ids/train_000000.bin'), signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
+    ids = np.load(quick / 'ids/train_000000.bin')
+    table = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     first = blocks_of(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
     expected = torch.tensor(np.stack([table[ids[16 * b : 16 * b + 17]] for b in first]), dtype=torch.int64)
     assert_same(torch.load(quick / 'first.pt'), (expected[:, :-1], expected[:, 1:]))
@@ -159,7 +162,8 @@ def test_the_plain_model_trains_alike(quick):
 
 def test_the_rate_of_the_embeddings(quick):
     """--embedding_rate moves other weights than E, or E otherwise than so many times as far; or a resume forgets it."""
-    args, after = ('cfg.py', '--warmup_steps=0', '--max_steps=1', '--weight_decay=0'), []
+    args = ('cfg.py', '--warmup_steps=0', '--max_steps=1', '--weight_decay=0')
+    after = []
     for rate in (1, 3):
         ok('train.py', *args, f'--embedding_rate={rate}.0', f'--out_dir=rate{rate}', cwd=quick)
         after.append(weights(quick, f'rate{rate}')['model'])
@@ -173,7 +177,8 @@ def test_the_rate_of_the_embeddings(quick):
 
 def test_the_scale_of_new_embeddings(quick):
     """--embedding_std leaves E as large as ever, or makes other weights larger."""
-    args, after = ('cfg.py', '--learning_rate=1e-9', '--warmup_steps=0', '--max_steps=1'), []
+    args = ('cfg.py', '--learning_rate=1e-9', '--warmup_steps=0', '--max_steps=1')
+    after = []
     for std in (0.02, 0.08):
         ok('train.py', *args, f'--embedding_std={std}', f'--out_dir=std{std}', cwd=quick)
         after.append(weights(quick, f'std{std}')['model'])
@@ -202,9 +207,9 @@ def test_a_resumed_run_keeps_its_precision(quick):
     args = ('cfg.py', '--out_dir=b', '--auto_resume', '--compile=False')
     ok('train.py', *args, '--dtype=bfloat16', *until(4), cwd=quick)
     # the precision is left to train.py
-    for wanted, said in (('None', 'cpu, bfloat16'), ('float32', 'cpu, float32'), ('None', 'cpu, float32')):
-        done = ok('train.py', *args, f'--dtype={wanted}', *until(steps(quick, 'b')[-1]['step'] + 1), cwd=quick)
-        assert said in done.stdout, wanted
+    for dtype, said in (('None', 'cpu, bfloat16'), ('float32', 'cpu, float32'), ('None', 'cpu, float32')):
+        done = ok('train.py', *args, f'--dtype={dtype}', *until(steps(quick, 'b')[-1]['step'] + 1), cwd=quick)
+        assert said in done.stdout, dtype
 
 
 @pytest.mark.parametrize(
@@ -212,7 +217,8 @@ def test_a_resumed_run_keeps_its_precision(quick):
 )
 def test_the_precision_of_a_cpu_is_measured(monkeypatch, bfloat16, float32, faster):
     """A CPU whose products in bfloat16 are slower trains in bfloat16, or one without them waits for seconds."""
-    rates, sizes = {torch.bfloat16: bfloat16, torch.float32: float32}, []
+    rates = {torch.bfloat16: bfloat16, torch.float32: float32}
+    sizes = []
     monkeypatch.setattr(device, 'products_per_second', lambda dtype, size: sizes.append(size) or rates[dtype])
     dtype, why = pick_dtype(None, 'cpu')
     assert dtype == faster and 'GFLOP/s in float32' in why
@@ -297,19 +303,22 @@ def test_resume_is_exact(quick, compiled):
     blocks = (json.loads((quick / 'bins/meta.json').read_text())['splits']['train']['tokens'] - 1) // 16
     # three epochs, whose borders lie within a batch: the steps that cross into the second and the third
     assert 3 < 24 * 8 / blocks and blocks % 8
-    borders, straight = (blocks // 8, 2 * blocks // 8), 'out'
+    borders = (blocks // 8, 2 * blocks // 8)
+    straight = 'out'
     args = ['cfg.py', '--out_dir=b', '--auto_resume']
     if compiled:
         if not compiles():
             pytest.skip('torch.compile needs a C++ compiler')
-        borders, straight = borders[:1], 'a'
+        borders = borders[:1]
+        straight = 'a'
         args += ['--compile', '--num_layers=1', *until(borders[0] + 3)]
         ok('train.py', *args, '--out_dir=a', cwd=quick)
     first = 0
     for border in borders:
         # in the first of two micro-batches
         stop = IN_FORWARD.format(n=2 * (border - first) + 1, do='os.kill(os.getpid(), signal.SIGTERM)')
-        done, first = run('train.py', *args, cwd=quick, patch=stop), border + 1
+        done = run('train.py', *args, cwd=quick, patch=stop)
+        first = border + 1
         assert done.returncode == 143 and weights(quick, 'b')['step'] == first, done.stderr[-3000:]
     if not compiled:
         ok('eval.py', '--out_dir=b', '--tasks=bits_per_byte', '--text=docs.jsonl', '--device=cpu', cwd=quick)
@@ -320,7 +329,8 @@ def test_resume_is_exact(quick, compiled):
     log.write_text(before)
     ok('train.py', *args, cwd=quick)
     assert log.read_text().startswith(before) and steps(quick, 'b') == steps(quick, straight)
-    a, b = weights(quick, straight), weights(quick, 'b')
+    a = weights(quick, straight)
+    b = weights(quick, 'b')
     for key in ('model', 'optimizer', 'step', 'best_val'):
         assert_same(a[key], b[key])
 
@@ -335,7 +345,8 @@ OTHER = dict(
 
 def test_what_a_resumed_run_may_change(quick):
     """A resumed run goes on with another architecture, order of the data or optimizer, or may not change its length."""
-    declared, before = configurator.settings_of('train.py'), snapshot(quick)
+    declared = configurator.settings_of('train.py')
+    before = snapshot(quick)
     assert MHFConfig.__annotations__.keys() & declared.keys() <= OTHER.keys()
     args = ('cfg.py', '--init_from=resume', '--max_steps=25')
     *flags, single_id = [f'--{k}={v}' for k, v in OTHER.items()]
@@ -403,9 +414,11 @@ def test_a_second_signal(quick, case):
     slow = f'import time\nfrom mhf import checkpoint\n{slow}\nwrite = checkpoint.Checkpoints._write\n'
     slow += 'checkpoint.Checkpoints._write = lambda *args: (time.sleep(2), write(*args))\n'
     slow += 'clock = time.monotonic; time.monotonic = lambda: 100 * clock()\n' if case == 'late' else ''
-    command, signum = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=24'), signal.SIGTERM
+    command = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=24')
+    signum = signal.SIGTERM
     if case == 'ctrl-c':
-        processes, signum = [start(*command, cwd=quick, patch=slow)], signal.SIGINT
+        processes = [start(*command, cwd=quick, patch=slow)]
+        signum = signal.SIGINT
     else:
         processes = ranks(2, *command, '--micro_batch_size=2', cwd=quick, patch=slow)
     while len(list(quick.glob('slow*'))) < len(processes) and processes[0].poll() is None:
@@ -447,10 +460,13 @@ def test_kill_train(quick):
     A killed run leaves no checkpoint that loads, or ends with other weights than an undisturbed one; MHF_KILLS=30
     kills thirty times.
     """
-    kills, seed = int(os.environ.get('MHF_KILLS', 3)), int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
+    kills = int(os.environ.get('MHF_KILLS', 3))
+    seed = int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
     command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
-    draw, killed, writing = np.random.default_rng(seed), 0, quick / 'killed/ckpt.pt.tmp'
-    wanted = {k: weights(quick)[k] for k in ('model', 'optimizer', 'step')}
+    draw = np.random.default_rng(seed)
+    killed = 0
+    writing = quick / 'killed/ckpt.pt.tmp'
+    expected = {k: weights(quick)[k] for k in ('model', 'optimizer', 'step')}
     while killed < kills:
         process = started(*command, cwd=quick, wait_for='killed/ckpt.pt')
         moment = draw.uniform(0, 1)
@@ -464,7 +480,7 @@ def test_kill_train(quick):
         process.communicate()
         if process.returncode == 0:
             # it finished: from the beginning again
-            assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
+            assert_same({k: weights(quick, 'killed')[k] for k in expected}, expected)
             shutil.rmtree(quick / 'killed')
             continue
         assert process.returncode == -signal.SIGKILL
@@ -475,7 +491,7 @@ def test_kill_train(quick):
         _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt')
         print(f'seed {seed}, killed {moment:.2f} s after a checkpoint was there, which is of step {ckpt["step"]}')
     ok(*command, cwd=quick)
-    assert_same({k: weights(quick, 'killed')[k] for k in wanted}, wanted)
+    assert_same({k: weights(quick, 'killed')[k] for k in expected}, expected)
     assert steps(quick, 'killed') == steps(quick) and not writing.exists()
 
 
@@ -500,7 +516,8 @@ def test_any_world_size_sees_the_same_batches(quick):
         for ours, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
             assert ours == pytest.approx(alone, rel=1e-4), out
         assert [e for e in events(quick, out) if 'val_loss' in e][0] == pytest.approx(val, rel=1e-4), out
-    resumed, alone = steps(quick, 'micro'), steps(quick)[:8]
+    resumed = steps(quick, 'micro')
+    alone = steps(quick)[:8]
     assert [s['step'] for s in resumed] == [s['step'] for s in alone]
     assert [s['loss'] for s in resumed] == pytest.approx([s['loss'] for s in alone], abs=1e-3)
 
@@ -567,7 +584,8 @@ def test_a_compiled_head_in_two_processes(quick):
     done = waited(processes)
     assert [code for code, *_ in done] == [0] * 4, done[-1][2]
     assert (quick / 'compiled1').read_text().split() == ['chunk_gradients', '_call_impl']
-    ours, theirs = steps(quick, 'compiled'), steps(quick, 'plain')
+    ours = steps(quick, 'compiled')
+    theirs = steps(quick, 'plain')
     assert len(ours) == 4 and [s['loss'] for s in ours] == pytest.approx([s['loss'] for s in theirs], rel=1e-5)
     assert [s['grad_norm'] for s in ours] == pytest.approx([s['grad_norm'] for s in theirs], rel=1e-4)
     ours, theirs = (events(quick, out)[-1]['val_nats'] for out in ('compiled', 'plain'))

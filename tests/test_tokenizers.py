@@ -15,32 +15,33 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import expand
 from configurator import InputError
 from hashing import signature_table
-from mhf.bins import data_folder
+from mhf.meta import data_folder
 from mhf.released import load_model, open_model
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from test_mhf import SAYINGS, offline
 
-# what Llama's and Mistral's files prepend a space with, the older ones and the present
+# what prepends a space in Llama's and Mistral's files, in the older ones and in the present ones
 LAYOUTS = ('normalizer', 'metaspace')
 
 
 def write_json(path, tok, layout='normalizer', limit=None):
-    """The tokenizer.json of a SentencePiece tokenizer, whose texts end after `limit` tokens."""
+    """Writes a SentencePiece tokenizer as a tokenizer.json, which cuts texts off after `limit` tokens."""
     pieces = ModelProto.FromString(tok.sp.serialized_model_proto()).pieces
-    ids, ranked = {p.piece: i for i, p in enumerate(pieces)}, []
+    ids = {p.piece: i for i, p in enumerate(pieces)}
     # runs of spaces have one score
     normal = {p.piece: (-p.score, ids[p.piece]) for p in pieces if p.type == p.NORMAL}
+    ranked = []
     for piece, rank in normal.items():
-        parts = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
-        ranked += [(rank, ids[a], ids[b], (a, b)) for a, b in parts if a in normal and b in normal]
+        halves = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+        ranked += [(rank, ids[a], ids[b], (a, b)) for a, b in halves if a in normal and b in normal]
     merges = [pair for *_, pair in sorted(ranked)]
     made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
     if layout == 'normalizer':
         made.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace('▁', prepend_scheme='first', split=False)
-    steps = decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)
-    made.decoder = decoders.Sequence(list(steps))
+    steps = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+    made.decoder = decoders.Sequence(steps)
     made.post_processor = processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
     made.add_special_tokens([p.piece for p in pieces if p.type in (p.CONTROL, p.UNKNOWN)])
     if limit:
@@ -69,9 +70,8 @@ def test_json_equals_sentencepiece(tmp_path, mistral, layout):
     larger = larger_by(mistral, some=SAYINGS * 20)
     tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout, limit=5))
     assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
-    assert (tok.bos, tok.pad) == (larger.bos, larger.pad) and tokenizer_fingerprint(tok) == tokenizer_fingerprint(
-        larger
-    )
+    assert (tok.bos, tok.pad) == (larger.bos, larger.pad)
+    assert tokenizer_fingerprint(tok) == tokenizer_fingerprint(larger)
     texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
     if layout == 'metaspace':
         # takes a space that a text begins with for its own
@@ -98,12 +98,18 @@ def test_json_equals_sentencepiece_on_real_text(tmp_path, mistral, layout):
 def test_byte_level_json(tmp_path):
     """Tokens of a byte-level file are not called what it calls them, or ids that it leaves out are tokens."""
     made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    how = dict(vocab_size=300, initial_alphabet=alphabet, special_tokens=['<|endoftext|>'], show_progress=False)
-    made.train_from_iterator(real_documents()[:3], tokenizers.trainers.BpeTrainer(**how))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=['<|endoftext|>'],
+        show_progress=False,
+    )
+    made.train_from_iterator(real_documents()[:3], trainer)
     written = json.loads(made.to_str())
-    written['model']['vocab']['Ġthe'], written['model']['merges'] = 310, written['model']['merges'] + [['Ġt', 'he']]
+    written['model']['vocab']['Ġthe'] = 310
+    written['model']['merges'].append(['Ġt', 'he'])
     (tmp_path / 'x.json').write_text(json.dumps(written))
     tok = get_tokenizer(str(tmp_path / 'x.json'))
     assert tok.tokens[300:] == [None] * 10 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
@@ -139,7 +145,8 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     """A hub id is not fetched at its revision, more than JSON is, or again by each process."""
     import huggingface_hub
 
-    asked, cache = [], {}
+    asked = []
+    cache = {}
     write_json(tmp_path / 'tokenizer.json', mistral)
 
     def download(repo, revision=None, allow_patterns=None):
@@ -166,11 +173,15 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
 
 def test_data_of_two_json(tmp_path):
     """Two files that are called tokenizer.json have one folder of bins."""
-    names = dict.fromkeys(
-        ('a/tokenizer.json', 'b/tokenizer.json', 'b/tokenizer.model', 'a/three.model', 'user/name@v1')
-    )
-    names = {name: data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, bins='ids')).name for name in names}
-    assert list(names.values()) == [f'stdlib_{name}' for name in ('a', 'b', 'b', 'three', 'name@v1')]
+    folders = {
+        'a/tokenizer.json': 'stdlib_a',
+        'b/tokenizer.json': 'stdlib_b',
+        'b/tokenizer.model': 'stdlib_b',
+        'a/three.model': 'stdlib_three',
+        'user/name@v1': 'stdlib_name@v1',
+    }
+    for name, folder in folders.items():
+        assert data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, bins='ids')).name == folder
 
 
 # -----------------------------------------------------------------------------
@@ -178,7 +189,7 @@ def test_data_of_two_json(tmp_path):
 
 
 def released(folder, tok, rows, H, signed=None):
-    """A released model of so many rows, of which the first are signed as tok's tokens (or as `signed`)."""
+    """Writes a released model of so many rows, the first of them signed as tok's tokens, or as the tokens `signed`."""
     m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
     if H:
         table = torch.zeros(rows, H, dtype=torch.int64)
@@ -214,7 +225,8 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     # the rest is no rounding
     folder = released(tmp_path / 'n', larger, V + (1 if H else 400), H, [*larger.tokens, 'one more'])
     for name in (larger.json, 'mistral'):
-        with pytest.raises(InputError, match=rf'has {V if name == larger.json else 32768} tokens, the model \d+: not'):
+        tokens = V if name == larger.json else 32768
+        with pytest.raises(InputError, match=rf'has {tokens} tokens, the model \d+: not'):
             open_model(released=str(folder), tokenizer=name)
 
 
@@ -225,7 +237,8 @@ def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
     written['model']['vocab'][last] += 3
     folder = released(tmp_path / 'm', larger, len(larger.tokens) + 50, 0)
     (folder / 'tokenizer.json').write_text(json.dumps(written))
-    opened, V = open_model(released=str(folder)), len(larger.tokens)
+    opened = open_model(released=str(folder))
+    V = len(larger.tokens)
     assert opened.tok.tokens[V - 1 :] == [None] * 3 + [last]
     assert (~opened.model.is_token).nonzero()[:, 0].tolist() == [*range(V - 1, V + 2), *range(V + 3, V + 50)]
 
@@ -243,7 +256,8 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
     done = ok('prepare.py', *args, '--dataset=more.jsonl', '--bins=ids', cwd=folder)
     assert not done.stderr
-    tok, V = get_tokenizer(str(folder / 'tok.json')), len(larger.tokens)
+    tok = get_tokenizer(str(folder / 'tok.json'))
+    V = len(larger.tokens)
     shards = [np.load(folder / f'more/{split}_000000.bin') for split in ('train', 'val')]
     ids = [i for text in texts for i in [tok.bos, *larger.encode([text.strip()])[0]]]
     assert sorted(np.concatenate(shards)) == sorted(ids)
