@@ -4,6 +4,7 @@ Draws README's picture of what a signature is: the buckets of five tokens in the
     $ python -m study.signatures       # writes assets/signatures.png
 """
 
+import argparse
 from pathlib import Path
 
 from hashing import signature_table
@@ -29,4 +30,6 @@ def draw(path):
 
 
 if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     draw(Path(__file__).resolve().parent.parent / 'assets' / 'signatures.png')

@@ -391,7 +391,9 @@ def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
     assert (tmp_path / 'own.out').read_text() == 'found\n'
 
 
-MODULES = 'costs', 'details', 'english', 'kernels', 'rank', 'report', 'sweep', 'tasks', 'tfree', 'vocabulary'
+MODULES = """
+    costs details english kernels rank report signatures sweep tasks tfree vocabulary
+""".split()
 
 
 @pytest.mark.parametrize('name', MODULES)
