@@ -1,0 +1,37 @@
+"""The house: imports point one way, scripts -> mhf/ -> model, hashing -> configurator, without a circle."""
+
+import ast
+
+from conftest import REPO
+
+SCRIPTS = {'train', 'prepare', 'sample', 'eval', 'expand', 'bench'}
+GROUND = {'configurator': set(), 'hashing': {'configurator'}, 'model': {'configurator'}}
+
+
+def imported(path):
+    """The modules of this repository that a file imports, anywhere in it: mhf.fast, model, study.rows ..."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # from mhf import plot: a module; from mhf.bins import Bins: not one
+            names |= {f'{node.module}.{alias.name}' for alias in node.names} | {node.module}
+    there = {'.'.join(file.relative_to(REPO).with_suffix('').parts) for file in REPO.glob('[!.]*/*.py')}
+    there |= {file.stem for file in REPO.glob('*.py')}
+    return names & there
+
+
+def test_imports_point_one_way():
+    """A file imports a script, model.py needs mhf/, or two files of mhf/ need each other: none can be read alone."""
+    for name, allowed in GROUND.items():
+        assert imported(REPO / f'{name}.py') <= allowed, name
+    needs = {}
+    for path in (*REPO.glob('mhf/*.py'), *REPO.glob('study/*.py'), *(REPO / f'{name}.py' for name in SCRIPTS)):
+        assert not imported(path) & SCRIPTS, path
+        if path.parent.name == 'mhf':
+            needs[f'mhf.{path.stem}'] = {name for name in imported(path) if name not in GROUND}
+    while needs:
+        alone = {name for name, others in needs.items() if not others & needs.keys()}
+        assert alone, f'a circle among {sorted(needs)}, or something that is not in mhf/'
+        needs = {name: others for name, others in needs.items() if name not in alone}
