@@ -235,7 +235,7 @@ def product_loss(o, y):
 
 
 def exact_loss(o, y, signatures, is_token):
-    """-log P(y) of the distribution that is sampled from. The logsumexp normalises it over the vocabulary."""
+    """-log P(y) of the distribution that is sampled from. The logsumexp normalises P over the vocabulary."""
     target = sum(at_least_float32(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
     return token_logits(o, signatures, is_token).logsumexp(dim=1) - target[:, 0]
 
@@ -286,8 +286,9 @@ class MHF(nn.Module):
     @property
     def head_weight(self):
         """
-        E as the Hash Decoder reads it, (H*B, d): the embedding's, so the head is tied. To untie it, return a parameter
-        of this shape, made in __init__. The released format (mhf/released.py) has no name for it.
+        E as the Hash Decoder reads it, (H*B, d): the embedding's, so the head is tied. To untie it, make a second
+        nn.Embedding of this size in __init__, which draws it, and return its weight here. AdamW then treats it as any
+        matrix. The released format (mhf/released.py) has no name for it, and expand.py does not grow it.
         """
         return self.embed.weight
 
@@ -432,7 +433,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    # P(w), or a power of it: this is where sampling normalises over the vocabulary
+    # here sampling normalises P over the vocabulary, or a power of P
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)

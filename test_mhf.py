@@ -65,7 +65,7 @@ def relative(a, b):
 # hashing.py
 
 
-# the last two with 1,782 and 27 rehash steps
+# the first two tables need no rehash, the last two take 1,782 and 27 steps of it
 GOLDEN = {
     (3, 10624): '5a6a5bebe0be98967f3cd69bd16fd08320354f958eeeed537e43f186267a7e51',
     (4, 16384): 'f9c2a68a955f6d6b8aae17ba8a403fb9f1acc58e19d444a0deaccf5a94cbb3c7',
@@ -76,7 +76,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize('H, B', GOLDEN)
 def test_golden_tables(mistral, H, B):
-    """A wrong hash, seed, modulus, rehash rule or tokenizer file: no released checkpoint would read its input."""
+    """A wrong hash, modulus, seed or first seed of the rehash, or tokenizer: no released checkpoint reads its input."""
     table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
     assert fingerprint(table) == GOLDEN[H, B]
     if (H, B) == (2, 1024):
@@ -226,8 +226,8 @@ def plain_twin(m):
 def tiles(device='cpu', chunk=10**6):
     """The Tiles of a device that need not be there, with chunks of so many tokens."""
     if device == 'cuda':
-        return Tiles(chunk, softmax=chunk, columns=512, kernels=True)
-    return Tiles(chunk, softmax=64, columns=32, kernels=False)
+        return Tiles(chunk, block=chunk, columns=512, kernels=True)
+    return Tiles(chunk, block=64, columns=32, kernels=False)
 
 
 def write_released(folder, m, shards=1, **extra):

@@ -1,6 +1,5 @@
 """
-Trains a MultiHashFormer or a Standard model; the same file on a laptop and on many GPUs. The defaults train the paper's
-100M H4B16K on FineWeb-Edu.
+Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. The defaults train the paper's 100M H4B16K.
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
@@ -99,7 +98,8 @@ activation_checkpointing = False  # keeps only the inputs of the blocks, whose f
 timeout = 600  # seconds that processes wait for each other
 
 config = configure(globals())
-# A resumed run may change these settings. All others, and what its bins hold (meta.identity), stay as they were.
+# A resumed run may change these settings, and no others. Its text stays (meta.identity): dataset, data_dir and bins may
+# name another place or another kind of bins with the same text. It keeps its dtype unless another is asked for.
 FREE_ON_RESUME = (
     'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep', 'wandb', 'dataset', 'data_dir', 'bins',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',

@@ -259,7 +259,6 @@ class Checkpoints:
                 os.fsync(f.fileno())
                 f.seek(0)
                 digest = hashlib.file_digest(f, 'sha256').hexdigest()
-            # from here on a resumed run reads this one
             self._put(self.newest, digest)
             self.last_path = self.newest
             self.last_step = state['step']
@@ -284,7 +283,7 @@ class Checkpoints:
         """Gives the temporary file its name, and puts its SHA-256 beside it."""
         # a crash between these lines leaves a checkpoint without a digest, never one with a wrong digest
         beside(path).unlink(missing_ok=True)
-        replace_durably(self.temporary, path)
+        replace_durably(self.temporary, path)  # of ckpt.pt: from here on a resumed run reads the new one
         self.temporary.write_text(f'{digest}  {path.name}\n')
         replace_durably(self.temporary, beside(path))
 

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     """How many tokens the head works on together. That suits the device and changes no number."""
 
     chunk: int  # tokens whose bucket logits exist, and whose gradients are made together
-    softmax: int  # of a chunk, the tokens that go through the product loss together
+    block: int  # of a chunk, the tokens whose cross-entropies are made together
     columns: int  # of a chunk, the tokens whose token logits are laid in columns
     kernels: bool  # the kernels of lookups.py sum over the vocabulary, and nothing is laid in columns
 
@@ -46,9 +46,9 @@ def tiles_for(device, H, B, V):
     """The Tiles for a device and a head. A GPU's chunk depends on the memory that is free when this is first called."""
     if device.type == 'cuda':
         chunk = gpu_chunk(H, B, V, free=torch.cuda.mem_get_info(device)[0])
-        return Tiles(chunk, softmax=chunk, columns=512, kernels=kernels_run_here())
+        return Tiles(chunk, block=chunk, columns=512, kernels=kernels_run_here())
     # a CPU's cache holds this many; us a token by the number of columns: 16: 154, 32: 42, 256: 131
-    return Tiles(cpu_chunk(H, B), softmax=64, columns=32, kernels=False)
+    return Tiles(cpu_chunk(H, B), block=64, columns=32, kernels=False)
 
 
 def cpu_chunk(H, B):
@@ -149,16 +149,19 @@ class FastMHF(MHF):
         """
         self.head_loss = torch.compiler.disable(self.head_loss)
         tiles = self.tiles_here()
-        if tiles.softmax >= tiles.chunk:
+        if tiles.block >= tiles.chunk:
             self.chunk_gradients = torch.compile(chunk_gradients, fullgraph=True, **options)
         super().compile(**options)
 
+    def nll(self, loss):
+        """The function that computes the loss called 'exact' or 'product'."""
+        # Standard's one coordinate is its vocabulary, so both are its cross-entropy
+        return exact_nll if loss == 'exact' and self.config.num_hashes else cross_entropies
+
     def head_loss(self, h, y):
-        """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
-        # Standard's one coordinate is its vocabulary: both losses are the same, but only the exact one leaves out gaps
-        exact = self.config.loss == 'exact' or not self.config.num_hashes
-        nll = exact_nll if exact else product_nll
-        head = Head(nll, hardmax if self.hash_decoder.hard else softmax, self.table(), self.tiles_here())
+        nll = self.nll(self.config.loss)
+        softmax = hard_softmax if self.hash_decoder.hard else soft_softmax
+        head = Head(nll, softmax, self.table(), self.tiles_here())
         if torch.is_grad_enabled():
             mixers = self.hash_decoder.parameters()
             return LeanHead.apply(self.chunk_gradients, head, h, y, self.head_weight, *mixers)
@@ -173,12 +176,13 @@ class FastMHF(MHF):
 
     @torch.no_grad()
     def both_losses(self, x, y):
-        losses = (product_nll, exact_nll) if self.config.num_hashes else (exact_nll,)
+        # Standard's two losses are one
+        losses = [self.nll(loss) for loss in (('product', 'exact') if self.config.num_hashes else ('exact',))]
         table = self.table()
         tiles = self.tiles_here()
         of_chunks = []
         for o, y_ in self.logits_by_chunk(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)):
-            of_chunks.append(torch.stack([loss(o, y_, table, tiles) for loss in losses]))
+            of_chunks.append(torch.stack([nll(o, y_, table, tiles) for nll in losses]))
         return torch.cat(of_chunks, dim=1).expand(2, -1).unflatten(1, x.shape[:2]).unbind(0)
 
     @torch.no_grad()
@@ -201,14 +205,14 @@ class FastMHF(MHF):
 # precision
 
 
-def softmax(o):
+def soft_softmax(o):
     """Bucket logits (n, B) -> probabilities, in o's precision; float32 or better inside, also under autocast."""
     with torch.autocast(o.device.type, enabled=False):
         return o.softmax(dim=-1)
 
 
-def hardmax(o):
-    """As softmax, with all of the probability at the likeliest bucket: an ablation, without a derivative."""
+def hard_softmax(o):
+    """The ablation hard_embeddings: all of the probability at the likeliest bucket, without a derivative."""
     return F.one_hot(o.argmax(dim=-1), o.shape[-1]).to(o.dtype)
 
 
@@ -280,12 +284,13 @@ def token_scores(o, table):
     return without_gaps(scores, table.gaps)
 
 
-def normalise(scores):
-    """Token logits (m, V), overwritten -> P (m, V), normalised over the vocabulary; their logsumexp (m, 1)."""
+def probabilities(scores):
+    """Token logits (m, V), which are overwritten -> P (m, V), and their logsumexp (m, 1)."""
     # in place, so that it stays in a cache
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
+    # here P is normalised over the vocabulary
     return P.div_(total), top + total.log()
 
 
@@ -300,7 +305,7 @@ def exact_nll_in_columns(o, y, table, gradient):
     H = len(o)
     B = o[0].shape[1]
     target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
-    P, logsumexp = normalise(token_scores(o, table))
+    P, logsumexp = probabilities(token_scores(o, table))
     if gradient:
         rows = y + B * torch.arange(H, device=y.device)
         minus_one = -torch.ones_like(target).expand(-1, H)
@@ -317,17 +322,14 @@ def exact_nll_in_columns(o, y, table, gradient):
 
 def exact_nll(o, y, table, tiles, gradient=False):
     """
-    Bucket logits o, list of H (n, B); y (n, H) -> -log P(y) (n,), float32 or better, normalised over the vocabulary.
-    With `gradient`, o is overwritten by the gradient: for bucket b of coordinate i the sum of P(w) over the tokens w
-    with s_i(w) = b, minus 1 if b = y_i.
+    The exact loss of a MultiHashFormer: bucket logits o, list of H (n, B); y (n, H) -> -log P(y) (n,), float32 or
+    better. With `gradient`, o is overwritten by the gradient: for bucket b of coordinate i the sum of P(w) over the
+    tokens w with s_i(w) = b, minus 1 if b = y_i.
     """
-    if table.standard:
-        # its buckets are its tokens: the product loss of its one coordinate is the exact loss
-        return product_nll(o, y, table, tiles, gradient)
     if tiles.kernels:
         inverse = [table.ids, table.begins] if gradient else []
         target, _, logsumexp = lookups(o, y, table.rows, table.is_token, inverse)
-        # -log P(y): the logsumexp normalises over the vocabulary
+        # the logsumexp normalises P over the vocabulary
         return logsumexp - target
     nll = []
     for begin in range(0, len(y), tiles.columns):
@@ -336,14 +338,15 @@ def exact_nll(o, y, table, tiles, gradient=False):
     return torch.cat(nll)
 
 
-def product_nll(o, y, table, tiles, gradient=False):
+def cross_entropies(o, y, table, tiles, gradient=False):
     """
-    The same for the paper's loss sum_i -log p_i[y_i]. The gradient of o_i is p_i, minus 1 at y_i. Only Standard's one
-    coordinate is normalised over the vocabulary, without its gaps.
+    The paper's loss, the sum of the coordinates' cross-entropies: o and y as above -> sum_i -log p_i[y_i] (n,), float32
+    or better. With `gradient`, o_i is overwritten by p_i, minus 1 at y_i. For the Standard model, whose one coordinate
+    is its vocabulary, this is -log P(y): the log_softmax normalises P over the vocabulary, without the gaps.
     """
     nll = []
-    for begin in range(0, len(y), tiles.softmax):
-        some = slice(begin, begin + tiles.softmax)
+    for begin in range(0, len(y), tiles.block):
+        some = slice(begin, begin + tiles.block)
         total = 0
         for o_i, y_i in zip(o, y[some].split(1, dim=1), strict=True):
             block = o_i[some]
@@ -384,8 +387,8 @@ def predictions(o, targets, table, tiles):
 class Head(NamedTuple):
     """What the head does with every chunk."""
 
-    nll: Callable  # exact_nll or product_nll
-    softmax: Callable  # softmax or hardmax
+    nll: Callable  # exact_nll or cross_entropies
+    softmax: Callable  # soft_softmax or hard_softmax
     table: Table
     tiles: Tiles
 

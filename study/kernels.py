@@ -44,7 +44,7 @@ TRIED = {
     ],
 }
 # what a GPU's head works on together, with the kernels and without
-KERNELS = Tiles(chunk=4096, softmax=4096, columns=512, kernels=True)
+KERNELS = Tiles(chunk=4096, block=4096, columns=512, kernels=True)
 COLUMNS = KERNELS._replace(kernels=False)
 PER = 16384  # tokens that the times are printed for: a micro-batch of 8 x 2,048
 

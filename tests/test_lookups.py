@@ -25,7 +25,7 @@ from model import exact_loss
 from study import kernels
 from study.kernels import COLUMNS, KERNELS, table_of
 
-ON_CPU = Tiles(chunk=512, softmax=64, columns=32, kernels=False)
+ON_CPU = Tiles(chunk=512, block=64, columns=32, kernels=False)
 # of 64 words none of which is a token
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 

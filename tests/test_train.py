@@ -571,7 +571,7 @@ def noted(f, **options):
     return compile(f, backend='aot_eager', **options)
 def of_a_gpu(self, *args):
     init(self, *args)
-    self.tiles = Tiles(chunk=4096, softmax=4096, columns=512, kernels=True)
+    self.tiles = Tiles(chunk=4096, block=4096, columns=512, kernels=True)
 torch.compile, FastMHF.__init__ = noted, of_a_gpu
 """
 
