@@ -211,7 +211,7 @@ class HashDecoder(nn.ModuleList):
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
                 e = self.soft_embedding(o[i], E_i).to(c.dtype)
-                c = c + self[i](torch.cat([c, e], dim=-1))
+                c = c + self[i](torch.cat([c, e], dim=-1))  # c_{i+1}
         return o
 
 

@@ -290,7 +290,7 @@ def probabilities(scores):
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    # here P is normalised over the vocabulary
+    # here exact_nll_in_columns normalises P over the vocabulary
     return P.div_(total), top + total.log()
 
 
@@ -450,7 +450,7 @@ def cascade(softmax, h, E, mixers):
             x = torch.cat([cs[i], p[i] @ E_i], dim=1)  # (n, 2d)
             a = F.linear(x, down, down_bias)
             mixed.append(Mixed(x, a, F.silu(a)))
-            c = c + F.linear(mixed[i].s, up, up_bias)
+            c = c + F.linear(mixed[i].s, up, up_bias)  # c_{i+1}
     return cs, o, p, mixed
 
 
