@@ -198,8 +198,12 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     state = weights(quick)
     for key, name in itertools.product(('config', 'model_config'), ('ablation', 'embedding_std')):
         del state[key][name]
+    # its Hash Decoder had another name, and its settings another one for --plain
+    state['model'] = {name.replace('hash_decoder.', 'mixers.'): tensor for name, tensor in state['model'].items()}
+    state['config']['plain_head'] = state['config'].pop('plain')
     save_edited(state, quick / 'out/ckpt.pt')
     ok('train.py', 'cfg.py', '--auto_resume', *until(25), cwd=quick)
+    assert 'hash_decoder.0.0.weight' in weights(quick)['model']
 
 
 def test_a_resumed_run_keeps_its_precision(quick):
