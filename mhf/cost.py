@@ -93,7 +93,7 @@ def machine_memory():
 
 def check_memory(model, device, micro_batch_size, accumulation, checkpointing):
     """Raises InputError where the processes on a CPU need more memory for a training step than the machine has."""
-    if device != 'cpu':
+    if torch.device(device).type != 'cpu':
         return
     parameters = sum(model.num_params())
     needs = step_memory(model.config, parameters, micro_batch_size, accumulation > 1, checkpointing)
