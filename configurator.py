@@ -41,14 +41,20 @@ def did_you_mean(word, known):
     return f"; did you mean '{near[0]}'?" if near else ''
 
 
-def check_numbers(settings, above_zero='', not_negative=''):
-    """Raises InputError where a setting is outside its range. Both are names, separated by spaces."""
+def check_numbers(settings, above_zero='', not_negative='', below=None):
+    """
+    Raises InputError where a setting is outside its range. above_zero and not_negative are names, separated by spaces;
+    below is {name: limit} of settings from 0 to below a limit.
+    """
     for name in above_zero.split():
         if not 0 < settings[name] < math.inf:
             raise InputError(f'{name}={settings[name]}: must be above 0')
     for name in not_negative.split():
         if not 0 <= settings[name] < math.inf:
             raise InputError(f'{name}={settings[name]}: must not be negative')
+    for name, limit in (below or {}).items():
+        if not 0 <= settings[name] < limit:
+            raise InputError(f'{name}={settings[name]}: must be from 0 to below {limit}')
 
 
 def head_of(script):

@@ -631,6 +631,13 @@ def test_lean_head_composes():
     assert sum('mhf.lookups' in graph.code for graph in graphs.graphs) == 1
 
 
+def test_compiling_measures_no_memory(monkeypatch):
+    """A chunk of the head is as large as the memory that is free before a step has taken its own: a GPU runs out."""
+    m = random_model()
+    monkeypatch.setattr(fast, 'tiles_for', None)
+    m.compile(backend='eager')
+
+
 class Reductions(TorchDispatchMode):
     """Notes what reduces more than 2^20 numbers, and whether over rows of contiguous ones."""
 

@@ -115,8 +115,8 @@ master = world.rank == 0
 out = Path(out_dir)
 Model = MHF if plain else FastMHF
 checkpoints = Checkpoints(out_dir, keep, writes=master)
-explain_crashes(world, checkpoints, f'a smaller --micro_batch_size (now {micro_batch_size})')
 device = use_device(device, deterministic)
+explain_crashes(world, checkpoints, device, micro_batch_size)
 device_type = torch.device(device).type
 
 # -----------------------------------------------------------------------------
@@ -126,10 +126,8 @@ check_numbers(
     config,
     above_zero='batch_size micro_batch_size block_size max_steps eval_interval timeout learning_rate embedding_rate',
     not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep train_layers',
+    below=dict(seed=2**64, beta1=1, beta2=1),
 )
-for name, limit in dict(seed=2**64, beta1=1, beta2=1).items():
-    if not 0 <= config[name] < limit:
-        raise InputError(f'{name}={config[name]}: must be from 0 to below {limit}')
 compile, no_compiler = pick_compile(compile, device)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:

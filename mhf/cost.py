@@ -250,7 +250,7 @@ class TrainingSteps:
         return model, optimizer
 
     def run(self, measure, name):
-        """-> measure(step), of a step of the named model; its gradients are gone afterwards."""
+        """Returns measure(step) for a step of the named model, and drops the gradients afterwards."""
         model = self.models[name]
         optimizer = self.optimizers[name]
         c = self.configs[name]

@@ -112,19 +112,16 @@ class World:
             dist.destroy_process_group()
 
 
-def explain_crashes(world, checkpoints, less_memory):
-    """
-    From now on an uncaught error ends this process with one line and no traceback, unless the code is at fault.
-    less_memory: a setting that needs less.
-    """
+def explain_crashes(world, checkpoints, device, micro_batch_size):
+    """From now on an uncaught error ends this process with one line and no traceback, unless the code is at fault."""
 
     def explain(error_class, error, traceback):
         reason = ' '.join(str(error).split())[:300]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
+            less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'
             configs = [argument for argument in sys.argv[1:] if not argument.startswith('--')]
             plan = ' '.join(['python bench.py', *configs, '--plan'])
-            less = f'{less_memory} or --activation_checkpointing needs less'
-            reason = f'not enough memory ({reason}); {less}, {plan} says how much'
+            reason = f'not enough memory on {device} ({reason}); {less}, {plan} says how much'
         elif isinstance(error, dist.DistError) or 'gloo' in reason:
             reason = f'process {world.rank} of {world.size} lost the others ({reason})'
         elif error_class is KeyboardInterrupt:

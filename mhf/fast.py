@@ -47,12 +47,12 @@ def tiles_for(device, H, B, V):
     if device.type == 'cuda':
         chunk = gpu_chunk(H, B, V, free=torch.cuda.mem_get_info(device)[0])
         return Tiles(chunk, block=chunk, columns=512, kernels=kernels_run_here())
-    # a CPU's cache holds this many; us a token by the number of columns: 16: 154, 32: 42, 256: 131
+    # as many as a CPU's cache holds: with 16, 32 and 256 columns a token takes 154, 42 and 131 us
     return Tiles(cpu_chunk(H, B), block=64, columns=32, kernels=False)
 
 
 def cpu_chunk(H, B):
-    """Tokens of a chunk on a CPU: of H4B16K 512, which take 0.28 GiB. Each chunk adds to all of dE: not too few."""
+    """Tokens of a chunk on a CPU: 512 with H4B16K, which take 0.28 GiB. Each adds to all of dE, so they are large."""
     return max(64, min(1024, 2**25 // (H * B)))
 
 
@@ -148,8 +148,12 @@ class FastMHF(MHF):
         the small blocks of a CPU: these would compile for minutes and gain nothing. The loop over chunks stays eager.
         """
         self.head_loss = torch.compiler.disable(self.head_loss)
-        tiles = self.tiles_here()
-        if tiles.block >= tiles.chunk:
+        # not tiles_here(): it measures the free memory, which is to happen in a forward pass, beside its activations
+        if self.tiles:
+            small_blocks = self.tiles.block < self.tiles.chunk
+        else:
+            small_blocks = self.embed.weight.device.type == 'cpu'
+        if not small_blocks:
             self.chunk_gradients = torch.compile(chunk_gradients, fullgraph=True, **options)
         super().compile(**options)
 
@@ -177,7 +181,8 @@ class FastMHF(MHF):
     @torch.no_grad()
     def both_losses(self, x, y):
         # Standard's two losses are one
-        losses = [self.nll(loss) for loss in (('product', 'exact') if self.config.num_hashes else ('exact',))]
+        names = ('product', 'exact') if self.config.num_hashes else ('exact',)
+        losses = [self.nll(name) for name in names]
         table = self.table()
         tiles = self.tiles_here()
         of_chunks = []

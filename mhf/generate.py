@@ -66,6 +66,7 @@ class Writer:
         cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if self.cache is None else self.cache
         noise = self.new_noise(len(ids))
         position = None  # of the last token in the cache, (1,); None before the context was read
+        first = None  # where each padded row begins, (N, 1, 1, 1); rope knows distances alone, so positions stay
         for made in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
@@ -73,10 +74,11 @@ class Writer:
                 ids = ids[:, -(block_size // 2 + 1) :]
                 position = None
             T = ids.shape[1]
-            # rope knows distances alone, so a padded row needs no positions of its own
-            first = None if lengths is None else (T - made - lengths).clamp(min=0)[:, None, None, None]
             if position is None:
-                mask = None if lengths is None else self.mask_of_context(T, first)
+                mask = None
+                if lengths is not None:
+                    first = (T - made - lengths).clamp(min=0)[:, None, None, None]
+                    mask = self.mask_of_context(T, first)
                 token = self.next_token(ids, cache[..., :T, :], None, mask, noise)
                 position = torch.full((1,), T - 1, device=ids.device)
             else:

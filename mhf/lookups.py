@@ -92,10 +92,10 @@ def normalise(laid_out, rows, is_token, keep, sizes=SIZES):
     tiles = triton.cdiv(V, sizes.words)
     largest = laid_out.new_empty(tiles, blocks * T, dtype=accumulate)
     logsumexp = torch.empty_like(largest)
-    normalise_kernel[tiles, blocks](
-        laid_out, rows, is_token, logits, largest, logsumexp, V, buckets, H, T, sizes.words,
-        num_warps=sizes.normalise_warps,
-    )  # fmt: skip
+    table = rows, is_token
+    results = logits, largest, logsumexp
+    shape = H, T, sizes.words
+    normalise_kernel[tiles, blocks](laid_out, table, results, V, buckets, shape, num_warps=sizes.normalise_warps)
     return logits, largest.amax(0), logsumexp.logsumexp(0)
 
 
@@ -105,11 +105,9 @@ def derive(logits, logsumexp, y, inverse, o, sizes=SIZES):
     n, B = o[0].shape
     blocks, V, T = logits.shape
     grid = triton.cdiv(B, sizes.buckets), H, blocks
-    ids, begins = inverse
-    derive_kernel[grid](
-        logits, ids, begins, logsumexp, y, tuple(o), n, V, B, H, T, sizes.buckets,
-        num_warps=sizes.derive_warps,
-    )  # fmt: skip
+    normalised = logits, logsumexp
+    shape = H, T, sizes.buckets
+    derive_kernel[grid](normalised, tuple(inverse), y, tuple(o), (n, V, B), shape, num_warps=sizes.derive_warps)
 
 
 @triton.jit
@@ -126,10 +124,12 @@ def lay_out_kernel(o, laid_out, n, B, H: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def normalise_kernel(
-    laid_out, rows, is_token, logits, largest, logsumexp, V, buckets,
-    H: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+def normalise_kernel(laid_out, table, results, V, buckets, shape: tl.constexpr):
+    rows, is_token = table
+    logits, largest, logsumexp = results
+    H: tl.constexpr = shape[0]
+    T: tl.constexpr = shape[1]
+    W: tl.constexpr = shape[2]  # words of this program
     word = tl.program_id(0) * W + tl.arange(0, W)
     block = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, T)
@@ -152,10 +152,13 @@ def normalise_kernel(
 
 
 @triton.jit
-def derive_kernel(
-    logits, ids, begins, logsumexp, y, gradient, n, V, B,
-    H: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+def derive_kernel(normalised, inverse, y, gradient, counts, shape: tl.constexpr):
+    logits, logsumexp = normalised
+    ids, begins = inverse
+    n, V, B = counts
+    H: tl.constexpr = shape[0]
+    T: tl.constexpr = shape[1]
+    R: tl.constexpr = shape[2]  # buckets of this program
     bucket = tl.program_id(0) * R + tl.arange(0, R)
     coordinate = tl.program_id(1)
     block = tl.program_id(2).to(tl.int64)

@@ -375,10 +375,8 @@ def check(config):
         config,
         above_zero='batch_size micro_batch_size block_size max_steps eval_interval learning_rate embedding_rate',
         not_negative='warmup_steps lr_decay_steps weight_decay grad_clip keep',
+        below=dict(seed=2**64, beta1=1, beta2=1),
     )
-    for name, limit in dict(seed=2**64, beta1=1, beta2=1).items():
-        if not 0 <= config[name] < limit:
-            raise InputError(f'{name}={config[name]}: must be from 0 to below {limit}')
     warmup_steps = config['warmup_steps']
     schedule_steps = config['lr_decay_steps'] or config['max_steps']
     if warmup_steps >= schedule_steps:
