@@ -27,6 +27,7 @@ from configurator import InputError, did_you_mean, read_config
 
 LOSSES = ('exact', 'product')
 ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
+ENCODER_INITS = ('normal', 'identity', 'orthogonal')
 
 
 @dataclass
@@ -46,6 +47,8 @@ class MHFConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     embedding_std: float = 0.02  # of E, drawn
+    encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | identity | orthogonal
+    encoder_scale: float = 1.0  # Ws begins so many times as large: how loud a token enters the residual stream
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
     # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the likeliest bucket's row; no_cascade: every c_i is h
@@ -57,8 +60,12 @@ class MHFConfig:
         if self.ablation not in ABLATIONS or self.ablation and not self.num_hashes:
             known = f'must be one of {", ".join(ABLATIONS[1:])}, and num_hashes above 0'
             raise InputError(f"ablation='{self.ablation}': {known}{did_you_mean(self.ablation, ABLATIONS)}")
+        if self.encoder_init not in ENCODER_INITS:
+            known = f'must be one of {", ".join(ENCODER_INITS)}{did_you_mean(self.encoder_init, ENCODER_INITS)}'
+            raise InputError(f"encoder_init='{self.encoder_init}': {known}")
+        may_be_zero = 'num_hashes', 'num_lsh', 'pad_id'
         for key, least in asdict(self).items():
-            if key not in ('num_hashes', 'num_lsh', 'pad_id', 'loss', 'ablation') and least <= 0:
+            if key not in may_be_zero and not isinstance(least, str) and not least > 0:
                 raise InputError(f'{key}={least}: must be above 0')
         if self.num_heads % self.num_kv_heads:
             raise InputError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
@@ -178,6 +185,18 @@ class HashEncoder(nn.Module):
         self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1)) if gated else None
         self.out = nn.Linear(d, d)
 
+    @torch.no_grad()
+    def begin(self, c):
+        """
+        Ws as training from scratch begins, once all weights are drawn. Drawn small, as the paper's, it makes a token
+        enter the residual stream far below the deviation of E; the identity lets the mean of the k_i pass.
+        """
+        if c.encoder_init == 'identity':
+            nn.init.eye_(self.out.weight)
+        if c.encoder_init == 'orthogonal':
+            nn.init.orthogonal_(self.out.weight)
+        self.out.weight.mul_(c.encoder_scale)
+
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
         if self.gate is None:
             return self.out(k.mean(dim=2))
@@ -278,6 +297,8 @@ class MHF(nn.Module):
                 nn.init.normal_(m.weight, std=c.embedding_std if m is self.embed else 0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
+        if self.encoder:
+            self.encoder.begin(c)
 
         # keep only the inputs of the blocks, and compute the rest again in backward
         self.activation_checkpointing = False

@@ -187,6 +187,10 @@ def test_the_scale_of_new_embeddings(quick):
         assert torch.allclose(weight.double(), times * after[0][name].double(), atol=1e-6), name
 
 
+# an older checkpoint lacks them
+NEWER_SETTINGS = ('ablation', 'embedding_std', 'encoder_init', 'encoder_scale')
+
+
 def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     """A resumed or evaluated ablation silently becomes the method, or checkpoints from before ablations are refused."""
     args = ('cfg.py', '--out_dir=b', '--auto_resume')
@@ -196,7 +200,7 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     ok('train.py', *args, '--ablation=hard_embeddings', *until(5), cwd=quick)
     assert load_checkpoint(quick / 'b/ckpt.pt')[0].hash_decoder.hard
     state = weights(quick)
-    for key, name in itertools.product(('config', 'model_config'), ('ablation', 'embedding_std')):
+    for key, name in itertools.product(('config', 'model_config'), NEWER_SETTINGS):
         del state[key][name]
     # its Hash Decoder had another name, and its settings another one for --plain
     state['model'] = {name.replace('hash_decoder.', 'mixers.'): tensor for name, tensor in state['model'].items()}
@@ -344,7 +348,8 @@ def test_resume_is_exact(quick, compiled):
 OTHER = dict(
     num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
     num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, train_layers=1, embedding_std=0.1, ablation='mean_gate', single_id=True,
+    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='identity', encoder_scale=2.0, ablation='mean_gate',
+    single_id=True,
 )  # fmt: skip
 
 
