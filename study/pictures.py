@@ -67,6 +67,29 @@ def draw(study, groups, rows, path):
     save(fig, path)
 
 
+def draw_over_tokens(study, groups, rows, path):
+    """Nats against the tokens of training, of the models and groups that the list calls OVER_TOKENS."""
+    fig = Figure(figsize=(7, 3.8))
+    ax = fig.subplots()
+    for k, name in enumerate(study.over_tokens['models']):
+        points = []
+        for group in study.over_tokens['groups']:
+            for entry in groups[group]:
+                of_seeds = best_rows(study, entry, rows) if entry['name'] == name else []
+                if of_seeds:
+                    first = of_seeds[0]
+                    tokens = int(first['max_steps']) * int(first['batch_size']) * int(first['block_size'])
+                    nats = values(of_seeds, f'{study.first_text(entry)}_nats_per_token')
+                    points.append((tokens / 1e6, statistics.mean(nats), spread(nats)))
+        if points:
+            millions, nats, deviations = zip(*sorted(points), strict=True)
+            ax.errorbar(millions, nats, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+    ax.set(xlabel='tokens of training, millions', ylabel=f'nats per token, {study.first_text(study.entries[0])}')
+    ax.grid(alpha=0.3)
+    ax.legend()
+    save(fig, path)
+
+
 def draw_vocabularies(study, rows, path):
     """
     Bits per byte, and parameters, against the vocabulary. Each group is a tokenizer; the list says how many tokens it

@@ -18,8 +18,8 @@ from study.rows import best_rows, curves, parameters, read_rows, values
 
 HERE = Path(__file__).resolve().parent
 MISSING = '–'
-# the repository's own lists, whose report is RESULTS.md beside them
-OWN_LISTS = ['english.py', 'vocabulary.py']
+# the repository's own lists, whose report is RESULTS.md
+OWN_LISTS = ['english.py', 'vocabulary.py', 'paper100m.py']
 # the questions of the first page, in their order; a claim names one of them as `about`
 ABOUT = dict(
     loss='What the exact loss gives',
@@ -50,8 +50,8 @@ small to tell, the models are level as far as these seeds show, and one seed dec
 """
 HOW = """## How the numbers were made
 
-    $ python -m study.sweep {lists} --jobs=2    # trains and evaluates what has no row yet
-    $ python -m study.sweep {lists} --report    # writes this page and its pictures
+    $ python -m study.sweep {lists}             # what has no row yet
+    $ python -m study.sweep {lists} --report    # this page
 
 Costs, tasks and ranks have their commands in their sections. The CSVs have more columns than this page: calibration
 error, and nats, top-1 and ranks by how frequent a token is. Rows by the code and the device that made them:
@@ -176,12 +176,21 @@ def times(study):
     return lines
 
 
+def to_be_run(study):
+    """A sentence for a list without rows."""
+    title, _ = title_and_text(study.doc)
+    return f'{title}: yet to be run, by `python -m study.sweep {os.path.relpath(study.path)}`.'
+
+
 def first_page(studies):
     """Each question of ABOUT: what holds, what does not, what else was measured, and what is open."""
     facts = {about: [] for about in ABOUT}
     claims = {about: {answer: [] for answer in (*DECIDED, *OPEN)} for about in ABOUT}
     for study in studies:
         rows = read_rows(study.csv)
+        if not rows:
+            facts['standard'].append(to_be_run(study))
+            continue
         facts['loss'] += temperatures(study, rows)
         facts['vocabulary'] += vocabularies(study, rows)
         facts['time'] += times(study)
@@ -337,6 +346,8 @@ def study_section(study, target):
     """A list's docstring, its tables and its pictures, which are drawn here."""
     rows = read_rows(study.csv)
     title, text = title_and_text(study.doc)
+    if not rows:
+        return [f'## {title}\n', f'{text}\n', f'{to_be_run(study)}\n']
     picture = study.path.with_suffix('.png')
     pictures.draw(study, groups_of(study), rows, picture)
     parts = [f'## {title}\n', f'{text}\n', main_table(study, rows)]
@@ -347,6 +358,10 @@ def study_section(study, target):
     if rates := rates_tried(study, rows):
         parts += ['The learning rates that were tried, the best one first, with the nats of the first seed:\n', rates]
     parts.append(image(title, picture, target))
+    if study.over_tokens:
+        picture = study.path.with_name(f'{study.path.stem}_tokens.png')
+        pictures.draw_over_tokens(study, groups_of(study), rows, picture)
+        parts.append(image('nats by tokens of training', picture, target))
     if study.vocabularies:
         picture = study.path.with_name(f'{study.path.stem}_size.png')
         pictures.draw_vocabularies(study, rows, picture)
@@ -366,7 +381,7 @@ def how_it_was_made(studies):
 
 def check(study):
     """Raises InputError where a claim or MAIN names no entry, or where a claim is about no question of ABOUT."""
-    named = {*(study.main or ())}
+    named = {*(study.main or ()), *study.over_tokens.get('models', ())}
     for claim in study.claims:
         named |= {claim['better'], claim['than']}
         about = claim.get('about', 'other')

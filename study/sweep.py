@@ -2,15 +2,16 @@
 Trains and evaluates the runs of a list, so many at a time; stopped or killed at any moment, the same command goes on.
 
     $ python -m study.sweep study/english.py --jobs=2                      # appends a row a run to study/english.csv
-    $ python -m study.sweep study/english.py study/vocabulary.py --report  # study/RESULTS.md and pictures, of the CSVs
+    $ python -m study.sweep study/english.py study/vocabulary.py study/paper100m.py --report     # study/RESULTS.md
     $ python -m study.sweep study/mine.py --report                         # study/mine.md of a list of your own
 
 A list is Python, as study/english.py: DATA, {folder: settings of prepare.py}, and RUNS, entries with a name, a group, a
 config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}. All else
 in an entry overrides the config. The first seed is trained at every rate, the others at the rate that had the fewest
-nats on the first text; rates='H3' is the best rate of the entry H3 of the same group. CLAIMS, MAIN and VOCABULARIES are
-for the report. A run is known by a digest of its settings and data: names may change, and no row is taken for
-another's.
+nats on the first text; rates='H3' is the best rate of the entry H3 of the same group, or if it has none, of the first
+other group. First come the rates, then the second seeds of all entries, then the third. CLAIMS, MAIN, VOCABULARIES
+and OVER_TOKENS are for the report. A run is known by a digest of its settings and data: names may change, and no row
+is taken for another's.
 
 Each run has as many threads as OMP_NUM_THREADS says, or else its share of the cores.
 """
@@ -63,6 +64,7 @@ class Study:
         self.main = read.get('MAIN')
         self.claims = read.get('CLAIMS', [])
         self.vocabularies = read.get('VOCABULARIES', {})
+        self.over_tokens = read.get('OVER_TOKENS', {})
         self.failed = {}
         if not self.entries:
             raise InputError(f'{path}: RUNS is empty; a list has entries, like study/english.py')
@@ -77,11 +79,13 @@ class Study:
 
     def curve(self, entry):
         """The entry whose rates are tried for this one: itself, or the one that it names."""
-        named = [e for e in self.entries if e['group'] == entry['group'] and e['name'] == entry['rates']]
-        for candidate in [entry, *named]:
-            if isinstance(candidate['rates'], tuple):
-                return candidate
-        raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry of its group with rates')
+        if isinstance(entry['rates'], tuple):
+            return entry
+        named = [e for e in self.entries if e['name'] == entry['rates'] and isinstance(e['rates'], tuple)]
+        if not named:
+            raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry with rates')
+        of_its_group = [e for e in named if e['group'] == entry['group']]
+        return (of_its_group or named)[0]
 
     def first_text(self, entry):
         """The name of the text that chooses an entry's rate."""
@@ -114,7 +118,8 @@ class Study:
         return min(nats, key=lambda rate: (nats[rate], rate), default=None)
 
     def runs(self, rows):
-        """(key, entry, settings) of every run whose rate is known by now, in the order of the list."""
+        """(key, entry, settings) of every run whose rate is known by now: all first seeds, then all second ones."""
+        of_seeds = {}
         for entry in self.entries:
             seeds = entry['seeds']
             pairs = []
@@ -125,7 +130,9 @@ class Study:
                 pairs += [(best, seed) for seed in seeds]
             for rate, seed in dict.fromkeys(pairs):
                 settings = self.settings(entry, rate, seed)
-                yield self.key(entry, settings), entry, settings
+                run = self.key(entry, settings), entry, settings
+                of_seeds.setdefault(seeds.index(seed), []).append(run)
+        return [run for place in sorted(of_seeds) for run in of_seeds[place]]
 
     def left(self, rows):
         """The runs that have no row yet and have not failed."""

@@ -187,6 +187,25 @@ def test_the_scale_of_new_embeddings(quick):
         assert torch.allclose(weight.double(), times * after[0][name].double(), atol=1e-6), name
 
 
+def test_how_the_hash_encoder_begins(quick):
+    """Ws does not begin as --encoder_init and --encoder_scale say, or other weights are drawn otherwise for it."""
+    args = ('cfg.py', '--learning_rate=1e-9', '--warmup_steps=0', '--max_steps=1')
+    after = {}
+    for init in ('normal', 'identity', 'orthogonal'):
+        ok('train.py', *args, f'--encoder_init={init}', '--encoder_scale=4', f'--out_dir={init}', cwd=quick)
+        after[init] = weights(quick, init)['model']
+    ok('train.py', *args, '--out_dir=paper', cwd=quick)
+    paper = weights(quick, 'paper')['model']
+    W = {init: of_init.pop('encoder.out.weight').double() for init, of_init in after.items()}
+    eye = torch.eye(len(W['normal']), dtype=torch.float64)
+    assert torch.allclose(W['identity'], 4 * eye, atol=1e-6)
+    assert torch.allclose(W['orthogonal'] @ W['orthogonal'].T, 16 * eye, atol=1e-4)
+    assert not torch.allclose(W['orthogonal'].abs(), 4 * eye, atol=1e-2)
+    assert torch.allclose(W['normal'], 4 * paper.pop('encoder.out.weight').double(), atol=1e-6)
+    for of_init in after.values():
+        assert all(torch.allclose(of_init[name], weight, atol=1e-6) for name, weight in paper.items())
+
+
 # an older checkpoint lacks them
 NEWER_SETTINGS = ('ablation', 'embedding_std', 'encoder_init', 'encoder_scale')
 
