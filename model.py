@@ -48,7 +48,8 @@ class MHFConfig:
     norm_eps: float = 1e-6
     embedding_std: float = 0.02  # of E, drawn
     encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | identity | orthogonal
-    encoder_scale: float = 1.0  # Ws begins so many times as large: how loud a token enters the residual stream
+    # a token enters the residual stream so many times as large: Ws begins so, Standard's row is multiplied by it
+    embedding_scale: float = 1.0
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
     # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the likeliest bucket's row; no_cascade: every c_i is h
@@ -195,7 +196,7 @@ class HashEncoder(nn.Module):
             nn.init.eye_(self.out.weight)
         if c.encoder_init == 'orthogonal':
             nn.init.orthogonal_(self.out.weight)
-        self.out.weight.mul_(c.encoder_scale)
+        self.out.weight.mul_(c.embedding_scale)
 
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
         if self.gate is None:
@@ -359,7 +360,7 @@ class MHF(nn.Module):
         """
         k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
         # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
-        e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2)
+        e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2) * self.config.embedding_scale
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))

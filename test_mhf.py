@@ -558,6 +558,21 @@ def test_ablations_are_what_they_are_called(tmp_path):
             MHFConfig(**wrong)
 
 
+def test_how_loud_a_standard_model_reads(tmp_path):
+    """embedding_scale changes Standard's head, or not what its decoder reads; or an export silently leaves it out."""
+    m = random_model(num_hashes=0, embedding_scale=3.0)
+    louder = random_model(num_hashes=0)
+    louder.load_state_dict(m.state_dict())
+    with torch.no_grad():
+        louder.embed.weight.mul_(3)
+    ids = torch.randint(0, 300, (2, 7))
+    h = m.hidden_states(m.sign(ids))
+    assert torch.allclose(h, louder.hidden_states(m.sign(ids)), rtol=1e-12)
+    assert torch.allclose(m.log_probs(ids), (h @ m.embed.weight.T).log_softmax(-1), rtol=1e-12)
+    with pytest.raises(InputError, match='no embedding_scale=3.0'):
+        save_pretrained(m, tmp_path / 'released', 'mistral')
+
+
 def test_plain_losses_are_the_formulas():
     """The plain losses, which all else is compared with, are not SPEC section 6: token by token, bucket by bucket."""
     m = random_model(vocab_size=50, num_buckets=12)

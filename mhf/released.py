@@ -92,6 +92,8 @@ def save_pretrained(model, folder, tokenizer):
     c = model.config
     if c.ablation:
         raise InputError(f'the released format knows no ablation={c.ablation}')
+    if not c.num_hashes and c.embedding_scale != 1:
+        raise InputError(f'the released format knows no embedding_scale={c.embedding_scale} of a Standard model')
     weights = released_weights(model)
     fields = dict(
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,

@@ -188,11 +188,11 @@ def test_the_scale_of_new_embeddings(quick):
 
 
 def test_how_the_hash_encoder_begins(quick):
-    """Ws does not begin as --encoder_init and --encoder_scale say, or other weights are drawn otherwise for it."""
+    """Ws does not begin as --encoder_init and --embedding_scale say, or other weights are drawn otherwise for it."""
     args = ('cfg.py', '--learning_rate=1e-9', '--warmup_steps=0', '--max_steps=1')
     after = {}
     for init in ('normal', 'identity', 'orthogonal'):
-        ok('train.py', *args, f'--encoder_init={init}', '--encoder_scale=4', f'--out_dir={init}', cwd=quick)
+        ok('train.py', *args, f'--encoder_init={init}', '--embedding_scale=4', f'--out_dir={init}', cwd=quick)
         after[init] = weights(quick, init)['model']
     ok('train.py', *args, '--out_dir=paper', cwd=quick)
     paper = weights(quick, 'paper')['model']
@@ -207,7 +207,7 @@ def test_how_the_hash_encoder_begins(quick):
 
 
 # an older checkpoint lacks them
-NEWER_SETTINGS = ('ablation', 'embedding_std', 'encoder_init', 'encoder_scale')
+NEWER_SETTINGS = ('ablation', 'embedding_std', 'encoder_init', 'embedding_scale')
 
 
 def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
@@ -367,7 +367,7 @@ def test_resume_is_exact(quick, compiled):
 OTHER = dict(
     num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
     num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='identity', encoder_scale=2.0, ablation='mean_gate',
+    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='identity', embedding_scale=2.0, ablation='mean_gate',
     single_id=True,
 )  # fmt: skip
 
