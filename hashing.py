@@ -77,6 +77,33 @@ def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True
     return table
 
 
+def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
+    """
+    A departure from the paper: the signatures of signature_table, but tokens share buckets only with tokens that are
+    about as frequent, so that a rare one does not learn from what a frequent one needs. Of n = B - 1 buckets a
+    coordinate, the n/4 most frequent tokens have one each, alone and the same in every coordinate; the next 3n/4 tokens
+    are hashed to the next 3n/8 buckets, all others to the rest. Frequencies: of each token, any numbers (V,).
+    Returns (V, H) uint16. Raises InputError as signature_table does, and for B below 8.
+    """
+    if num_buckets < 8:
+        raise InputError(f'num_buckets={num_buckets}: must be 8 or more to give tokens buckets by their frequency')
+    table = signature_table(tokens, num_hashes, num_buckets, pad_id=pad_id)
+    real = np.flatnonzero(table.any(axis=1))
+    most_frequent_first = real[np.argsort(-np.asarray(frequencies)[real], kind='stable')]
+    buckets = num_buckets - 1
+    alone = buckets // 4
+    middle = 1 + alone + (buckets - alone) // 2
+    table[most_frequent_first[:alone]] = 1 + np.arange(min(alone, len(real)))[:, None]
+    for ids, first, end in (
+        (most_frequent_first[alone:buckets], 1 + alone, middle),
+        (most_frequent_first[buckets:], middle, num_buckets),
+    ):
+        for j in range(num_hashes):
+            table[ids, j] = [first + mmh3.hash128(tokens[i], j) % (end - first) for i in ids]
+    _rehash(table, 0, tokens, num_buckets)
+    return table
+
+
 def _rehash(table, start, tokens, B):
     """Makes the rows from `start` on unique, in place and in id order, by rehashing the last coordinate."""
     H = table.shape[1]

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import configurator
 import model as model_module
 from configurator import InputError
-from hashing import extend_table, fingerprint, signature_table
+from hashing import extend_table, fingerprint, frequency_table, signature_table
 from mhf import fast
 from mhf.checkpoint import without_weights
 from mhf.fast import FastMHF, Tiles
@@ -114,6 +114,28 @@ def test_table_invariants(old, new, H, B):
     real = [i for i, w in enumerate(old + new) if w is not None and i != pad]
     assert len(set(map(tuple, longer[real].tolist()))) == len(real)
     assert (longer[real] > 0).all() and longer.sum() == longer[real].sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(words, st.integers(1, 4), st.sampled_from([8, 30, 65536]), st.randoms())
+def test_frequent_tokens_have_buckets_of_their_own(tokens, H, B, random):
+    """A frequent token shares its buckets, or a rare one shares a frequent one's, though the table is by frequency."""
+    pad = 0 if tokens else None
+    frequencies = [random.randrange(1000) for _ in tokens]
+    try:
+        table = frequency_table(tokens, frequencies, H, B, pad)
+    except InputError as e:
+        assert 'is full' in str(e)
+        return
+    real = [i for i, w in enumerate(tokens) if w is not None and i != pad]
+    assert len(set(map(tuple, table[real].tolist()))) == len(real)
+    assert (table[real] > 0).all() and table.sum() == table[real].sum() and (table < B).all()
+    by_frequency = sorted(real, key=lambda i: -frequencies[i])
+    n = B - 1
+    for j in range(H - 1):
+        bands = [table[by_frequency[a:b], j] for a, b in ((0, n // 4), (n // 4, n), (n, None))]
+        assert len(set(bands[0].tolist())) == len(bands[0])
+        assert not any(np.intersect1d(bands[a], bands[b]).size for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
 def test_single_id_has_one_value():

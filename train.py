@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure
 from mhf import plot
-from mhf.bins import Verified, blocks_of, open_bins, read_ahead
+from mhf.bins import Verified, blocks_of, frequencies, open_bins, read_ahead
 from mhf.checkpoint import Checkpoints, check_data, check_settings
 from mhf.cost import check_memory
 from mhf.device import pick_compile, pick_dtype, use_device
@@ -73,6 +73,7 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B
 num_lsh = 0
 single_id = False
+by_frequency = False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); bins=ids
 ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 # optimizer: AdamW, linear warm-up, cosine to 0
@@ -172,7 +173,7 @@ if starts_from_model:
     config |= {name: value for name, value in architecture.items() if name in config}
 if ckpt:
     check_settings(ckpt, source, config, FREE_ON_RESUME)
-table = checked_table(config, meta)
+table = checked_table(config, meta, frequencies(train_tokens, meta['vocab_size']) if by_frequency else None)
 data = identity(meta, table)
 start_step = ckpt['step'] if ckpt else 0
 best_val = ckpt['best_val'] if ckpt else math.inf
@@ -215,8 +216,7 @@ others = [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
 if embedding_rate != 1:
     groups.insert(0, dict(params=[E], weight_decay=weight_decay, rate=embedding_rate))
-fused = device_type in ('cuda', 'cpu')
-optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=fused)
+optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if ckpt:
     try:
         optimizer.load_state_dict(ckpt['optimizer'])

@@ -94,6 +94,14 @@ class Bins:
                 raise InputError(f'{path} is damaged: {differs}; prepare it again')
 
 
+def frequencies(tokens, V):
+    """How often each id is among the first 2^24 tokens of some Bins, (V,) int64. Raises InputError for signatures."""
+    ids = tokens[: 2**24]
+    if ids.ndim > 1:
+        raise InputError('by_frequency=True: these bins hold signatures, whose tokens nobody counted; use --bins=ids')
+    return np.bincount(ids, minlength=V)[:V]
+
+
 class Verified:
     """
     Reads this process's share of the shards of some Bins through, in a thread, while training goes on. `damage` is the

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 from configurator import InputError, settings_of
-from hashing import fingerprint, signature_table
+from hashing import fingerprint, frequency_table, signature_table
 from mhf.tokenizers import get_tokenizer, tokenizer_facts
 
 SPLITS = ('train', 'val')
@@ -239,10 +239,11 @@ def table_of(config, tok):
     )
 
 
-def checked_table(config, meta):
+def checked_table(config, meta, frequencies=None):
     """
-    The signatures (V, H) uint16 of the bins' tokens; None for the Standard model. Raises InputError where the bins were
-    made with another tokenizer, or hold other signatures.
+    The signatures (V, H) uint16 of the bins' tokens; None for the Standard model. With the frequencies (V,) of ids they
+    are those of frequency_table. Raises InputError where the bins were made with another tokenizer, or hold other
+    signatures.
     """
     folder = data_folder(config)
     if 'table_sha256' in meta:
@@ -257,6 +258,8 @@ def checked_table(config, meta):
         if meta[key] != value:
             differs = f'{key}={str(meta[key]):.20}, here {str(value):.20}'
             raise InputError(f"{folder} is of another '{config['tokenizer']}' tokenizer: {differs}")
+    if frequencies is not None:
+        return frequency_table(tok.tokens, frequencies, config['num_hashes'], config['num_buckets'], tok.pad)
     table = table_of(config, tok)
     if 'table_sha256' in meta and meta['table_sha256'] != fingerprint(table):
         raise InputError(f'{folder} holds signatures of another table; delete it and prepare it again')

@@ -206,6 +206,25 @@ def test_how_the_hash_encoder_begins(quick):
         assert all(torch.allclose(of_init[name], weight, atol=1e-6) for name, weight in paper.items())
 
 
+def test_a_table_by_frequency(quick):
+    """A run with --by_frequency has the plain table, goes on with another one, or bins of signatures get one unseen."""
+    args = ('cfg.py', '--by_frequency', '--out_dir=b', '--auto_resume')
+    done = run('train.py', *args, *until(2), cwd=quick)
+    assert done.returncode == 1 and 'hold signatures' in done.stderr and 'Traceback' not in done.stderr
+    ids = ('--bins=ids', '--data_dir=ids')
+    ok('prepare.py', 'cfg.py', *ids, cwd=quick)
+    ok('train.py', *args, *ids, *until(2), cwd=quick)
+    table = weights(quick, 'b')['model']['signatures']
+    counts = np.bincount(np.load(quick / 'ids/train_000000.bin'), minlength=len(table))
+    most_frequent = counts.argsort(kind='stable')[-20:]
+    # of 255 buckets the first 63 have one token each
+    assert (table[most_frequent] == table[most_frequent][:, :1]).all() and table[most_frequent].max() <= 63
+    refused = run('train.py', *args[:1], *args[2:], *ids, *until(3), cwd=quick)
+    assert refused.returncode == 1 and 'by_frequency=True (now False)' in refused.stderr
+    ok('train.py', *args, *ids, *until(3), cwd=quick)
+    assert torch.equal(weights(quick, 'b')['model']['signatures'], table)
+
+
 # an older checkpoint lacks them
 NEWER_SETTINGS = ('ablation', 'embedding_std', 'encoder_init', 'embedding_scale')
 
