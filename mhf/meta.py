@@ -259,6 +259,8 @@ def checked_table(config, meta, frequencies=None):
             differs = f'{key}={str(meta[key]):.20}, here {str(value):.20}'
             raise InputError(f"{folder} is of another '{config['tokenizer']}' tokenizer: {differs}")
     if frequencies is not None:
+        if config['num_lsh'] or config['single_id']:
+            raise InputError('by_frequency=True is a table of its own: leave out num_lsh and single_id')
         return frequency_table(tok.tokens, frequencies, config['num_hashes'], config['num_buckets'], tok.pad)
     table = table_of(config, tok)
     if 'table_sha256' in meta and meta['table_sha256'] != fingerprint(table):

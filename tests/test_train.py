@@ -219,6 +219,9 @@ def test_a_table_by_frequency(quick):
     most_frequent = counts.argsort(kind='stable')[-20:]
     # of 255 buckets the first 63 have one token each
     assert (table[most_frequent] == table[most_frequent][:, :1]).all() and table[most_frequent].max() <= 63
+    ok('sample.py', 'cfg.py', '--out_dir=b', cwd=quick)
+    other = run('train.py', *args, *ids, '--num_lsh=1', '--out_dir=c', cwd=quick)
+    assert other.returncode == 1 and 'leave out num_lsh' in other.stderr and not (quick / 'c').exists()
     refused = run('train.py', *args[:1], *args[2:], *ids, *until(3), cwd=quick)
     assert refused.returncode == 1 and 'by_frequency=True (now False)' in refused.stderr
     ok('train.py', *args, *ids, *until(3), cwd=quick)
