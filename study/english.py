@@ -172,6 +172,43 @@ CLAIMS = [
     ),
 ]
 
+# how the report begins, with a sentence of vocabulary.py's; study/first_page.py says what {0.word} is
+_BY_ONE_MILLION = dict(group='1.02 M tokens')
+_BY_THREE_MILLION = dict(group='3.07 M tokens')
+_PARTS = ('Single-ID H1', 'H2', 'H3', 'H4, mean for the gate', 'H4, hard embeddings', 'H4, no cascade')
+SENTENCES = dict(
+    loss=(
+        "At 1.02 M tokens H4 trained by the exact loss is {0.word} H4 trained by the paper's ({0.figure}), and "
+        '{1.word} it in expected calibration error ({1.figure}).',
+        [
+            _BY_ONE_MILLION | dict(better='H4', than='H4, product'),
+            _BY_ONE_MILLION | dict(better='H4', than='H4, product', measure='expected_calibration_error'),
+        ],
+    ),
+    standard=(
+        'With a tuned optimizer and as many parameters H4 is {0.word} Standard at 1.02 M tokens ({0.figure}) and '
+        '{1.word} it at 3.07 M ({1.figure}); begun louder, H4 is {2.word} that Standard ({2.figure}), and {3.word} a '
+        'Standard that is begun louder too ({3.figure}).',
+        [
+            _BY_ONE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
+            _BY_THREE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
+            _BY_THREE_MILLION | dict(better=_LOUD_H4['name'], than=_TUNED_STANDARD['name']),
+            _BY_THREE_MILLION | dict(better=_LOUD_H4['name'], than=_LOUD_STANDARD['name']),
+        ],
+    ),
+    parts=(
+        'At 1.02 M tokens four hashes are {0.word} one ID in all coordinates ({0.figure}), {1.word} two ({1.figure}) '
+        'and {2.word} three ({2.figure}); H4 is {3.word} a model with a mean for the gate ({3.figure}), {4.word} one '
+        'with hard embeddings ({4.figure}) and {5.word} one without the cascade ({5.figure}).',
+        [_BY_ONE_MILLION | dict(better='H4', than=name) for name in _PARTS],
+    ),
+    time=(
+        "A training step of H4 takes {time} times as long as Standard's, depending on the device, and at 3.07 M tokens "
+        'H4 is {0.word} a Standard that has read 1.5 times as many ({0.figure}).',
+        [_BY_THREE_MILLION | dict(better='H4', than=_EQUAL_TIME)],
+    ),
+)
+
 RUNS = [
     _SHORT | _STANDARD,
     _SHORT | _H4,

@@ -9,9 +9,9 @@ A list is Python, as study/english.py: DATA, {folder: settings of prepare.py}, a
 config, seeds and rates, the folder to `train` on and `texts`, {name: folder whose held-out split is measured}. All else
 in an entry overrides the config. The first seed is trained at every rate, the others at the rate that had the fewest
 nats on the first text; rates='H3' is the best rate of the entry H3 of the same group, or if it has none, of the first
-other group. First come the rates, then the second seeds of all entries, then the third. CLAIMS, MAIN, VOCABULARIES
-and OVER_TOKENS are for the report. A run is known by a digest of its settings and data: names may change, and no row
-is taken for another's.
+other group. First come the rates, then the second seeds of all entries, then the third. CLAIMS, SENTENCES, MAIN,
+VOCABULARIES and OVER_TOKENS are for the report. A run is known by a digest of its settings and data: names may change,
+and no row is taken for another's.
 
 Each run has as many threads as OMP_NUM_THREADS says, or else its share of the cores.
 """
@@ -63,6 +63,7 @@ class Study:
         self.entries = read['RUNS']
         self.main = read.get('MAIN')
         self.claims = read.get('CLAIMS', [])
+        self.sentences = read.get('SENTENCES', {})
         self.vocabularies = read.get('VOCABULARIES', {})
         self.over_tokens = read.get('OVER_TOKENS', {})
         self.failed = {}

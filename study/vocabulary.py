@@ -53,6 +53,20 @@ CLAIMS = [
         on='fineweb',
     ),
 ]
+_TEKKEN = dict(group='tekken', better='H4', than='Standard')
+SENTENCES = dict(
+    vocabulary=(
+        'With 131,072 tokens in place of 32,768 H4 keeps its {0.sizes[0]} parameters and is {0.word} what it was in '
+        'bits per byte ({0.figure}; on FineWeb {1.word} it, {1.figure}), where Standard grows to {2.sizes[1]}; H4 is '
+        '{2.word} that Standard ({2.figure}), and {3.word} it on FineWeb ({3.figure}).',
+        [
+            _TEKKEN | dict(than='H4', than_group='mistral', measure='bits_per_byte'),
+            _TEKKEN | dict(than='H4', than_group='mistral', measure='bits_per_byte', on='fineweb'),
+            _TEKKEN,
+            _TEKKEN | dict(on='fineweb'),
+        ],
+    )
+)
 
 DATA = {}
 RUNS = []

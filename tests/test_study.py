@@ -172,7 +172,7 @@ Made up.
 """
 DATA = {'data': dict(dataset='docs.jsonl')}
 _COMMON = dict(group='all', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3,), seeds=(1, 2, 3))
-RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCD']
+RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCDE']
 CLAIMS = [
     dict(says='A below D', better='A', than='D'),
     dict(says='A below C', better='A', than='C', about='parts'),
@@ -181,11 +181,19 @@ CLAIMS = [
     dict(says='B below A', better='B', than='A'),
     dict(says='A 0.3 below B', better='A', than='B', by=0.3),
 ]
+_ALL = dict(group='all', better='A')
+SENTENCES = dict(
+    time=('A {0.word} E ({0.figure}), {time}.', [_ALL | dict(than='E')]),
+    parts=(
+        'A {0.word} B ({0.figure}), B {1.word} A, A {2.word} C, D {3.word} A ({3.sizes[1]}).',
+        [_ALL | dict(better=better, than=than) for better, than in ('AB', 'BA', 'AC', 'DA')],
+    ),
+)
 '''
 
 
 def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
-    """A claim is said to hold that does not, or within the noise, or without runs; or what is decided is not first."""
+    """A claim holds that does not, or within the noise, or unrun; decided is not first; a sentence has a wrong word."""
     from study.rows import add_row
     from study.sweep import Study
 
@@ -193,21 +201,27 @@ def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
     (tmp_path / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
     monkeypatch.chdir(tmp_path)
     study = Study('claims.py')
-    nats = dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15))
-    same = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=1, params_hash=1, params_decoder=1)
+    nats = dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15), E=(4.9,))
+    same = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=2000000, params_hash=0, params_decoder=1)
     for entry in study.entries:
         for seed, value in zip(entry['seeds'], nats.get(entry['name'], ()), strict=False):
             key = study.key(entry, study.settings(entry, 1e-3, seed))
             add_row(study.csv, dict(key=key, docs_nats_per_token=value) | same)
     ok('study.sweep', 'claims.py', '--report', cwd=tmp_path)
     page = (tmp_path / 'claims.md').read_text().split('## ')
-    assert page[1].splitlines() == [
+    assert page[1].splitlines()[-3:] == [
+        '1. A ahead of B (+0.200 ± 0.014), B behind A, A level with C, D not yet compared with A (2.0 M).',
+        '2. A behind E (-0.100, one seed), –.',
+        '',
+    ]
+    assert page[2].startswith('Every claim')
+    assert page[3].splitlines() == [
         'What each part of the method earns',
         '',
         '* Open, too small to tell: A below C: all +0.020 ± 0.126 (3+3).',
         '',
     ]
-    assert page[2].splitlines() == [
+    assert page[4].splitlines() == [
         'Other claims',
         '',
         '* **Holds**: A 0.1 below B: all +0.200 ± 0.014 (3+3).',
@@ -355,6 +369,8 @@ def test_a_wrong_list_ends_in_one_line(study):
         ("MAIN = ('H9',)", "no entry has the name 'H9'"),
         ("CLAIMS = [dict(says='', better='H3', than='H9')]", "no entry has the name 'H9'"),
         ("CLAIMS = [dict(says='', better='H3', than='H3', about='price')]", "about='price' of a claim: must be one of"),
+        ("SENTENCES = dict(loss=('', [dict(better='H3', than='H3', group='long')]))", "no ('H3', 'long') among"),
+        ("SENTENCES = dict(loss=('', [dict(better='H3', than='H3')]))", "no 'group' among the entries, or none in"),
     ):
         (folder / 'runs.py').write_text(f'{LIST}{more}\n')
         done = run('study.sweep', 'runs.py', '--report', cwd=folder)
