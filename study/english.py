@@ -7,9 +7,10 @@ are trained by -log P(w), only `product` by the paper's loss, with AdamW: a tent
 to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16 or, where a CPU is faster with it, float32 (a column of
 the CSV). E is the matrix of embeddings. `Tuned` is a rate of 1e-3, 4 times that for E, and beta2 0.99. `Loud` departs
 from the paper in how large a token enters the residual stream: H4's Ws begins as 4 times the identity, and Standard's
-row of E is multiplied by 4; `louder` is 16 times. Each model has the rate that is best for its first seed; one that
-tries no rates has H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was also run on a CPU, which
-draws other weights, and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the edge.
+row of E is multiplied by 4; `louder` is 16 times, with twice the rate for E. Each model has the rate that is best for
+its first seed; one that tries no rates has H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was
+also run on a CPU, which draws other weights, and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the
+edge.
 """
 
 # where the two corpora lie
@@ -260,21 +261,22 @@ for _name, _rate in (('twice the rate', 2e-3), ('half the rate', 5e-4)):
     _of_rate = _SHORT | _TUNED | dict(rates=(_rate,), seeds=(1,))
     RUNS += [model | _of_rate | dict(name=f'{model["name"]}, {_name}') for model in (_TUNED_STANDARD, _TUNED_H4)]
 RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for length in (_LONG, _SHORT)]
-# the loud H4's own rates and beginning, of which the first seed says what is worth more
-_OF_LOUD = [
-    dict(name='H4, tuned, louder', embedding_scale=16.0),
-    dict(name='H4, tuned, loud, by frequency', by_frequency=True),
-    dict(name='H4, tuned, louder, by frequency', embedding_scale=16.0, by_frequency=True),
-    dict(name='H4, tuned, louder, twice the rate for E', embedding_scale=16.0, embedding_rate=2.0),
-    dict(name='H4, tuned, loud, twice the rate for E', embedding_rate=2.0),
-    dict(name='H4, tuned, loud, 8 times the rate for E', embedding_rate=8.0),
-    dict(name='H4, tuned, loud, twice the rate', rates=(2e-3,)),
-    dict(name='H4, tuned, loud, half the rate', rates=(5e-4,)),
-    dict(name='H4, tuned, loud, beta2 0.999', beta2=0.999),
-    dict(name='H4, tuned, loud, orthogonal', encoder_init='orthogonal'),
+_LOUDER = dict(embedding_scale=16.0, embedding_rate=2.0)
+_BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
+RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name='H4, tuned, louder') for length in (_LONG, _SHORT)]
+RUNS += [_LONG | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY]
+RUNS += [_LONG | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
+# H4's own rates and beginning, of which the first seed says what is worth more
+_OF_LOUDER = [
+    dict(name='H4, tuned, louder, the rate of all for E', embedding_rate=1.0),
+    dict(name='H4, tuned, louder, 4 times the rate for E', embedding_rate=4.0),
+    dict(name='H4, tuned, louder, twice the rate', rates=(2e-3,)),
+    dict(name='H4, tuned, louder, half the rate', rates=(5e-4,)),
+    dict(name='H4, tuned, louder, beta2 0.999', beta2=0.999),
+    dict(name='H4, tuned, louder, orthogonal', encoder_init='orthogonal'),
+    _BY_FREQUENCY,
 ]
-RUNS += [_SHORT | _LOUD_H4 | _TUNED | dict(seeds=(1,)) | setting for setting in _OF_LOUD]
-RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | dict(name='Standard, tuned, louder', seeds=(1,), embedding_scale=16.0)]
+RUNS += [_SHORT | _LOUD_H4 | _TUNED | _LOUDER | dict(seeds=(1,)) | setting for setting in _OF_LOUDER]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
