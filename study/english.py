@@ -51,6 +51,8 @@ _TUNED_STANDARD = _STANDARD | dict(name='Standard, tuned')
 _TUNED_H4 = _H4 | dict(name='H4, tuned')
 _LOUD_STANDARD = _STANDARD | dict(name='Standard, tuned, loud', embedding_scale=4.0)
 _LOUD_H4 = _H4 | dict(name='H4, tuned, loud', encoder_init='identity', embedding_scale=4.0)
+_LOUDER_H4 = 'H4, tuned, louder'
+_BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 _LIKE_LSH = dict(rates='LSH:MMH3 2:2')
 
@@ -148,6 +150,12 @@ CLAIMS = [
     ),
     dict(about='parts', says='Four MMH3 hashes are better than two LSH and two MMH3', better='H4', than='LSH:MMH3 2:2'),
     dict(about='parts', says='Four MMH3 hashes are better than four LSH', better='H4', than='LSH:MMH3 4:0'),
+    dict(
+        about='parts',
+        says='A table by frequency is better than one by hashes alone, both louder',
+        better=_BY_FREQUENCY['name'],
+        than=_LOUDER_H4,
+    ),
     dict(about='optimizer', says='Tuning the optimizer helps H4', better=_TUNED_H4['name'], than='H4'),
     dict(
         about='optimizer', says='Tuning the optimizer helps Standard', better=_TUNED_STANDARD['name'], than='Standard'
@@ -158,6 +166,14 @@ CLAIMS = [
         says='Being loud helps a tuned Standard',
         better=_LOUD_STANDARD['name'],
         than=_TUNED_STANDARD['name'],
+    ),
+    dict(about='optimizer', says='Being louder helps a loud H4', better=_LOUDER_H4, than=_LOUD_H4['name']),
+    dict(about='optimizer', says='Being loud helps an H4 whose optimizer is not tuned', better='H4, loud', than='H4'),
+    dict(
+        about='optimizer',
+        says='Being loud helps a Standard whose optimizer is not tuned',
+        better='Standard, loud',
+        than='Standard',
     ),
     dict(about='optimizer', says='A beta2 of 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
     dict(about='optimizer', says='A higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
@@ -261,11 +277,10 @@ for _name, _rate in (('twice the rate', 2e-3), ('half the rate', 5e-4)):
     _of_rate = _SHORT | _TUNED | dict(rates=(_rate,), seeds=(1,))
     RUNS += [model | _of_rate | dict(name=f'{model["name"]}, {_name}') for model in (_TUNED_STANDARD, _TUNED_H4)]
 RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for length in (_LONG, _SHORT)]
-_LOUDER = dict(embedding_scale=16.0, embedding_rate=2.0)
-_BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
-RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name='H4, tuned, louder') for length in (_LONG, _SHORT)]
-RUNS += [_LONG | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY]
-RUNS += [_LONG | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
+_LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_rate=2.0)
+RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length in (_LONG, _SHORT)]
+RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
+RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
 # H4's own rates and beginning, of which the first seed says what is worth more
 _OF_LOUDER = [
     dict(name='H4, tuned, louder, the rate of all for E', embedding_rate=1.0),
@@ -274,9 +289,11 @@ _OF_LOUDER = [
     dict(name='H4, tuned, louder, half the rate', rates=(5e-4,)),
     dict(name='H4, tuned, louder, beta2 0.999', beta2=0.999),
     dict(name='H4, tuned, louder, orthogonal', encoder_init='orthogonal'),
-    _BY_FREQUENCY,
 ]
-RUNS += [_SHORT | _LOUD_H4 | _TUNED | _LOUDER | dict(seeds=(1,)) | setting for setting in _OF_LOUDER]
+RUNS += [_SHORT | _LOUD_H4 | _TUNED | _LOUDER | setting for setting in _OF_LOUDER]
+# is being loud worth as much where the optimizer is not tuned?
+RUNS += [length | _LOUD_H4 | _LIKE_H4 | dict(name='H4, loud') for length in (_LONG, _SHORT)]
+RUNS += [length | _LOUD_STANDARD | dict(name='Standard, loud', rates='Standard') for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
