@@ -581,7 +581,7 @@ def test_ablations_are_what_they_are_called(tmp_path):
 
 
 def test_how_loud_a_standard_model_reads(tmp_path):
-    """embedding_scale changes Standard's head, or not what its decoder reads; or an export silently leaves it out."""
+    """embedding_scale changes Standard's head, or not what its decoder reads; or an export loses it."""
     m = random_model(num_hashes=0, embedding_scale=3.0)
     louder = random_model(num_hashes=0)
     louder.load_state_dict(m.state_dict())
@@ -591,8 +591,10 @@ def test_how_loud_a_standard_model_reads(tmp_path):
     h = m.hidden_states(m.sign(ids))
     assert torch.allclose(h, louder.hidden_states(m.sign(ids)), rtol=1e-12)
     assert torch.allclose(m.log_probs(ids), (h @ m.embed.weight.T).log_softmax(-1), rtol=1e-12)
-    with pytest.raises(InputError, match='no embedding_scale=3.0'):
-        save_pretrained(m, tmp_path / 'released', 'mistral')
+    save_pretrained(m, tmp_path / 'released', 'mistral')
+    exported = from_pretrained(tmp_path / 'released').double()
+    assert exported.config.embedding_scale == 1
+    assert torch.allclose(exported.log_probs(ids), m.log_probs(ids), rtol=0, atol=1e-5)
 
 
 def test_plain_losses_are_the_formulas():

@@ -65,6 +65,16 @@ def released_weights(model):
     return weights
 
 
+def as_plain_qwen3(weights, scale):
+    """
+    Released weights of a Standard model whose rows of E enter `scale` times as large -> those of the plain Qwen3 model
+    that computes the same. There the residual stream is divided by the scale: RMSNorm takes that out again, where its
+    eps is divided by the square. The norms of q and k share that eps, which changes them by some 1e-6.
+    """
+    last_of_branches = ('.o_proj.weight', '.down_proj.weight')
+    return {name: tensor / scale if name.endswith(last_of_branches) else tensor for name, tensor in weights.items()}
+
+
 def copy_tokenizer(tokenizer, folder):
     """
     Copies a tokenizer that is a file into the folder of a released model, with the files beside it that say which token
@@ -85,15 +95,13 @@ def save_pretrained(model, folder, tokenizer):
     """
     Writes the authors' released format into a new folder: config.json, with the name of the tokenizer, and
     model.safetensors. A tokenizer that is a file goes beside them as tokenizer.model or tokenizer.json. from_pretrained
-    reads back the same bits. Raises InputError.
+    reads back the same bits, but for a Standard model with an embedding_scale, see as_plain_qwen3. Raises InputError.
     """
     from safetensors.torch import save_file
 
     c = model.config
     if c.ablation:
         raise InputError(f'the released format knows no ablation={c.ablation}')
-    if not c.num_hashes and c.embedding_scale != 1:
-        raise InputError(f'the released format knows no embedding_scale={c.embedding_scale} of a Standard model')
     weights = released_weights(model)
     fields = dict(
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
@@ -102,6 +110,9 @@ def save_pretrained(model, folder, tokenizer):
     for theirs, ours in RELEASED_FIELDS.items():
         if c.num_hashes or theirs not in OF_HASHES:
             fields[theirs] = getattr(c, ours)
+    if not c.num_hashes and c.embedding_scale != 1:
+        weights = as_plain_qwen3(weights, c.embedding_scale)
+        fields['rms_norm_eps'] = c.norm_eps / c.embedding_scale**2
     folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} is there already; choose another folder')
