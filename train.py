@@ -1,5 +1,5 @@
 """
-Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. The defaults train the paper's 100M H4B16K.
+Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. The defaults train a 100M H4B16K.
 
     $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
@@ -76,12 +76,12 @@ single_id = False
 by_frequency = False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); bins=ids
 ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
+encoder_init = 'identity'  # how Ws begins: identity | orthogonal | normal, the paper's, a quiet one (study/RESULTS.md)
+embedding_scale = 4.0  # Ws begins so many times as large, and Standard's rows of E enter so; the paper's is 1.0
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
 embedding_rate = 1.0  # E learns at so many times this rate
 embedding_std = 0.02  # for studies: of E, drawn
-encoder_init = 'normal'  # for studies: how Ws begins, normal | identity | orthogonal
-embedding_scale = 1.0  # for studies: Ws begins so many times as large, or Standard's rows of E enter so
 max_steps = 20000  # updates
 warmup_steps = 2000
 lr_decay_steps = 0  # length of the schedule; 0 is max_steps

@@ -22,6 +22,9 @@ batch_size = 256
 micro_batch_size = 8
 # the paper's; 'exact' trains the distribution that is sampled from
 loss = 'product'
+# as in the paper; train.py's defaults let a token enter louder
+encoder_init = 'normal'
+embedding_scale = 1.0
 learning_rate = 5e-4
 max_steps = 20000
 warmup_steps = 2000

@@ -20,6 +20,8 @@ micro_batch_size = 8
 # 80 GB of memory hold only 1 sequence without it
 activation_checkpointing = True
 loss = 'product'
+encoder_init = 'normal'
+embedding_scale = 1.0
 learning_rate = 2e-4
 max_steps = 200000
 warmup_steps = 2000

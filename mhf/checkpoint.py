@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -128,8 +129,8 @@ def load_checkpoint(path, Model=FastMHF):
 
 def check_settings(ckpt, source, config, free):
     """Raises InputError where a resumed run has other settings than its checkpoint. Those in `free` may differ."""
-    # a setting that an older train.py did not have was what its default is now
-    before = settings_of('train.py') | ckpt['config'] | ckpt['data']
+    # a setting that an older train.py did not have was what its default is now, or MHFConfig's
+    before = settings_of('train.py') | asdict(MHFConfig(**ckpt['model_config'])) | ckpt['config'] | ckpt['data']
     fixed = [name for name in config if name not in free]
     changed = [f'{name}={before[name]} (now {config[name]})' for name in fixed if before[name] != config[name]]
     if changed:

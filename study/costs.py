@@ -41,7 +41,7 @@ def shapes(entries, tok):
     for name, settings in entries:
         fields = {k: v for k, v in settings.items() if k in MHFConfig.__annotations__}
         # signatures of another kind cost the same, and so do other weights and settings of training
-        c = replace(MHFConfig(**of_tokenizer | fields), num_lsh=0, embedding_std=0.02)
+        c = replace(MHFConfig(**of_tokenizer | fields), num_lsh=0, embedding_std=0.02, **sweep.NOT_IN_DIGEST)
         if c not in configs.values():
             configs[name] = c
     return configs

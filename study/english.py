@@ -22,6 +22,8 @@ DATA = {
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
 _COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_rate=1.0)
+# the paper's, but for what is called loud
+_COMMON |= dict(encoder_init='normal', embedding_scale=1.0)
 # for a GPU: compiling takes longer than a run, and a run that is repeated gives the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 

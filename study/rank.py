@@ -39,6 +39,7 @@ COLUMNS = 2048
 # z is 64; every bound is far below CONTEXTS and COLUMNS
 _TINY = '--num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16 --intermediate_size=96 --num_buckets=2048'
 _TINY += ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_rate=1 --beta2=0.95'
+_TINY += ' --encoder_init=normal --embedding_scale=1'
 MODELS = {
     'Standard, d=32': '--hidden_size=32 --num_hashes=0',
     'H4, d=32': '--hidden_size=32 --num_hashes=4',

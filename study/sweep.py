@@ -44,6 +44,8 @@ MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expec
 OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
 # settings that a config may have, but that the list decides here
 OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
+# a run's digest leaves these out: so all runs were before there were such settings
+NOT_IN_DIGEST = dict(encoder_init='normal', embedding_scale=1.0)
 
 
 class Study:
@@ -102,6 +104,7 @@ class Study:
         """The digest of all that decides a run's numbers. Of data files it has the names and not the folders."""
         recipes = [self.data[folder] for folder in (entry['train'], *entry['texts'].values())]
         recipes = [recipe | dict(dataset=recipe['dataset'].split('/')[-1]) for recipe in recipes]
+        settings = {k: v for k, v in settings.items() if k not in NOT_IN_DIGEST or v != NOT_IN_DIGEST[k]}
         return hashlib.sha256(json.dumps([settings, recipes]).encode()).hexdigest()[:12]
 
     def best_rate(self, entry, rows, so_far=False):

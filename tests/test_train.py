@@ -194,7 +194,7 @@ def test_how_the_hash_encoder_begins(quick):
     for init in ('normal', 'identity', 'orthogonal'):
         ok('train.py', *args, f'--encoder_init={init}', '--embedding_scale=4', f'--out_dir={init}', cwd=quick)
         after[init] = weights(quick, init)['model']
-    ok('train.py', *args, '--out_dir=paper', cwd=quick)
+    ok('train.py', *args, '--encoder_init=normal', '--embedding_scale=1', '--out_dir=paper', cwd=quick)
     paper = weights(quick, 'paper')['model']
     W = {init: of_init.pop('encoder.out.weight').double() for init, of_init in after.items()}
     eye = torch.eye(len(W['normal']), dtype=torch.float64)
@@ -247,7 +247,10 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     state['model'] = {name.replace('hash_decoder.', 'mixers.'): tensor for name, tensor in state['model'].items()}
     state['config']['plain_head'] = state['config'].pop('plain')
     save_edited(state, quick / 'out/ckpt.pt')
-    done = ok('train.py', 'cfg.py', '--auto_resume', *until(25), cwd=quick)
+    args = ('cfg.py', '--auto_resume', *until(25))
+    refused = run('train.py', *args, cwd=quick)
+    assert refused.returncode == 1 and 'encoder_init=normal (now identity)' in refused.stderr
+    done = ok('train.py', *args, '--encoder_init=normal', '--embedding_scale=1', cwd=quick)
     assert 'resumed at step 24' in done.stdout and 'WARNING' not in done.stderr
     assert 'hash_decoder.0.0.weight' in weights(quick)['model']
 
@@ -389,7 +392,7 @@ def test_resume_is_exact(quick, compiled):
 OTHER = dict(
     num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
     num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='identity', embedding_scale=2.0, ablation='mean_gate',
+    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='orthogonal', embedding_scale=2.0, ablation='mean_gate',
     single_id=True,
 )  # fmt: skip
 
