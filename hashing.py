@@ -82,21 +82,28 @@ def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
     A departure from the paper: the signatures of signature_table, but tokens share buckets only with tokens that are
     about as frequent, so that a rare one does not learn from what a frequent one needs. Of n = B - 1 buckets a
     coordinate, the n/4 most frequent tokens have one each, alone and the same in every coordinate; the next 3n/4 tokens
-    are hashed to the next 3n/8 buckets, all others to the rest. Frequencies: of each token, any numbers (V,).
+    are hashed to the next 3n/8 buckets. Of the other tokens, those of frequency 0 are hashed to the last n/64 buckets,
+    where a model learns for all of them that they do not occur; the rest have the buckets between. Frequencies: of each
+    token, any numbers (V,).
     Returns (V, H) uint16. Raises InputError as signature_table does, and for B below 8.
     """
     if num_buckets < 8:
         raise InputError(f'num_buckets={num_buckets}: must be 8 or more to give tokens buckets by their frequency')
     table = signature_table(tokens, num_hashes, num_buckets, pad_id=pad_id)
     real = np.flatnonzero(table.any(axis=1))
-    most_frequent_first = real[np.argsort(-np.asarray(frequencies)[real], kind='stable')]
+    frequencies = np.asarray(frequencies)
+    most_frequent_first = real[np.argsort(-frequencies[real], kind='stable')]
     buckets = num_buckets - 1
     alone = buckets // 4
     middle = 1 + alone + (buckets - alone) // 2
+    of_unseen = num_buckets - max(1, buckets // 64)
     table[most_frequent_first[:alone]] = 1 + np.arange(min(alone, len(real)))[:, None]
+    others = most_frequent_first[buckets:]
+    seen = frequencies[others] > 0
     for ids, first, end in (
         (most_frequent_first[alone:buckets], 1 + alone, middle),
-        (most_frequent_first[buckets:], middle, num_buckets),
+        (others[seen], middle, of_unseen),
+        (others[~seen], of_unseen, num_buckets),
     ):
         for j in range(num_hashes):
             table[ids, j] = [first + mmh3.hash128(tokens[i], j) % (end - first) for i in ids]

@@ -7,6 +7,7 @@ MHF_STRICT=1 a skip is a failure.
 """
 
 import importlib.util
+import itertools
 import json
 import lzma
 import math
@@ -121,7 +122,7 @@ def test_table_invariants(old, new, H, B):
 def test_frequent_tokens_have_buckets_of_their_own(tokens, H, B, random):
     """A frequent token shares its buckets, or a rare one shares a frequent one's, though the table is by frequency."""
     pad = 0 if tokens else None
-    frequencies = [random.randrange(1000) for _ in tokens]
+    frequencies = [random.choice((0, random.randrange(1000))) for _ in tokens]
     try:
         table = frequency_table(tokens, frequencies, H, B, pad)
     except InputError as e:
@@ -132,10 +133,12 @@ def test_frequent_tokens_have_buckets_of_their_own(tokens, H, B, random):
     assert (table[real] > 0).all() and table.sum() == table[real].sum() and (table < B).all()
     by_frequency = sorted(real, key=lambda i: -frequencies[i])
     n = B - 1
+    bands = [by_frequency[: n // 4], by_frequency[n // 4 : n]]
+    bands += [[i for i in by_frequency[n:] if bool(frequencies[i]) == occurs] for occurs in (True, False)]
     for j in range(H - 1):
-        bands = [table[by_frequency[a:b], j] for a, b in ((0, n // 4), (n // 4, n), (n, None))]
-        assert len(set(bands[0].tolist())) == len(bands[0])
-        assert not any(np.intersect1d(bands[a], bands[b]).size for a, b in ((0, 1), (0, 2), (1, 2)))
+        assert len(set(table[bands[0], j].tolist())) == len(bands[0])
+        for a, b in itertools.combinations(bands, 2):
+            assert not np.intersect1d(table[a, j], table[b, j]).size
 
 
 def test_single_id_has_one_value():
