@@ -129,7 +129,7 @@ def load_checkpoint(path, Model=FastMHF):
 
 def check_settings(ckpt, source, config, free):
     """Raises InputError where a resumed run has other settings than its checkpoint. Those in `free` may differ."""
-    # a setting that an older train.py did not have was what its default is now, or MHFConfig's
+    # a setting that an older train.py did not have was what MHFConfig says, or else what its default is now
     before = settings_of('train.py') | asdict(MHFConfig(**ckpt['model_config'])) | ckpt['config'] | ckpt['data']
     fixed = [name for name in config if name not in free]
     changed = [f'{name}={before[name]} (now {config[name]})' for name in fixed if before[name] != config[name]]

@@ -7,10 +7,11 @@ are trained by -log P(w), only `product` by the paper's loss, with AdamW: a tent
 to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16 or, where a CPU is faster with it, float32 (a column of
 the CSV). E is the matrix of embeddings. `Tuned` is a rate of 1e-3, 4 times that for E, and beta2 0.99. `Loud` departs
 from the paper in how large a token enters the residual stream: H4's Ws begins as 4 times the identity, and Standard's
-row of E is multiplied by 4; `louder` is 16 times, with twice the rate for E. Each model has the rate that is best for
-its first seed; one that tries no rates has H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was
-also run on a CPU, which draws other weights, and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the
-edge.
+row of E is multiplied by 4, which is train.py's default; all else here begins as in the paper. `Louder` is 16 times,
+with twice the rate for E. `By frequency` is a table in which tokens share buckets with tokens that are about as
+frequent (hashing.frequency_table). Each model has the rate that is best for its first seed; one that tries no rates has
+H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was also run on a CPU, which draws other weights,
+and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the edge.
 """
 
 # where the two corpora lie
@@ -171,13 +172,6 @@ CLAIMS = [
         than=_TUNED_STANDARD['name'],
     ),
     dict(about='optimizer', says='Being louder helps a loud H4', better=_LOUDER_H4, than=_LOUD_H4['name']),
-    dict(about='optimizer', says='Being loud helps an H4 whose optimizer is not tuned', better='H4, loud', than='H4'),
-    dict(
-        about='optimizer',
-        says='Being loud helps a Standard whose optimizer is not tuned',
-        better='Standard, loud',
-        than='Standard',
-    ),
     dict(about='optimizer', says='A beta2 of 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
     dict(about='optimizer', says='A higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
     dict(about='optimizer', says='A lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
@@ -195,6 +189,7 @@ CLAIMS = [
 # how the report begins, with a sentence of vocabulary.py's; study/first_page.py says what {0.word} is
 _BY_ONE_MILLION = dict(group='1.02 M tokens')
 _BY_THREE_MILLION = dict(group='3.07 M tokens')
+_WIDER = dict(group=_WIDE['group'])
 _PARTS = ('Single-ID H1', 'H2', 'H3', 'H4, mean for the gate', 'H4, hard embeddings', 'H4, no cascade')
 SENTENCES = dict(
     loss=(
@@ -207,12 +202,14 @@ SENTENCES = dict(
     ),
     standard=(
         'With a tuned optimizer and as many parameters H4 is {0.word} Standard at 1.02 M tokens ({0.figure}) and '
-        '{1.word} it at 3.07 M ({1.figure}); begun louder, H4 is {2.word} that Standard ({2.figure}), and {3.word} a '
-        'Standard that is begun louder too ({3.figure}).',
+        '{1.word} it at 3.07 M ({1.figure}); begun louder, as by default, H4 is {2.word} that Standard ({2.figure}; '
+        'with d=384 and 1.02 M {3.word} it, {3.figure}), and {4.word} a Standard that is begun louder too '
+        '({4.figure}).',
         [
             _BY_ONE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_LOUD_H4['name'], than=_TUNED_STANDARD['name']),
+            _WIDER | dict(better=_LOUD_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_LOUD_H4['name'], than=_LOUD_STANDARD['name']),
         ],
     ),
@@ -296,9 +293,6 @@ _OF_LOUDER = [
     dict(name='H4, tuned, louder, orthogonal', encoder_init='orthogonal'),
 ]
 RUNS += [_SHORT | _LOUD_H4 | _TUNED | _LOUDER | setting for setting in _OF_LOUDER]
-# is being loud worth as much where the optimizer is not tuned?
-RUNS += [length | _LOUD_H4 | _LIKE_H4 | dict(name='H4, loud') for length in (_LONG, _SHORT)]
-RUNS += [length | _LOUD_STANDARD | dict(name='Standard, loud', rates='Standard') for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]

@@ -44,7 +44,7 @@ MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expec
 OF_ENTRY = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
 # settings that a config may have, but that the list decides here
 OF_DATA = {'out_dir', 'data_dir', 'dataset', 'tokenizer'}
-# a run's digest leaves these out: so all runs were before there were such settings
+# a run's digest leaves these out: every run was so before there were such settings
 NOT_IN_DIGEST = dict(encoder_init='normal', embedding_scale=1.0)
 
 

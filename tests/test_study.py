@@ -259,6 +259,21 @@ def test_the_best_rate(study, monkeypatch):
     assert of_list.best_rate(entry, one) == 1e-3 and of_list.left(one) == []
 
 
+def test_rows_from_before_a_token_could_enter_louder(study, monkeypatch):
+    """A run that says how the paper begins is run again, though its row is there from before one could say so."""
+    from study.sweep import Study
+
+    monkeypatch.chdir(study('louder'))
+    of_list = Study('runs.py')
+    entry = of_list.entries[0]
+    before = of_list.settings(entry, 1e-3, 1)
+    papers = dict(encoder_init='normal', embedding_scale=1.0)
+    assert not papers.keys() & before.keys()
+    assert of_list.key(entry, before | papers) == of_list.key(entry, before)
+    keys = {of_list.key(entry, before | papers | dict(embedding_scale=scale)) for scale in (1.0, 4.0, 16.0)}
+    assert len(keys) == 3
+
+
 @pytest.mark.skipif(not shutil.which('git'), reason='no git here')
 def test_a_row_names_the_code(tmp_path, monkeypatch):
     """A row says that the code was changed where only rows were added, or does not say so where it was."""
