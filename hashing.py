@@ -9,6 +9,7 @@ Signatures: what turns the *string* of a token into hash IDs (section 3 of the p
 """
 
 import hashlib
+import math
 
 import mmh3
 import numpy as np
@@ -83,8 +84,8 @@ def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
     about as frequent, so that a rare one does not learn from what a frequent one needs. Of n = B - 1 buckets a
     coordinate, the n/4 most frequent tokens have one each, alone and the same in every coordinate; the next 3n/4 tokens
     are hashed to the next 3n/8 buckets. Of the other tokens, those of frequency 0 are hashed to the last n/64 buckets,
-    where a model learns for all of them that they do not occur; the rest have the buckets between. Frequencies: of each
-    token, any numbers (V,).
+    or as many as they need, where a model learns for all of them that they do not occur; the rest have the buckets
+    between. Frequencies: of each token, any numbers (V,).
     Returns (V, H) uint16. Raises InputError as signature_table does, and for B below 8.
     """
     if num_buckets < 8:
@@ -96,10 +97,12 @@ def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
     buckets = num_buckets - 1
     alone = buckets // 4
     middle = 1 + alone + (buckets - alone) // 2
-    of_unseen = num_buckets - max(1, buckets // 64)
     table[most_frequent_first[:alone]] = 1 + np.arange(min(alone, len(real)))[:, None]
     others = most_frequent_first[buckets:]
     seen = frequencies[others] > 0
+    # a prefix has room for `buckets` tokens, and is twice as large as they need
+    needed = math.ceil((2 * np.sum(~seen) / buckets) ** (1 / max(1, num_hashes - 1)))
+    of_unseen = max(middle + 1, num_buckets - max(1, buckets // 64, needed))
     for ids, first, end in (
         (most_frequent_first[alone:buckets], 1 + alone, middle),
         (others[seen], middle, of_unseen),

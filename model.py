@@ -193,7 +193,7 @@ class HashEncoder(nn.Module):
         enter the residual stream far below the deviation of E; the identity lets the mean of the k_i pass.
         """
         if c.encoder_init == 'identity':
-            nn.init.eye_(self.out.weight)
+            self.out.weight.zero_().fill_diagonal_(1)
         if c.encoder_init == 'orthogonal':
             nn.init.orthogonal_(self.out.weight)
         self.out.weight.mul_(c.embedding_scale)
