@@ -56,7 +56,6 @@ _LOUD_STANDARD = _STANDARD | dict(name='Standard, tuned, loud', embedding_scale=
 _LOUD_H4 = _H4 | dict(name='H4, tuned, loud', encoder_init='identity', embedding_scale=4.0)
 _LOUDER_H4 = 'H4, tuned, louder'
 _BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
-_LOUD_H6 = dict(name='H6, tuned, louder, by frequency', num_hashes=6, num_buckets=5246)
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 _LIKE_LSH = dict(rates='LSH:MMH3 2:2')
 
@@ -280,8 +279,6 @@ RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for len
 _LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_rate=2.0)
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length in (_LONG, _SHORT)]
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
-# six hashes in place of four, which were a little better, and the same table
-RUNS += [_LONG | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY | _LOUD_H6]
 RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
 # H4's own rates and beginning, of which the first seed says what is worth more
 _OF_LOUDER = [
