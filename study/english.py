@@ -127,6 +127,12 @@ CLAIMS = [
         than=_LOUD_STANDARD['name'],
         on='fineweb',
     ),
+    dict(
+        about='standard',
+        says='A louder H4 with a table by frequency is better than a loud Standard, both tuned',
+        better=_BY_FREQUENCY['name'],
+        than=_LOUD_STANDARD['name'],
+    ),
     dict(about='standard', says='H4 is better at half of the embedding parameters', better='H4, half', than='Standard'),
     dict(
         about='standard',
@@ -281,15 +287,16 @@ RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
 RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
 # H4's own rates and beginning, of which the first seed says what is worth more
-_OF_LOUDER = [
-    dict(name='H4, tuned, louder, the rate of all for E', embedding_rate=1.0),
-    dict(name='H4, tuned, louder, 4 times the rate for E', embedding_rate=4.0),
-    dict(name='H4, tuned, louder, twice the rate', rates=(2e-3,)),
-    dict(name='H4, tuned, louder, half the rate', rates=(5e-4,)),
-    dict(name='H4, tuned, louder, beta2 0.999', beta2=0.999),
-    dict(name='H4, tuned, louder, orthogonal', encoder_init='orthogonal'),
+_OF_LOUD = [
+    dict(name='H4, tuned, loud, half the rate', rates=(5e-4,)),
+    dict(name='H4, tuned, loud, twice the rate', rates=(2e-3,)),
+    dict(name='H4, tuned, loud, beta2 0.999', beta2=0.999),
+    dict(name='H4, tuned, loud, 8 times the rate for E', embedding_rate=8.0),
+    dict(name='H4, tuned, loud, twice the rate for E', embedding_rate=2.0),
+    dict(name='H4, tuned, loud, the rate of all for E', embedding_rate=1.0),
+    dict(name='H4, tuned, loud, orthogonal', encoder_init='orthogonal'),
 ]
-RUNS += [_SHORT | _LOUD_H4 | _TUNED | _LOUDER | setting for setting in _OF_LOUDER]
+RUNS += [_LONG | _LOUD_H4 | _TUNED | dict(seeds=(1,)) | setting for setting in _OF_LOUD]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
