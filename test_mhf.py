@@ -15,6 +15,7 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 # The kernels of lookups.py run in Triton's interpreter here: the CPU stands for a GPU. Triton reads this once.
 os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
@@ -120,6 +121,7 @@ def test_table_invariants(old, new, H, B):
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(word, min_size=20, max_size=60), st.integers(1, 4), st.sampled_from([8, 12, 30, 65536]), st.randoms())
+@example([str(i) for i in range(60)], 3, 30, Random(0))
 def test_frequent_tokens_have_buckets_of_their_own(tokens, H, B, random):
     """A frequent token shares its buckets, or a rare or absent one shares a frequent one's, by a table by frequency."""
     pad = 0
