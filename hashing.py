@@ -100,7 +100,7 @@ def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
     table[most_frequent_first[:alone]] = 1 + np.arange(min(alone, len(real)))[:, None]
     others = most_frequent_first[buckets:]
     seen = frequencies[others] > 0
-    # a prefix has room for `buckets` tokens, and is twice as large as they need
+    # each prefix has room for `buckets` of them; together the prefixes have twice the room that they need
     needed = math.ceil((2 * np.sum(~seen) / buckets) ** (1 / max(1, num_hashes - 1)))
     of_unseen = max(middle + 1, num_buckets - max(1, buckets // 64, needed))
     for ids, first, end in (

@@ -1,7 +1,8 @@
 # Vocabulary expansion in minutes on 2 cores: the demo's model learns Arabic, Chinese and Hindi, with 15,354 new tokens.
 # The texts are those of the project's shared/ folder; others: --texts=..., --dataset=..., one source a language.
 # 450 steps x 8 sequences x 256 tokens = 0.9 M tokens, a quarter of each language and of English. For the Standard
-# model give --num_hashes=0 --before=<its out_dir>, and an --init_from and an --out_dir of its own.
+# model give expand.py --before=<its out_dir>, prepare.py and train.py --num_hashes=0, expand.py and train.py an
+# --init_from and train.py an --out_dir of its own.
 from config.mhf_tiny import *
 
 before = 'out/mhf_tiny'

@@ -69,7 +69,7 @@ def as_plain_qwen3(weights, scale):
     """
     Released weights of a Standard model whose rows of E enter `scale` times as large -> those of the plain Qwen3 model
     that computes the same. There the residual stream is divided by the scale: RMSNorm takes that out again, where its
-    eps is divided by the square. The norms of q and k share that eps, which changes them by some 1e-6.
+    eps is divided by the square. The norms of q and k share that eps, which changes them by some 1e-5.
     """
     last_of_branches = ('.o_proj.weight', '.down_proj.weight')
     return {name: tensor / scale if name.endswith(last_of_branches) else tensor for name, tensor in weights.items()}

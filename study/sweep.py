@@ -95,9 +95,10 @@ class Study:
         return next(iter(entry['texts']))
 
     def settings(self, entry, rate, seed):
-        """The settings of a run that its config and entry name; all others are train.py's defaults."""
-        config = {k: v for k, v in read_config(entry['config']).items() if k in settings_of('train.py')}
-        settings = config | entry | dict(learning_rate=rate, seed=seed)
+        """The settings of a run that its config and entry name, and how it begins; others are train.py's defaults."""
+        defaults = settings_of('train.py')
+        config = {k: v for k, v in read_config(entry['config']).items() if k in defaults}
+        settings = {k: defaults[k] for k in NOT_IN_DIGEST} | config | entry | dict(learning_rate=rate, seed=seed)
         return {k: settings[k] for k in sorted(settings.keys() - OF_ENTRY - OF_DATA)}
 
     def key(self, entry, settings):
