@@ -295,7 +295,6 @@ RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned
 _OF_LOUD = _LONG | _TUNED | dict(seeds=(1,))
 for _loud in (_LOUD_H4, _LOUD_STANDARD):
     RUNS += [_OF_LOUD | _loud | dict(name=f'{_loud["name"]}, half the rate', rates=(5e-4,))]
-RUNS += [_OF_LOUD | _LOUD_STANDARD | dict(name='Standard, tuned, loud, twice the rate', rates=(2e-3,))]
 RUNS += [_OF_LOUD | _LOUD_H4 | dict(name='H4, tuned, loud, the rate of all for E', embedding_rate=1.0)]
 RUNS += [_OF_LOUD | _LOUD_H4 | dict(name='H4, tuned, loud, orthogonal', encoder_init='orthogonal')]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
