@@ -292,11 +292,11 @@ RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
 RUNS += [_SHORT | _LOUD_STANDARD | _TUNED | _LOUDER | dict(name='Standard, tuned, louder')]
 # the others of H4's own rates were behind at a third of the run, or level (LOG.md)
-_OF_LOUD = _LONG | _TUNED | dict(seeds=(1,))
+_OF_LOUD = _TUNED | dict(seeds=(1,))
 for _loud in (_LOUD_H4, _LOUD_STANDARD):
-    RUNS += [_OF_LOUD | _loud | dict(name=f'{_loud["name"]}, half the rate', rates=(5e-4,))]
-RUNS += [_OF_LOUD | _LOUD_H4 | dict(name='H4, tuned, loud, the rate of all for E', embedding_rate=1.0)]
-RUNS += [_OF_LOUD | _LOUD_H4 | dict(name='H4, tuned, loud, orthogonal', encoder_init='orthogonal')]
+    RUNS += [_LONG | _loud | _OF_LOUD | dict(name=f'{_loud["name"]}, half the rate', rates=(5e-4,))]
+RUNS += [_LONG | _LOUD_H4 | _OF_LOUD | dict(name='H4, tuned, loud, the rate of all for E', embedding_rate=1.0)]
+RUNS += [_LONG | _LOUD_H4 | _OF_LOUD | dict(name='H4, tuned, loud, orthogonal', encoder_init='orthogonal')]
 RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
