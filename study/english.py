@@ -265,10 +265,7 @@ RUNS = [
     _WIDE | _H4 | dict(num_buckets=7934),
     _WIDE | _HALF | dict(num_buckets=3967),
 ]
-_REMEDIES = [
-    dict(name='H4, twice the rate for E', embedding_rate=2.0),
-    dict(name='H4, beta2 0.99', beta2=0.99),
-]
+_REMEDIES = [dict(name='H4, twice the rate for E', embedding_rate=2.0), dict(name='H4, beta2 0.99', beta2=0.99)]
 # no better at 1.02 M tokens, so one seed at 3.07 M
 _NO_REMEDIES = [
     dict(name='H4, half the rate for E', embedding_rate=0.5),
