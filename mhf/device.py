@@ -45,10 +45,10 @@ def use_device(device, deterministic):
 
 
 def products_per_second(dtype, size):
-    """FLOP/s of a (size, size) product on the CPU, the best of eight: the first one prepares, others may be held up."""
+    """FLOP/s of a (size, size) product on the CPU, the best of 16: the first one prepares, others may be held up."""
     x = torch.ones(size, size, dtype=dtype)
     seconds = []
-    for _ in range(8):
+    for _ in range(16):
         began = time.perf_counter()
         x @ x
         seconds.append(time.perf_counter() - began)
@@ -72,7 +72,8 @@ def pick_dtype(dtype, device):
     if dtype or device_type != 'cpu':
         return dtype or 'float32', ''
     names = ('bfloat16', 'float32')
-    for size in (256, 1024):
+    # larger ones take longer than a process may run on beside busy ones, so that each of them would be held up
+    for size in (256, 512):
         rates = {name: products_per_second(getattr(torch, name), size) for name in names}
         # a CPU without instructions for bfloat16 would need seconds for a large product
         if rates['bfloat16'] < rates['float32'] / 2:
