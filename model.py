@@ -190,12 +190,16 @@ class HashEncoder(nn.Module):
     def begin(self, c):
         """
         Ws as training from scratch begins, once all weights are drawn. Drawn small, as the paper's, it makes a token
-        enter the residual stream far below the deviation of E; the identity lets the mean of the k_i pass.
+        enter the residual stream far below the deviation of E. The identity lets the mean of the k_i pass, and an
+        orthogonal Ws turns it away from the rows that the tied head compares it with.
         """
         if c.encoder_init == 'identity':
             self.out.weight.zero_().fill_diagonal_(1)
         if c.encoder_init == 'orthogonal':
-            nn.init.orthogonal_(self.out.weight)
+            # not every device has the QR decomposition (pytorch/pytorch issue 141287)
+            W = torch.empty(self.out.weight.shape, device='cpu')
+            nn.init.orthogonal_(W)
+            self.out.weight.copy_(W)
         self.out.weight.mul_(c.embedding_scale)
 
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)

@@ -76,8 +76,8 @@ single_id = False
 by_frequency = False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); bins=ids
 ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
-encoder_init = 'identity'  # how Ws begins: identity | orthogonal | normal, the paper's, a quiet one (study/RESULTS.md)
-embedding_scale = 4.0  # Ws begins so many times as large, and Standard's rows of E enter so; the paper's is 1.0
+encoder_init = 'orthogonal'  # how Ws begins: orthogonal | identity | normal, the paper's (study/RESULTS.md)
+embedding_scale = 8.0  # Ws begins so many times as large, and Standard's rows of E enter so; the paper's is 1.0
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
 embedding_rate = 1.0  # E learns at so many times this rate

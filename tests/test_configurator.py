@@ -165,5 +165,5 @@ def test_scripts_agree_on_defaults():
             assert len({repr(s[key]) for s in all_settings if key in s}) == 1, key
     train = settings_of('train.py')
     # MHFConfig has the paper's, which older checkpoints and released models have; train.py begins otherwise
-    fields = asdict(MHFConfig()) | dict(encoder_init='identity', embedding_scale=4.0)
+    fields = asdict(MHFConfig()) | dict(encoder_init='orthogonal', embedding_scale=8.0)
     assert {k: v for k, v in train.items() if k in fields} == {k: fields[k] for k in fields if k in train}

@@ -250,7 +250,7 @@ def test_an_ablation_is_kept_and_old_checkpoints_have_none(quick):
     save_edited(state, quick / 'out/ckpt.pt')
     args = ('cfg.py', '--auto_resume', *until(25))
     refused = run('train.py', *args, cwd=quick)
-    assert refused.returncode == 1 and 'encoder_init=normal (now identity)' in refused.stderr
+    assert refused.returncode == 1 and 'encoder_init=normal (now orthogonal)' in refused.stderr
     done = ok('train.py', *args, '--encoder_init=normal', '--embedding_scale=1', cwd=quick)
     assert 'resumed at step 24' in done.stdout and 'WARNING' not in done.stderr
     assert 'hash_decoder.0.0.weight' in weights(quick)['model']
