@@ -196,7 +196,7 @@ class HashEncoder(nn.Module):
         if c.encoder_init == 'identity':
             self.out.weight.zero_().fill_diagonal_(1)
         if c.encoder_init == 'orthogonal':
-            # not every device has the QR decomposition (pytorch/pytorch issue 141287)
+            # drawn on the CPU, for not every device has the QR decomposition (pytorch/pytorch issue 141287)
             W = torch.empty(self.out.weight.shape, device='cpu')
             nn.init.orthogonal_(W)
             self.out.weight.copy_(W)

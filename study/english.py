@@ -54,10 +54,10 @@ _NO_CASCADE = _H4 | dict(name='H4, no cascade', ablation='no_cascade')
 _TUNED_STANDARD = _STANDARD | dict(name='Standard, tuned')
 _TUNED_H4 = _H4 | dict(name='H4, tuned')
 _LOUD_STANDARD = _STANDARD | dict(name='Standard, tuned, loud', embedding_scale=4.0)
-_LOUDER_STANDARD = _LOUD_STANDARD | dict(name='Standard, tuned, twice as loud', embedding_scale=8.0)
+_STANDARD_TWICE_AS_LOUD = _LOUD_STANDARD | dict(name='Standard, tuned, twice as loud', embedding_scale=8.0)
 _LOUD_H4 = _H4 | dict(name='H4, tuned, loud', encoder_init='identity', embedding_scale=4.0)
 _TURNED_H4 = _H4 | dict(name='H4, tuned, turned', encoder_init='orthogonal', embedding_scale=8.0)
-_HALF_AS_LOUD = _TURNED_H4 | dict(name='H4, tuned, turned, half as loud', embedding_scale=4.0)
+_TURNED_H4_HALF_AS_LOUD = _TURNED_H4 | dict(name='H4, tuned, turned, half as loud', embedding_scale=4.0)
 _LOUDER_H4 = 'H4, tuned, louder'
 _BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
@@ -116,6 +116,19 @@ CLAIMS = [
         says='A loud H4 is better on FineWeb than Standard, both tuned',
         better=_LOUD_H4['name'],
         than=_TUNED_STANDARD['name'],
+        on='fineweb',
+    ),
+    dict(
+        about='standard',
+        says='A loud H4 is better than a loud Standard, both tuned',
+        better=_LOUD_H4['name'],
+        than=_LOUD_STANDARD['name'],
+    ),
+    dict(
+        about='standard',
+        says='A loud H4 is better on FineWeb than a loud Standard, both tuned',
+        better=_LOUD_H4['name'],
+        than=_LOUD_STANDARD['name'],
         on='fineweb',
     ),
     dict(
@@ -193,10 +206,15 @@ CLAIMS = [
         better=_LOUD_STANDARD['name'],
         than=_TUNED_STANDARD['name'],
     ),
-    dict(about='optimizer', says='Being turned helps a loud H4', better=_TURNED_H4['name'], than=_LOUD_H4['name']),
     dict(
         about='optimizer',
-        says='Being turned helps a loud H4 on FineWeb',
+        says='Being turned, and twice as loud, helps a loud H4',
+        better=_TURNED_H4['name'],
+        than=_LOUD_H4['name'],
+    ),
+    dict(
+        about='optimizer',
+        says='Being turned, and twice as loud, helps a loud H4 on FineWeb',
         better=_TURNED_H4['name'],
         than=_LOUD_H4['name'],
         on='fineweb',
@@ -205,13 +223,13 @@ CLAIMS = [
     dict(
         about='optimizer',
         says='Being half as loud helps a turned H4',
-        better=_HALF_AS_LOUD['name'],
+        better=_TURNED_H4_HALF_AS_LOUD['name'],
         than=_TURNED_H4['name'],
     ),
     dict(
         about='optimizer',
         says='Being twice as loud helps a loud Standard',
-        better=_LOUDER_STANDARD['name'],
+        better=_STANDARD_TWICE_AS_LOUD['name'],
         than=_LOUD_STANDARD['name'],
     ),
     dict(about='optimizer', says='A beta2 of 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
@@ -324,7 +342,7 @@ RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for len
 _LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_rate=2.0)
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length in (_LONG, _SHORT)]
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
-RUNS += [_SHORT | _LOUDER_STANDARD | _TUNED | dict(seeds=(1,))]
+RUNS += [_SHORT | _STANDARD_TWICE_AS_LOUD | _TUNED | dict(seeds=(1,))]
 # the others of H4's own rates were behind at a third of the run, or level (LOG.md)
 _OF_LOUD = _TUNED | dict(seeds=(1,))
 for _loud in (_LOUD_H4, _LOUD_STANDARD):
@@ -333,7 +351,10 @@ RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [length | _TURNED_H4 | _TUNED for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TURNED_H4 | _TUNED | dict(num_buckets=7934)]
-RUNS += [_LONG | _HALF_AS_LOUD | _TUNED | dict(seeds=(1, 2)), _SHORT | _HALF_AS_LOUD | _TUNED | dict(seeds=(1,))]
+RUNS += [
+    _LONG | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1, 2)),
+    _SHORT | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1,)),
+]
 RUNS += [_SHORT | _HALF | _TUNED | dict(name='H4, half, tuned')]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0.99) for length in (_SHORT, _LONG)]
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]

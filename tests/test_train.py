@@ -43,7 +43,7 @@ from mhf.bins import blocks_of
 from mhf.checkpoint import checked_digest, load_checkpoint
 from mhf.device import pick_dtype
 from mhf.meta import read_meta
-from model import MHFConfig
+from model import MHF, MHFConfig
 
 
 def until(step):
@@ -205,6 +205,16 @@ def test_how_the_hash_encoder_begins(quick):
     assert torch.allclose(W['normal'], 4 * paper.pop('encoder.out.weight').double(), atol=1e-6)
     for of_init in after.values():
         assert all(torch.allclose(of_init[name], weight, atol=1e-6) for name, weight in paper.items())
+
+
+def test_an_orthogonal_beginning_is_drawn_on_the_cpu(monkeypatch):
+    """train.py's default ends in an error on a device that has no QR decomposition, as Apple's mps."""
+    decomposed = []
+    qr = torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, 'qr', lambda x: decomposed.append(x.device.type) or qr(x))
+    with torch.device('meta'):
+        MHF(MHFConfig(vocab_size=9, num_layers=1, encoder_init='orthogonal'))
+    assert decomposed == ['cpu']
 
 
 def test_a_table_by_frequency(quick):
