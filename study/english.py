@@ -263,14 +263,15 @@ SENTENCES = dict(
     standard=(
         'With a tuned optimizer and as many parameters H4 is {0.word} Standard at 1.02 M tokens ({0.figure}) and '
         '{1.word} it at 3.07 M ({1.figure}); begun loud and turned, as by default, H4 is {2.word} that Standard '
-        '({2.figure}; only loud, with d=384 and 1.02 M, it is {3.word} it, {3.figure}), and {4.word} a Standard that '
-        'is begun as loud ({4.figure}).',
+        '({2.figure}; with d=384 and 1.02 M {3.word} it, {3.figure}), and {4.word} a Standard that is begun as loud '
+        '({4.figure}; with d=384 and 1.02 M {5.word} it, {5.figure}).',
         [
             _BY_ONE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_TURNED_H4['name'], than=_TUNED_STANDARD['name']),
-            _WIDER | dict(better=_LOUD_H4['name'], than=_TUNED_STANDARD['name']),
+            _WIDER | dict(better=_TURNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_TURNED_H4['name'], than=_LOUD_STANDARD['name']),
+            _WIDER | dict(better=_TURNED_H4['name'], than=_LOUD_STANDARD['name']),
         ],
     ),
     parts=(
