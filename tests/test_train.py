@@ -291,11 +291,24 @@ def test_the_precision_of_a_cpu_is_measured(monkeypatch, bfloat16, float32, fast
 
 
 def test_products_that_are_held_up_do_not_choose_the_precision(monkeypatch):
-    """Beside a busy process a CPU with instructions for bfloat16 trains in float32, at half the speed."""
+    """
+    Beside a busy process a CPU with instructions for bfloat16 trains in float32, at half the speed; or after the
+    measurement it trains with one thread.
+    """
     seconds = [9.0] * 11 + [0.5] + [9.0] * 4
     clock = itertools.accumulate(itertools.chain.from_iterable((1.0, each) for each in seconds))
-    monkeypatch.setattr(device, 'time', SimpleNamespace(perf_counter=lambda: next(clock)))
+    threads = []
+
+    def perf_counter():
+        threads.append(torch.get_num_threads())
+        return next(clock)
+
+    monkeypatch.setattr(device, 'time', SimpleNamespace(perf_counter=perf_counter))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     assert device.products_per_second(torch.float32, 4) == 2 * 4**3 / 0.5
+    assert set(threads) == {1} and torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 def test_batches_are_a_permutation_without_replacement():
