@@ -107,16 +107,18 @@ def draw_vocabularies(study, rows, path):
             bits = values(of_seeds, f'{text}_bits_per_byte')
             if bits:
                 tokens = study.vocabularies[entry['group']]
-                points.append((tokens, statistics.mean(bits), spread(bits), parameters(of_seeds[0]) / 1e6))
+                # a little to the right for each model, so that none hides another
+                place = tokens * (1 + 0.025 * k)
+                points.append((place, statistics.mean(bits), spread(bits), parameters(of_seeds[0]) / 1e6))
         if points:
-            tokens, bits, deviations, millions = zip(*sorted(points), strict=True)
-            left.errorbar(tokens, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
-            right.plot(tokens, millions, marker='o', color=f'C{k}', label=name)
+            places, bits, deviations, millions = zip(*sorted(points), strict=True)
+            left.errorbar(places, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+            right.plot(places, millions, marker='o', color=f'C{k}', label=name)
     for ax, label in ((left, f'bits per byte of held-out {text}'), (right, 'parameters, millions')):
         ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
         ax.set_xticks(list(study.vocabularies.values()), [f'{n // 1000} K' for n in study.vocabularies.values()])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     right.set_ylim(bottom=0)
-    left.legend()
+    right.legend(fontsize=8, loc='upper left')
     save(fig, path)
