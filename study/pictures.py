@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from study.rows import best_rows, curves, parameters, values
 
 # a model that is farther than this many nats from the best one is written at the edge
-FAR = 0.6
+FAR = 0.8
 
 
 def spread(numbers):
