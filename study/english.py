@@ -58,6 +58,7 @@ _STANDARD_TWICE_AS_LOUD = _LOUD_STANDARD | dict(name='Standard, tuned, twice as 
 _LOUD_H4 = _H4 | dict(name='H4, tuned, loud', encoder_init='identity', embedding_scale=4.0)
 _TURNED_H4 = _H4 | dict(name='H4, tuned, turned', encoder_init='orthogonal', embedding_scale=8.0)
 _TURNED_H4_HALF_AS_LOUD = _TURNED_H4 | dict(name='H4, tuned, turned, half as loud', embedding_scale=4.0)
+_TURNED_BY_FREQUENCY = _TURNED_H4 | dict(name='H4, tuned, turned, by frequency', by_frequency=True)
 _LOUDER_H4 = 'H4, tuned, louder'
 _BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
@@ -163,6 +164,19 @@ CLAIMS = [
         better=_BY_FREQUENCY['name'],
         than=_LOUD_STANDARD['name'],
     ),
+    dict(
+        about='standard',
+        says='A turned H4 with a table by frequency is better than a loud Standard, both tuned',
+        better=_TURNED_BY_FREQUENCY['name'],
+        than=_LOUD_STANDARD['name'],
+    ),
+    dict(
+        about='standard',
+        says='A turned H4 with a table by frequency is better on FineWeb than a loud Standard, both tuned',
+        better=_TURNED_BY_FREQUENCY['name'],
+        than=_LOUD_STANDARD['name'],
+        on='fineweb',
+    ),
     dict(about='standard', says='H4 is better at half of the embedding parameters', better='H4, half', than='Standard'),
     dict(
         about='standard',
@@ -194,6 +208,19 @@ CLAIMS = [
         says='A table by frequency is better than one by hashes alone, both louder',
         better=_BY_FREQUENCY['name'],
         than=_LOUDER_H4,
+    ),
+    dict(
+        about='parts',
+        says='A table by frequency is better than one by hashes alone, both turned',
+        better=_TURNED_BY_FREQUENCY['name'],
+        than=_TURNED_H4['name'],
+    ),
+    dict(
+        about='parts',
+        says='A table by frequency is better on FineWeb than one by hashes alone, both turned',
+        better=_TURNED_BY_FREQUENCY['name'],
+        than=_TURNED_H4['name'],
+        on='fineweb',
     ),
     dict(about='optimizer', says='Tuning the optimizer helps H4', better=_TUNED_H4['name'], than='H4'),
     dict(
@@ -352,6 +379,7 @@ RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [length | _TURNED_H4 | _TUNED for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TURNED_H4 | _TUNED | dict(num_buckets=7934)]
+RUNS += [length | _TURNED_BY_FREQUENCY | _TUNED | dict(seeds=(1,)) for length in (_LONG, _SHORT)]
 RUNS += [
     _LONG | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1, 2)),
     _SHORT | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1,)),
