@@ -379,7 +379,7 @@ RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [length | _TURNED_H4 | _TUNED for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TURNED_H4 | _TUNED | dict(num_buckets=7934)]
-RUNS += [_LONG | _TURNED_BY_FREQUENCY | _TUNED | dict(seeds=(1,))]
+RUNS += [length | _TURNED_BY_FREQUENCY | _TUNED | dict(seeds=(1,)) for length in (_LONG, _SHORT)]
 RUNS += [
     _LONG | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1, 2)),
     _SHORT | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1,)),
