@@ -24,10 +24,10 @@ import torch
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure, did_you_mean
-from mhf.checkpoint import without_weights
+from mhf.checkpoint import build_on_meta
 from mhf.cost import Machine, TrainingSteps, flops_per_token, random_model, random_tokens, step_memory
 from mhf.device import pick_device, pick_dtype
-from mhf.fast import FastMHF
+from mhf.fused import FusedMHF
 from mhf.generate import Writer
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
@@ -117,7 +117,7 @@ def print_plan(variants):
     variant = loss if num_hashes else 'Standard'
     c = variants[variant]
     sizes = possible_micro_batches()
-    parameters = sum(without_weights(c).num_params())
+    parameters = sum(build_on_meta(c).num_params())
     say(f'{parameters:,} parameters; {gpus} x {gpu}, {GPUS[gpu][0]} GB each')
     return dict(parameters=parameters) | plan_memory(c, parameters, sizes) | plan_time(c, variant) | plan_disk(c)
 
@@ -310,8 +310,8 @@ def measure_head(machine, model, tokens):
         h.grad = None
         return measured
 
-    heads = dict(lean=FastMHF.head_loss)
-    logits = c.coordinates * c.buckets
+    heads = dict(lean=FusedMHF.head_loss)
+    logits = c.num_coordinates * c.buckets_per_coordinate
     if c.num_hashes and c.loss == 'exact':
         # also one of each token of the vocabulary
         logits += c.vocab_size
@@ -349,7 +349,7 @@ def bench_generate(machine, variants, tok):
     rows = {}
     for name, model in models.items():
         E = model.embed.weight
-        coordinates = model.config.coordinates
+        coordinates = model.config.num_coordinates
         # each soft embedding reads its part of E a second time; of the embedding itself only H rows are read
         numbers = sum(model.num_params()) + E.numel() // coordinates * (coordinates - 1)
         touched = numbers * E.element_size()

@@ -148,8 +148,8 @@ def sliding(lm, ids):
 def calibration_error(right, confidence, bins=15):
     """Expected calibration error: |accuracy - confidence| in equal intervals of confidence, weighted by tokens."""
     interval = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, interval, right - confidence)
-    return gaps.abs().sum().item() / len(right)
+    unused_ids = torch.zeros(bins, dtype=torch.float64).index_add_(0, interval, right - confidence)
+    return unused_ids.abs().sum().item() / len(right)
 
 
 def bits_per_byte(lm, ids, size):
@@ -199,7 +199,7 @@ def states_of_word(lm, word, with_bos):
         ids = [lm.tok.bos, *ids]
     states = []
     with lm.autocast():
-        h = lm.model.hidden_states(lm.model.sign(torch.tensor([ids], device=lm.device)), states=states)
+        h = lm.model.hidden_states(lm.model.signatures[torch.tensor([ids], device=lm.device)], states=states)
     return dict(last=h[0, -1].float(), second_to_last=states[-1][0, -1].float())
 
 

@@ -1,11 +1,11 @@
 """
 Signatures: what turns the *string* of a token into hash IDs (section 3 of the paper).
 
-    from hashing import sign, signature_table
+    from hashing import signature_table
     from mhf.tokenizers import get_tokenizer
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
-    signatures = sign(ids, table)                                                          # (n, H) uint16
+    signatures = table[ids]                                                               # (n, H) uint16
 """
 
 import hashlib
@@ -179,11 +179,6 @@ def _trigrams(word):
 
 # -----------------------------------------------------------------------------
 # what a table is for
-
-
-def sign(ids, table):
-    """Token ids (n,) -> their signatures (n, H) uint16, which are rows of the table (V, H)."""
-    return table[ids]
 
 
 def token_ids(tokens, table):

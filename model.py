@@ -7,7 +7,7 @@ The Standard model (one embedding row per token, tied head) is the same class wi
 case of one coordinate, V buckets and the token id as signature, without gate and cascade.
 
 Everything here is plain: it computes what the formulas say, and autograd makes the gradients. It trains (train.py
---plain), gives log P and generates text, slowly. mhf/fast.py has the same numbers fast, mhf/generate.py the same text;
+--plain), gives log P and generates text, slowly. mhf/fused.py has the same numbers fast, mhf/generate.py the same text;
 tests hold each against this file.
 
     $ python model.py          # prints every config's parameter counts
@@ -74,15 +74,15 @@ class MHFConfig:
             raise InputError(f'head_dim={self.head_dim}: rotary embeddings need an even number')
 
     @property
-    def coordinates(self):  # ids of a signature: H, or 1 for the Standard model
+    def num_coordinates(self):  # ids of a signature: H, or 1 for the Standard model
         return self.num_hashes or 1
 
     @property
-    def buckets(self):  # rows of the embedding per coordinate: B, or V for the Standard model
+    def buckets_per_coordinate(self):  # rows of the embedding per coordinate: B, or V for the Standard model
         return self.num_buckets if self.num_hashes else self.vocab_size
 
 
-def at_least_float32(x):
+def upcast(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        y = at_least_float32(x)
+        y = upcast(x)
         return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps).to(x.dtype)
 
 
@@ -205,7 +205,7 @@ class HashEncoder(nn.Module):
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
         if self.gate is None:
             return self.out(k.mean(dim=2))
-        alpha = at_least_float32(self.gate(k)).softmax(dim=2)  # (N, T, H, 1)
+        alpha = upcast(self.gate(k)).softmax(dim=2)  # (N, T, H, 1)
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
 
@@ -220,9 +220,9 @@ class HashDecoder(nn.ModuleList):
     def __init__(self, c):
         d = c.hidden_size
         z = c.bottleneck
-        mixers = range(c.coordinates - 1 if c.ablation != 'no_cascade' else 0)
+        mixers = range(c.num_coordinates - 1 if c.ablation != 'no_cascade' else 0)
         super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
-        self.coordinates = c.coordinates
+        self.num_coordinates = c.num_coordinates
         self.hard = c.ablation == 'hard_embeddings'
 
     def soft_embedding(self, o, E_i):  # (n, B), (B, d) -> (n, d)
@@ -231,7 +231,7 @@ class HashDecoder(nn.ModuleList):
     def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
         c = h
         o = []
-        for i, E_i in enumerate(E.chunk(self.coordinates)):  # (B, d)
+        for i, E_i in enumerate(E.chunk(self.num_coordinates)):  # (B, d)
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
                 e = self.soft_embedding(o[i], E_i).to(c.dtype)
@@ -243,55 +243,55 @@ class HashDecoder(nn.ModuleList):
 # the losses of each token, (n,), in nats
 
 
-def token_logits(o, signatures, is_token):
+def token_logits(o, signatures, token_mask):
     """
-    Bucket logits o, list of H (n, B); signatures (V, H); is_token (V,) bool -> token logits sum_i o_i[s_i(w)] (n, V),
+    Bucket logits o, list of H (n, B); signatures (V, H); token_mask (V,) bool -> token logits sum_i o_i[s_i(w)] (n, V),
     float32 or better, -inf for ids that are no token. Their softmax is P(w): the normalisers of the coordinates are the
     same for every w and cancel.
     """
-    scores = sum(at_least_float32(o_i)[:, s_i] for o_i, s_i in zip(o, signatures.T, strict=True))
-    return scores.masked_fill(~is_token, -torch.inf)
+    scores = sum(upcast(o_i)[:, s_i] for o_i, s_i in zip(o, signatures.T, strict=True))
+    return scores.masked_fill(~token_mask, -torch.inf)
 
 
 def product_loss(o, y):
     """The paper's: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i], p_i = softmax(o_i)."""
-    return sum(F.cross_entropy(at_least_float32(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
+    return sum(F.cross_entropy(upcast(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
 
 
-def exact_loss(o, y, signatures, is_token):
+def exact_loss(o, y, signatures, token_mask):
     """-log P(y) of the distribution that is sampled from. The logsumexp normalises P over the vocabulary."""
-    target = sum(at_least_float32(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    return token_logits(o, signatures, is_token).logsumexp(dim=1) - target[:, 0]
+    target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
+    return token_logits(o, signatures, token_mask).logsumexp(dim=1) - target[:, 0]
 
 
-def check_table(c, table=None, gaps=()):
+def validate_table(c, table=None, unused_ids=()):
     """(V, H) int64 signatures and (V,) bool, which ids are tokens. Raises InputError for another config's table."""
-    shape = (c.vocab_size, c.coordinates)
+    shape = (c.vocab_size, c.num_coordinates)
     if c.num_hashes == 0:
         table = np.arange(c.vocab_size)[:, None]
     table = np.zeros(shape, np.int64) if table is None else np.asarray(table, np.int64)
-    if table.shape != shape or table.max() >= c.buckets:
-        ours = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets}'
+    if table.shape != shape or table.max() >= c.buckets_per_coordinate:
+        ours = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets_per_coordinate}'
         raise InputError(f'the table has shape {table.shape} and largest bucket {table.max()}, the model {ours}')
-    is_token = table.any(axis=1) | (c.num_hashes == 0)
-    is_token[c.pad_id : c.pad_id + 1] = True
-    is_token[list(gaps)] = False
-    return table, is_token
+    token_mask = table.any(axis=1) | (c.num_hashes == 0)
+    token_mask[c.pad_id : c.pad_id + 1] = True
+    token_mask[list(unused_ids)] = False
+    return table, token_mask
 
 
 class MHF(nn.Module):
     """
     table: (V, H) integer array, the signature of every token id (hashing.signature_table); not used by the Standard
     model.
-    gaps: ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other than
-    pad_id's are gaps by definition.
+    unused_ids: ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other than
+    pad_id's are unused_ids by definition.
     """
 
-    def __init__(self, config, table=None, gaps=()):
+    def __init__(self, config, table=None, unused_ids=()):
         super().__init__()
         self.config = c = config
-        H = c.coordinates
-        B = c.buckets
+        H = c.num_coordinates
+        B = c.buckets_per_coordinate
         self.embed = nn.Embedding(H * B, c.hidden_size)  # E: coordinate i's bucket b is row i*B + b
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
@@ -307,7 +307,7 @@ class MHF(nn.Module):
 
         # keep only the inputs of the blocks, and compute the rest again in backward
         self.activation_checkpointing = False
-        self.set_vocabulary(*check_table(c, table, gaps))
+        self.set_vocabulary(*validate_table(c, table, unused_ids))
 
     @property
     def head_weight(self):
@@ -325,29 +325,25 @@ class MHF(nn.Module):
 
     # ---- the vocabulary
 
-    def set_vocabulary(self, signatures, is_token):
-        """Takes a table from check_table: (V, H) int64 and (V,) bool, which the checkpoint keeps."""
+    def set_vocabulary(self, signatures, token_mask):
+        """Takes a table from validate_table: (V, H) int64 and (V,) bool, which the checkpoint keeps."""
         device = self.embed.weight.device
         self.register_buffer('signatures', torch.tensor(signatures, device=device))
-        self.register_buffer('is_token', torch.tensor(is_token, device=device))
+        self.register_buffer('token_mask', torch.tensor(token_mask, device=device))
 
-    def replace_vocabulary(self, table, pad_id, gaps=()):
+    def replace_vocabulary(self, table, pad_id, unused_ids=()):
         """
         Takes the table (V', H) of a larger, or of any other vocabulary: a MultiHashFormer gets no new parameter, its
         optimizer stays good, and a token whose row is the same keeps its signature. A Standard model must have been
         given its new rows of E before (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
-        self.set_vocabulary(*check_table(self.config, table, gaps))
-
-    def sign(self, ids):
-        """Token ids (...), int64 -> their signatures (..., H), int64."""
-        return self.signatures[ids]
+        self.set_vocabulary(*validate_table(self.config, table, unused_ids))
 
     def embedding_rows(self, signatures):
         """Signatures (..., H) -> their rows of E (..., H)."""
-        H = self.config.coordinates
-        B = self.config.buckets
+        H = self.config.num_coordinates
+        B = self.config.buckets_per_coordinate
         return signatures + torch.arange(0, H * B, B, device=signatures.device)
 
     # ---- signatures in, loss out
@@ -390,16 +386,16 @@ class MHF(nn.Module):
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
         o = self.hash_decoder(h, self.head_weight)
-        # Standard's one coordinate is its vocabulary: both losses are the same, but only the exact one leaves out gaps
+        # Standard's one coordinate is its vocabulary: both losses are the same, but only the exact one leaves out unused_ids
         if self.config.loss == 'product' and self.config.num_hashes:
             return product_loss(o, y).sum()
-        return exact_loss(o, y, self.signatures, self.is_token).sum()
+        return exact_loss(o, y, self.signatures, self.token_mask).sum()
 
     @torch.no_grad()
-    def both_losses(self, x, y):
+    def token_losses(self, x, y):
         """Signatures x, y (N, T, H) -> two (N, T), nats, float32 or better: the paper's loss, and -log P(y)."""
         o = self.hash_decoder(self.hidden_states(x).flatten(0, 1), self.head_weight)
-        exact = exact_loss(o, y.flatten(0, 1), self.signatures, self.is_token)
+        exact = exact_loss(o, y.flatten(0, 1), self.signatures, self.token_mask)
         product = product_loss(o, y.flatten(0, 1)) if self.config.num_hashes else exact
         return product.view(x.shape[:2]), exact.view(x.shape[:2])
 
@@ -408,18 +404,18 @@ class MHF(nn.Module):
     @torch.no_grad()
     def bucket_logits(self, ids):
         """Token ids (N, T) -> bucket logits (N, T, H, B)."""
-        o = self.hash_decoder(self.hidden_states(self.sign(ids)).flatten(0, 1), self.head_weight)
+        o = self.hash_decoder(self.hidden_states(self.signatures[ids]).flatten(0, 1), self.head_weight)
         return torch.stack(o, dim=1).unflatten(0, ids.shape)
 
     @torch.no_grad()
     def next_token_logits(self, h):
         """h (n, d) -> token logits (n, V), float32 or better."""
-        return token_logits(self.hash_decoder(h, self.head_weight), self.signatures, self.is_token)
+        return token_logits(self.hash_decoder(h, self.head_weight), self.signatures, self.token_mask)
 
     @torch.no_grad()
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), normalised over real tokens, float32 or better."""
-        logits = self.next_token_logits(self.hidden_states(self.sign(ids)).flatten(0, 1))
+        logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
         return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     @torch.no_grad()
@@ -433,7 +429,7 @@ class MHF(nn.Module):
         for end in range(T, T + max_new_tokens):
             if end - begin > self.config.block_size:
                 begin = end - (self.config.block_size // 2 + 1)
-            h = self.hidden_states(self.sign(ids[:, begin:]))[:, -1]
+            h = self.hidden_states(self.signatures[ids[:, begin:]])[:, -1]
             logits = self.next_token_logits(h)
             noise = torch.empty_like(logits).exponential_(generator=generator) if temperature else None
             token = sample_token(logits, temperature, top_k, top_p, noise)

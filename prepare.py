@@ -13,13 +13,13 @@ the machine. mhf/bins.py describes the files. A document's way to the loss:
 
     documents      mhf/sources.py  the stripped text of each document; `batches` says which documents are held out
     tokenise       prepare.py      texts -> token ids (n,), bos before each document, by threads of mhf/tokenizers.py
-    sign           hashing.py      token ids -> signatures (n, H), rows of the table; with --bins=ids train.py does it
+    sign           hashing.py      token ids -> signatures (n, H), rows of the table; with --data_format=ids train.py does it
     Shards.append  prepare.py      signatures, back to back, into train_000000.bin and the files after it
 
 and then, when train.py reads the bins,
 
     Bins           mhf/bins.py     the files as one array, memory-mapped
-    blocks_of      mhf/bins.py     which blocks of tokens a step trains on, in an order that the seed shuffles
+    block_indices      mhf/bins.py     which blocks of tokens a step trains on, in an order that the seed shuffles
     read_batch     train.py        a process's share of them, (n, T + 1, H); inputs_and_targets takes it to the device,
                                    signs ids (MHF.sign), and shifts by one: inputs x and targets y, each (n, T, H)
     MHF.forward    model.py        hidden_states of x, then head_loss of these and y: the mean loss
@@ -40,8 +40,8 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from configurator import InputError, configure
-from hashing import fingerprint, sign
-from mhf.bins import HEADER, digest_of, read_ahead
+from hashing import fingerprint
+from mhf.bins import HEADER, digest_of, prefetch
 from mhf.files import replace_durably
 from mhf.meta import OF_SIGNATURES, SPLITS, data_folder, holds_signatures, parsed_meta, table_of
 from mhf.sources import START, Source, batches, mixture
@@ -55,7 +55,7 @@ data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 tokenizer = 'mistral'
 # what the bins hold: signatures, 2 * num_hashes bytes a token, which train.py reads as they are | ids, 2 bytes a token
 # (4 with more than 65,536 tokens), which serve every num_hashes and num_buckets. A Standard model's bins hold ids
-bins = 'signatures'
+data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
@@ -70,7 +70,7 @@ part = ''  # i/n: this run reads every n-th file from file i (from 0); train.py 
 config = configure(globals())
 
 # the settings that decide what the bins hold, and with signatures also OF_SIGNATURES
-RECIPE = ('dataset', 'tokenizer', 'bins', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
+RECIPE = ('dataset', 'tokenizer', 'data_format', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
 COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
 
 
@@ -280,7 +280,7 @@ def read_and_tokenise(sources, meta, config, tok, parts):
             entry = meta['sources'][k]
             limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
             # a thread reads the next batch while the tokenizer's threads work at this one
-            coming = read_ahead(batches(sources[k], progress, config['val_fraction'], val_bytes))
+            coming = prefetch(batches(sources[k], progress, config['val_fraction'], val_bytes))
             with contextlib.closing(coming):
                 while entry['tokens'] < limit and (item := next(coming, None)):
                     batch, progress_after = item
@@ -313,7 +313,7 @@ def write_bins(path, meta, results, table):
         for tokenised, progress in results:
             for split in SPLITS:
                 ids, documents, size = tokenised[split]
-                tokens = ids if table is None else sign(ids, table)
+                tokens = ids if table is None else table[ids]
                 shards[split].append(tokens, documents, size)
             if any(s.has_finished for s in shards.values()) or time.monotonic() > committed + COMMIT_SECONDS:
                 commit(path, meta, shards, progress)
@@ -356,7 +356,7 @@ def recipe_of(config):
     if holds_signatures(config):
         recipe |= {key: config[key] for key in OF_SIGNATURES}
     else:
-        recipe['bins'] = 'ids'
+        recipe['data_format'] = 'ids'
     return recipe
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
-# The kernels of lookups.py run in Triton's interpreter here: the CPU stands for a GPU. Triton reads this once.
+# The kernels of kernels.py run in Triton's interpreter here: the CPU stands for a GPU. Triton reads this once.
 os.environ.setdefault('TRITON_INTERPRET', '1')
 
 import numpy as np
@@ -35,13 +35,13 @@ import configurator
 import model as model_module
 from configurator import InputError
 from hashing import extend_table, fingerprint, frequency_table, signature_table
-from mhf import fast
-from mhf.checkpoint import without_weights
-from mhf.fast import FastMHF, Tiles
+from mhf import fused
+from mhf.checkpoint import build_on_meta
+from mhf.fused import FusedMHF, Tiles
 from mhf.generate import Writer
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
-from model import ABLATIONS, MHF, MHFConfig, check_table, exact_loss, product_loss, sample_token
+from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, validate_table
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -205,9 +205,9 @@ def test_tiktoken_path(monkeypatch):
     assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS
     table = signature_table(tok.tokens, 2, 64, pad_id=tok.pad)
     assert not table[258:].any()
-    # the Standard model has no table to read the gaps from
+    # the Standard model has no table to read the unused_ids from
     for H in (2, 0):
-        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, gaps=[258, 259])
+        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, unused_ids=[258, 259])
         p = m.log_probs(torch.tensor([[1, 2]])).exp()
         assert (p[..., 258:260] == 0).all() and (p[..., 260] > 0).all() and torch.allclose(p.sum(-1), torch.ones(1, 2))
 
@@ -238,7 +238,7 @@ def random_model(seed=0, dtype=torch.float64, **changes):
     c = replace(TINY, **changes)
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
-    m = FastMHF(c, table).to(dtype)
+    m = FusedMHF(c, table).to(dtype)
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
     return m
@@ -270,7 +270,7 @@ def write_released(folder, m, shards=1, **extra):
         name = re.sub(r'^(layers|norm)\.', r'model.\1.', name)
         if name == 'signatures' and c.num_hashes:
             weights['model.hash_map'] = tensor
-        elif name not in ('signatures', 'is_token'):
+        elif name not in ('signatures', 'token_mask'):
             weights[name] = tensor.contiguous()
     config = dict(
         model_type='qwen3', vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
@@ -297,7 +297,7 @@ def test_golden_forward():
     m = from_pretrained(shared('golden/tiny_a')).double()
     ids = expect['input_ids']
     assert relative(m.bucket_logits(ids), expect['bucket_logits']) < 1e-9
-    assert relative(m.hidden_states(m.sign(ids)), expect['last_hidden']) < 1e-9
+    assert relative(m.hidden_states(m.signatures[ids]), expect['last_hidden']) < 1e-9
     assert relative(m.log_probs(ids), expect['logp_inf']) < 1e-9
 
 
@@ -310,7 +310,7 @@ def test_golden_training(dtype, tolerance):
     others = dict(params=[p for p in m.parameters() if p.dim() < 2], weight_decay=0)
     optimizer = torch.optim.AdamW([matrices, others], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     for ids, loss, norm in zip(*(expect[f'train_{k}'] for k in ('batches', 'losses', 'grad_norms')), strict=True):
-        s = m.sign(ids)
+        s = m.signatures[ids]
         ours = m(s[:, :-1], s[:, 1:])
         ours.backward()
         our_norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
@@ -482,7 +482,7 @@ def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
     logits = theirs(ids).logits
     assert relative(ours.bucket_logits(ids)[:, :, 0], logits) < 1e-5
     assert (ours.log_probs(ids) - logits.log_softmax(-1)).abs().max() < 1e-5
-    s = ours.sign(ids)
+    s = ours.signatures[ids]
     reference = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert abs(ours(s[:, :-1], s[:, 1:]) - reference) < 1e-5
 
@@ -501,7 +501,7 @@ def test_parameter_counts(path):
     interface = H * c.num_buckets * d + gate + out + (H - 1) * mixer if H else c.vocab_size * d
     attention = 2 * d * c.num_heads * c.head_dim + 2 * d * c.num_kv_heads * c.head_dim + 2 * c.head_dim
     decoder = c.num_layers * (attention + 3 * d * c.intermediate_size + 2 * d) + d
-    m = without_weights(c)
+    m = build_on_meta(c)
     assert m.num_params() == (interface, decoder)
     assert sum(p.numel() for p in m.parameters()) == interface + decoder
     if path.stem == 'mhf_100m':
@@ -537,11 +537,11 @@ def test_fast_head_equals_plain(loss, changes, device):
     m.tiles = tiles(device, chunk=50 if device == 'cuda' else 7)
     if m.config.num_hashes == 0:
         # two ids that are no token
-        m.set_vocabulary(*check_table(m.config, gaps=[5, 60]))
-    ids = m.is_token.nonzero()[:, 0]
+        m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
+    ids = m.token_mask.nonzero()[:, 0]
     tokens = ids[torch.randint(0, len(ids), (3, 41))]
-    x = m.sign(tokens[:, :-1])
-    y = m.sign(tokens[:, 1:])
+    x = m.signatures[tokens[:, :-1]]
+    y = m.signatures[tokens[:, 1:]]
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
     # some gradients are 0 but for rounding: the gate's last bias
@@ -551,10 +551,10 @@ def test_fast_head_equals_plain(loss, changes, device):
         assert all((ours[k] - plain[k]).abs().max() < 1e-10 * max(plain[k].abs().max(), least) for k in plain)
     with torch.no_grad():
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
-    both = m.both_losses(x, y)
+    both = m.token_losses(x, y)
     targets = tokens[:, 1:].flatten()
     predicted = m.predict(m.hidden_states(x).flatten(0, 1), targets)
-    for ours, theirs in zip(both, twin.both_losses(x, y), strict=True):
+    for ours, theirs in zip(both, twin.token_losses(x, y), strict=True):
         assert ours.shape == (3, 40) and torch.allclose(ours, theirs, rtol=1e-12)
     assert torch.equal(m.log_probs(tokens), twin.log_probs(tokens))
     logp = twin.log_probs(tokens[:, :-1]).flatten(0, 1)
@@ -594,8 +594,8 @@ def test_how_loud_a_standard_model_reads(tmp_path):
     with torch.no_grad():
         louder.embed.weight.mul_(3)
     ids = torch.randint(0, 300, (2, 7))
-    h = m.hidden_states(m.sign(ids))
-    assert torch.allclose(h, louder.hidden_states(m.sign(ids)), rtol=1e-12)
+    h = m.hidden_states(m.signatures[ids])
+    assert torch.allclose(h, louder.hidden_states(m.signatures[ids]), rtol=1e-12)
     assert torch.allclose(m.log_probs(ids), (h @ m.embed.weight.T).log_softmax(-1), rtol=1e-12)
     save_pretrained(m, tmp_path / 'released', 'mistral')
     exported = from_pretrained(tmp_path / 'released').double()
@@ -609,14 +609,14 @@ def test_plain_losses_are_the_formulas():
     ids = torch.randint(0, 50, (1, 6))
     # H of (n, B)
     o = m.bucket_logits(ids[:, :-1])[0].unbind(1)
-    y = m.sign(ids[0, 1:])
+    y = m.signatures[ids[0, 1:]]
     p = [o_i.softmax(1) for o_i in o]
     for n, signature in enumerate(y.tolist()):
         product = -sum(p[i][n, s].log() for i, s in enumerate(signature))
         weights = [math.prod(p[i][n, s].item() for i, s in enumerate(row)) for row in m.signatures.tolist()]
-        total = sum(weight for w, weight in enumerate(weights) if m.is_token[w])
+        total = sum(weight for w, weight in enumerate(weights) if m.token_mask[w])
         assert product_loss(o, y)[n] == pytest.approx(product.item(), rel=1e-12)
-        assert exact_loss(o, y, m.signatures, m.is_token)[n] == pytest.approx(
+        assert exact_loss(o, y, m.signatures, m.token_mask)[n] == pytest.approx(
             -math.log(weights[ids[0, n + 1]] / total), rel=1e-10
         )
 
@@ -625,7 +625,7 @@ def test_lean_head_gradcheck():
     """The gradients do not belong to the loss: they are not its finite differences."""
     m = random_model(vocab_size=30, num_buckets=12)
     m.tiles = tiles(chunk=4)
-    y = m.sign(torch.randint(0, 30, (6,)))
+    y = m.signatures[torch.randint(0, 30, (6,))]
     h = torch.randn(6, m.config.hidden_size, dtype=torch.float64, requires_grad=True)
     step = 1e-5 * torch.randn_like(h)
     for m.config.loss in ('exact', 'product'):
@@ -641,7 +641,7 @@ def test_lean_head_gradcheck():
 def test_lean_head_in_bfloat16(loss):
     """Under autocast the lean head rounds where the plain one does not (the one-hot term, the sums over chunks)."""
     m = random_model(dtype=torch.float32, loss=loss)
-    s = m.sign(torch.randint(0, 300, (8, 33)))
+    s = m.signatures[torch.randint(0, 300, (8, 33))]
     x = s[:, :-1]
     y = s[:, 1:]
     m.double()
@@ -661,7 +661,7 @@ def test_lean_head_in_bfloat16(loss):
 def test_lean_head_composes():
     """torch.compile, or a chunk larger than the batch, changes the gradients; a graph is made for every chunk."""
     m = random_model()
-    s = m.sign(torch.randint(0, 300, (2, 9)))
+    s = m.signatures[torch.randint(0, 300, (2, 9))]
     x = s[:, :-1]
     y = s[:, 1:]
     plain = plain_loss_and_gradients(m, x, y)
@@ -673,13 +673,13 @@ def test_lean_head_composes():
         lean = loss_and_gradients(m, m(x, y))
         assert all((lean[k] - plain[k]).abs().max() < 1e-10 for k in plain)
     # one that normalises over the vocabulary, for four chunks
-    assert sum('mhf.lookups' in graph.code for graph in graphs.graphs) == 1
+    assert sum('mhf.kernels' in graph.code for graph in graphs.graphs) == 1
 
 
 def test_compiling_measures_no_memory(monkeypatch):
     """A chunk of the head is as large as the memory that is free before a step has taken its own: a GPU runs out."""
     m = random_model()
-    monkeypatch.setattr(fast, 'tiles_for', None)
+    monkeypatch.setattr(fused, 'tiles_for', None)
     m.compile(backend='eager')
 
 
@@ -705,17 +705,17 @@ class Reductions(TorchDispatchMode):
 def test_a_gpu_reduces_over_rows(monkeypatch, changes):
     """A softmax over columns is back: on CUDA, it would run on one of 132 multiprocessors."""
     # what the kernels do is no operator of torch's, and takes the interpreter half a minute
-    monkeypatch.setattr(fast, 'lookups', lambda o, y, *_: o[0].new_zeros(3, len(y)))
+    monkeypatch.setattr(fused, 'lookups', lambda o, y, *_: o[0].new_zeros(3, len(y)))
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
     m.tiles = tiles('cuda')
     ids = torch.randint(0, 5000, (2, 256))
-    x = m.sign(ids)
+    x = m.signatures[ids]
 
     def train():
         m(x, x).backward()
 
     def validate():
-        m.both_losses(x, x)
+        m.token_losses(x, x)
 
     def evaluate():
         m.predict(m.hidden_states(x).flatten(0, 1), ids.flatten())
@@ -737,7 +737,7 @@ def test_activation_checkpointing():
     calls = []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
     m.tiles = tiles(chunk=5)
-    x = m.sign(torch.arange(20)[None])
+    x = m.signatures[torch.arange(20)[None]]
     straight = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 1
     m.activation_checkpointing = True
@@ -748,7 +748,7 @@ def test_activation_checkpointing():
 def test_no_target_is_refused():
     """A batch without targets gives a loss of NaN, which would reach the weights."""
     m = random_model()
-    x = m.sign(torch.zeros(2, 0, dtype=torch.long))
+    x = m.signatures[torch.zeros(2, 0, dtype=torch.long)]
     with pytest.raises(InputError, match=r'targets \(2, 0, 3\)'):
         m(x, x)
     with pytest.raises(InputError, match='inputs'):
@@ -766,7 +766,7 @@ def test_vocabulary_grows_under_an_optimizer():
     m.replace_vocabulary(new, m.config.pad_id)
     assert before == {k: p.data_ptr() for k, p in m.named_parameters()} and m.config.vocab_size == 400
     ids = torch.randint(300, 400, (2, 9))
-    s = m.sign(ids)
+    s = m.signatures[ids]
     for _ in range(60):
         loss = m(s[:, :-1], s[:, 1:])
         optimizer.zero_grad()
@@ -774,8 +774,8 @@ def test_vocabulary_grows_under_an_optimizer():
         optimizer.step()
     assert loss < 0.5 and (m.log_probs(ids)[:, :-1].argmax(-1) == ids[:, 1:]).float().mean() > 0.9
     assert torch.equal(m.signatures[:300], torch.tensor(old, dtype=torch.long))
-    m.replace_vocabulary(new, m.config.pad_id, gaps=[7])
-    assert not m.is_token[7] and m.is_token[399]
+    m.replace_vocabulary(new, m.config.pad_id, unused_ids=[7])
+    assert not m.token_mask[7] and m.token_mask[399]
     with pytest.raises(InputError, match='largest bucket'):
         m.replace_vocabulary(new + 40, m.config.pad_id)
 
@@ -790,14 +790,14 @@ def test_log_probs_are_the_renormalised_product(H):
         m.log_probs(ids)
         table = m.signatures.numpy().copy()
         table[5:, 0] = table[5:, 0][::-1]
-        m.set_vocabulary(*check_table(m.config, table))
+        m.set_vocabulary(*validate_table(m.config, table))
     p = torch.stack([o.softmax(-1) for o in m.bucket_logits(ids).unbind(2)], 2)
     product = torch.stack([math.prod(p[..., i, s] for i, s in enumerate(row)) for row in m.signatures.tolist()], -1)
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
-    x = m.sign(ids[:, :-1])
-    y = m.sign(ids[:, 1:])
+    x = m.signatures[ids[:, :-1]]
+    y = m.signatures[ids[:, 1:]]
     m.tiles = tiles(chunk=3)
-    paper, exact = m.both_losses(x, y)
+    paper, exact = m.token_losses(x, y)
     assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     m.config.loss = 'product'
     assert torch.allclose(paper.mean(), plain_twin(m)(x, y) if H else exact.mean(), atol=1e-10)
@@ -806,7 +806,7 @@ def test_log_probs_are_the_renormalised_product(H):
 def test_norms_and_angles_keep_float32():
     """Norms or RoPE angles are computed in less than float32: under bfloat16, positions beyond 256 would blur."""
     m = random_model(dtype=torch.float32, block_size=600)
-    x = m.sign(torch.randint(0, 300, (1, 600)))
+    x = m.signatures[torch.randint(0, 300, (1, 600))]
     h = m.hidden_states(x)
     with torch.autocast('cpu', torch.bfloat16):
         assert m.hidden_states(x).dtype == torch.float32

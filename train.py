@@ -36,14 +36,14 @@ from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure
 from mhf import plot
-from mhf.bins import Verified, blocks_of, frequencies, open_bins, read_ahead
+from mhf.bins import Verified, block_indices, frequencies, open_bins, prefetch
 from mhf.checkpoint import Checkpoints, check_data, check_settings
 from mhf.cost import check_memory
 from mhf.device import pick_compile, pick_dtype, use_device
 from mhf.distributed import World, explain_crashes
-from mhf.fast import FastMHF
+from mhf.fused import FusedMHF
 from mhf.meta import SPLITS, checked_table, data_folder, identity, load_meta
-from mhf.released import check_vocabulary, first_model
+from mhf.released import check_vocabulary, init_model
 from model import MHF, MHFConfig
 
 # output
@@ -51,13 +51,15 @@ out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also writes a checkpoint
 init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | a released folder, hub id, other out_dir
 auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
-keep = 2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
+keep_checkpoints = (
+    2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
+)
 wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJECT and WANDB_NAME name project and run
 # data, as in prepare.py
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''
 tokenizer = 'mistral'
-bins = 'signatures'  # what they hold: signatures | ids
+data_format = 'signatures'  # what they hold: signatures | ids
 # batch
 batch_size = 256  # sequences per update, over all processes; gradient accumulation follows from it
 micro_batch_size = 8  # sequences per process and forward pass
@@ -73,14 +75,16 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B
 num_lsh = 0
 single_id = False
-by_frequency = False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); bins=ids
+by_frequency = (
+    False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); data_format=ids
+)
 ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
 loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
 encoder_init = 'orthogonal'  # how Ws begins: orthogonal | identity | normal, the paper's (study/RESULTS.md)
 embedding_scale = 8.0  # Ws begins so many times as large, and Standard's rows of E enter so; the paper's is 1.0
 # optimizer: AdamW, linear warm-up, cosine to 0
 learning_rate = 5e-4  # the maximum
-embedding_rate = 1.0  # E learns at so many times this rate
+embedding_lr_mult = 1.0  # E learns at so many times this rate
 embedding_std = 0.02  # for studies: of E, drawn
 max_steps = 20000  # updates
 warmup_steps = 2000
@@ -89,7 +93,7 @@ weight_decay = 0.1  # on every parameter of two or more dimensions
 beta1 = 0.9
 beta2 = 0.999
 grad_clip = 1.0  # norm over all parameters; 0 is off
-train_layers = 0  # of the first and of the last layers, the others are frozen; 0 trains all of them
+unfrozen_end_layers = 0  # of the first and of the last layers, the others are frozen; 0 trains all of them
 seed = 42  # of the weights and of the order of the data
 # system; None is the best that is there
 device = None  # cuda | cuda:1 | cpu | mps
@@ -104,7 +108,7 @@ config = configure(globals())
 # A resumed run may change these settings, and no others. Its text stays (meta.identity): dataset, data_dir and bins may
 # name another place or another kind of bins with the same text. It keeps its dtype unless another is asked for.
 FREE_ON_RESUME = (
-    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep', 'wandb', 'dataset', 'data_dir', 'bins',
+    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir', 'data_format',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',
     'device', 'dtype', 'compile', 'deterministic', 'plain', 'activation_checkpointing', 'timeout',
 )  # fmt: skip
@@ -116,8 +120,8 @@ sys.stdout.reconfigure(line_buffering=True)  # a file or a pipe, too, gets every
 world = World()
 master = world.rank == 0
 out = Path(out_dir)
-Model = MHF if plain else FastMHF
-checkpoints = Checkpoints(out_dir, keep, writes=master)
+Model = MHF if plain else FusedMHF
+checkpoints = Checkpoints(out_dir, keep_checkpoints, writes=master)
 device = use_device(device, deterministic)
 explain_crashes(world, checkpoints, device, micro_batch_size)
 device_type = torch.device(device).type
@@ -127,8 +131,8 @@ device_type = torch.device(device).type
 
 check_numbers(
     config,
-    above_zero='batch_size micro_batch_size block_size max_steps eval_interval timeout learning_rate embedding_rate',
-    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep train_layers',
+    above_zero='batch_size micro_batch_size block_size max_steps eval_interval timeout learning_rate embedding_lr_mult',
+    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep_checkpoints unfrozen_end_layers',
     below=dict(seed=2**64, beta1=1, beta2=1),
 )
 compile, no_compiler = pick_compile(compile, device)
@@ -161,7 +165,7 @@ if world.distributed:
 # -----------------------------------------------------------------------------
 # the model: from scratch, from the newest checkpoint, or from a folder or the hub
 
-model, ckpt = world.together(lambda: first_model(init_from, checkpoints, Model))
+model, ckpt = world.together(lambda: init_model(init_from, checkpoints, Model))
 source = checkpoints.last_path or init_from
 if world.distributed:
     world.agree(dict(checkpoint=checkpoints.last_digest))
@@ -193,7 +197,7 @@ else:
     architecture = {name: value for name, value in config.items() if name in MHFConfig.__annotations__}
     architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
     with torch.device(device):  # a GPU draws other numbers than a CPU
-        model = Model(architecture, table, meta['gaps'])
+        model = Model(architecture, table, meta['unused_ids'])
 check_memory(model, device, micro_batch_size, accumulation, activation_checkpointing)
 verified.wait(10)
 checkpoints.make_folder()
@@ -204,18 +208,18 @@ checkpoints.make_folder()
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
-if train_layers:
-    raw_model.layers[train_layers : len(raw_model.layers) - train_layers].requires_grad_(False)
+if unfrozen_end_layers:
+    raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
 model = world.wrap(raw_model)
 E = raw_model.embed.weight
 trained = [p for p in model.parameters() if p.requires_grad]
-matrices = [p for p in trained if p.dim() >= 2 and (p is not E or embedding_rate == 1)]
+matrices = [p for p in trained if p.dim() >= 2 and (p is not E or embedding_lr_mult == 1)]
 others = [p for p in trained if p.dim() < 2]
 groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-if embedding_rate != 1:
-    groups.insert(0, dict(params=[E], weight_decay=weight_decay, rate=embedding_rate))
+if embedding_lr_mult != 1:
+    groups.insert(0, dict(params=[E], weight_decay=weight_decay, rate=embedding_lr_mult))
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if ckpt:
     try:
@@ -226,7 +230,9 @@ if ckpt:
 # One backward on zeros makes every .grad a view of a DDP bucket, so gradients exist once.
 in_buckets = world.distributed and accumulation > 1
 if in_buckets:
-    nothing = torch.zeros(micro_batch_size, block_size, raw_model.config.coordinates, dtype=torch.int64, device=device)
+    nothing = torch.zeros(
+        micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=torch.int64, device=device
+    )
     with autocast:
         model(nothing, nothing).backward()
     optimizer.zero_grad(set_to_none=False)
@@ -235,7 +241,7 @@ if in_buckets:
 # the schedule, batches, validation
 
 
-def learning_rate_at(step):
+def get_lr(step):
     """The rate of the update that leads from `step` to step + 1."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
@@ -249,7 +255,7 @@ def read_batch(split, starts):
     or token ids (n, T + 1), int64, in pinned memory if there is a GPU. Raises InputError for a damaged bin.
     """
     tokens = np.stack([split[start : start + block_size + 1] for start in starts])
-    limit = raw_model.config.buckets if tokens.ndim == 3 else raw_model.config.vocab_size
+    limit = raw_model.config.buckets_per_coordinate if tokens.ndim == 3 else raw_model.config.vocab_size
     if tokens.max() >= limit:
         raise InputError(f'{data_folder(config)} has the number {tokens.max()}, the model {limit}: a damaged bin')
     tokens = torch.from_numpy(tokens.astype(np.int64))
@@ -259,7 +265,7 @@ def read_batch(split, starts):
 def inputs_and_targets(tokens):
     """What read_batch gives -> the signatures of inputs and targets, each (n, T, H), on the device."""
     tokens = tokens.to(device, non_blocking=True)
-    signatures = tokens if tokens.dim() == 3 else raw_model.sign(tokens)
+    signatures = tokens if tokens.dim() == 3 else raw_model.signatures[tokens]
     return signatures[:, :-1], signatures[:, 1:]
 
 
@@ -268,7 +274,7 @@ def micro_batches():
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(start_step, max_steps):
-        blocks = blocks_of(step, batch_size, num_blocks, seed)
+        blocks = block_indices(step, batch_size, num_blocks, seed)
         for micro in blocks.reshape(accumulation, world.size, micro_batch_size)[:, world.rank]:
             yield read_batch(train_tokens, micro * block_size)
 
@@ -299,7 +305,7 @@ def evaluate():
     for batch in bar:
         x, y = inputs_and_targets(read_batch(val_tokens, batch))
         with autocast:
-            losses = raw_model.both_losses(x, y)
+            losses = raw_model.token_losses(x, y)
         sums += torch.stack([of_tokens.double().sum().cpu() for of_tokens in losses])
     product, nats = (world.sum(sums, device) / n).tolist()
     bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
@@ -363,9 +369,11 @@ if master:
         print('the plain model')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(config)}')
-    if train_layers:
+    if unfrozen_end_layers:
         frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
-        print(f'{frozen:,} parameters are frozen: all layers but the first {train_layers} and the last {train_layers}')
+        print(
+            f'{frozen:,} parameters are frozen: all layers but the first {unfrozen_end_layers} and the last {unfrozen_end_layers}'
+        )
     if init_from == 'resume':
         print(f'resumed at step {start_step}')
     log_path = out / 'log.jsonl'
@@ -394,14 +402,14 @@ bar = tqdm(
     mininterval=redraw_interval,
 )
 speeds = []
-batches = read_ahead(micro_batches())
+batches = prefetch(micro_batches())
 with bar:
     for step in range(start_step, max_steps):
         checkpoints.raise_if_failed()
         if verified.damage:
             raise InputError(f'{verified.damage}; stopped at step {step}, {checkpoints.kept()}')
         began = time.perf_counter()
-        lr = learning_rate_at(step)
+        lr = get_lr(step)
         for group in optimizer.param_groups:
             group['lr'] = lr * group.get('rate', 1)
         mean_loss = torch.zeros((), device=device)

@@ -1,6 +1,6 @@
 # Vocabulary expansion of the paper's 1B H4B16K: 15,354 new tokens, 32,768 -> 48,122, and no new parameter.
 # 16,000 steps x 256 sequences x 2,048 tokens = 8.389 B tokens: one epoch of 2.1 B tokens in each of 4 languages.
-# Their bins take 67 GB, with --bins=ids 16.8 GB.
+# Their bins take 67 GB, with --data_format=ids 16.8 GB.
 from config.mhf_1b import *
 
 # a model trained here; the released one: --before=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
@@ -16,6 +16,6 @@ dataset = ','.join(f'{_source}@2.1e9' for _source in (*texts.split(','), 'finewe
 val_fraction = 0.05
 
 # trains the first two and the last two layers; E, hash encoder and decoder, and the final norm always train
-train_layers = 2
+unfrozen_end_layers = 2
 max_steps = 16000
 warmup_steps = 800

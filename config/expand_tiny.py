@@ -17,10 +17,10 @@ dataset = ','.join(f'{_text}/{_name}.jsonl.xz@3e5' for _name in ('ar', 'zh', 'hi
 val_fraction = 0.05
 # the rates that the results of the expansion were measured with
 learning_rate = 2e-3
-embedding_rate = 1.0
+embedding_lr_mult = 1.0
 beta2 = 0.95
 # trains the first and the last of the four layers; E, hash encoder and decoder, and the final norm always train
-train_layers = 1
+unfrozen_end_layers = 1
 
 # eval.py, sample.py
 tasks = 'bits_per_byte'

@@ -1,5 +1,5 @@
 # The demo: a small MultiHashFormer on the source of the Python standard library, minutes on 2 cores.
-# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; its bins take 23 MB, with --bins=ids 8 MB.
+# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; its bins take 23 MB, with --data_format=ids 8 MB.
 out_dir = 'out/mhf_tiny'
 dataset = 'stdlib'
 tokenizer = 'mistral'
@@ -20,7 +20,7 @@ batch_size = 8
 micro_batch_size = 4
 # tuned for a short run (study/RESULTS.md, "tuned"); the paper has one rate for all parameters, and beta2 0.999
 learning_rate = 1e-3
-embedding_rate = 4.0
+embedding_lr_mult = 4.0
 beta2 = 0.99
 max_steps = 450
 warmup_steps = 50

@@ -98,7 +98,9 @@ def frequencies(tokens, V):
     """How often each id is among the first 2^24 tokens of some Bins, (V,) int64. Raises InputError for signatures."""
     ids = tokens[: 2**24]
     if ids.ndim > 1:
-        raise InputError('by_frequency=True: these bins hold signatures, whose tokens nobody counted; use --bins=ids')
+        raise InputError(
+            'by_frequency=True: these bins hold signatures, whose tokens nobody counted; use --data_format=ids'
+        )
     return np.bincount(ids, minlength=V)[:V]
 
 
@@ -146,7 +148,7 @@ def held_out_split(folder, tok):
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
         raise InputError(f"{folder} was made with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
     split = meta['splits']['val']
-    table = table_of(meta, tok) if meta['bins'] == 'signatures' else None
+    table = table_of(meta, tok) if meta['data_format'] == 'signatures' else None
     tokens = Bins(folder, split, meta.get('num_hashes', 0))[:]
     return token_ids(tokens, table).tolist(), split['bytes']
 
@@ -155,7 +157,7 @@ def held_out_split(folder, tok):
 # the order of blocks, and reading ahead
 
 
-def blocks_of(step, batch_size, num_blocks, seed):
+def block_indices(step, batch_size, num_blocks, seed):
     """
     The blocks that update `step` (the first is 0) trains on, (batch_size,) int64. Block b is the T + 1 tokens from
     token b * T on: T inputs, and each one's target.
@@ -167,7 +169,7 @@ def blocks_of(step, batch_size, num_blocks, seed):
 
     train.py shares them out: process `rank` takes blocks.reshape(accumulation, processes, micro_batch_size)[:, rank].
     For example, with batch_size=16, micro_batch_size=4 and 2 processes accumulation is 2. At step 17, rank 1 then sees
-    blocks_of(17, ...)[4:8] and after them [12:16]: the sequences 276 to 279 and 284 to 287 of the run.
+    block_indices(17, ...)[4:8] and after them [12:16]: the sequences 276 to 279 and 284 to 287 of the run.
     """
     i = np.arange(step * batch_size, (step + 1) * batch_size)
     blocks = np.empty_like(i)
@@ -206,7 +208,7 @@ def shuffled(index, n, seed, epoch=0):
     return x.astype(np.int64)
 
 
-def read_ahead(iterable):
+def prefetch(iterable):
     """The same items; a thread makes the next one while the caller uses this one."""
     iterator = iter(iterable)
     end = object()

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from configurator import InputError, settings_of
-from mhf.fast import FastMHF
 from mhf.files import replace_durably
+from mhf.fused import FusedMHF
 from model import MHFConfig
 
 # what a checkpoint holds
@@ -89,19 +89,19 @@ class Undrawn(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-def without_weights(config, Model=FastMHF):
+def build_on_meta(config, Model=FusedMHF):
     """A model whose tensors have shapes and no numbers, for set_weights."""
     with torch.device('meta'), Undrawn():
         return Model(config)
 
 
 def set_weights(model, state):
-    """Gives a model of without_weights the tensors of a state_dict. Raises RuntimeError where they do not fit."""
+    """Gives a model of build_on_meta the tensors of a state_dict. Raises RuntimeError where they do not fit."""
     model.load_state_dict(state, assign=True)
-    model.set_vocabulary(state['signatures'].numpy(), state['is_token'].numpy())
+    model.set_vocabulary(state['signatures'].numpy(), state['token_mask'].numpy())
 
 
-def load_checkpoint(path, Model=FastMHF):
+def load_checkpoint(path, Model=FusedMHF):
     """A train.py checkpoint -> (model, the checkpoint's dict), on the CPU. Raises InputError."""
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
@@ -111,9 +111,9 @@ def load_checkpoint(path, Model=FastMHF):
         config = MHFConfig(**ckpt['model_config'])
         num_layers = sum(name.endswith('.input_layernorm.weight') for name in ckpt['model'])
         sizes = (*ckpt['model']['signatures'].shape, num_layers)
-        if sizes != (config.vocab_size, config.coordinates, config.num_layers):
+        if sizes != (config.vocab_size, config.num_coordinates, config.num_layers):
             raise ValueError(f'its tensors are of V, H, layers = {sizes}, its config says otherwise')
-        model = without_weights(config, Model)
+        model = build_on_meta(config, Model)
         # copies, because the mapped file may be replaced while a training run goes on
         state = {name: tensor.clone() for name, tensor in ckpt['model'].items()}
         # older checkpoints called the Hash Decoder `mixers`
@@ -196,7 +196,7 @@ class Checkpoints:
         except OSError as e:
             raise InputError(f'out_dir={self.folder} cannot be written ({e})') from None
 
-    def newest_whole(self, Model=FastMHF):
+    def newest_whole(self, Model=FusedMHF):
         """
         (model, the checkpoint's dict) of the newest checkpoint that is not damaged; warns of those that are. Raises
         InputError where there is none.

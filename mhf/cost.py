@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from configurator import InputError
 from hashing import signature_table
-from mhf.fast import FastMHF, cpu_chunk, gpu_chunk
+from mhf.fused import FusedMHF, cpu_chunk, gpu_chunk
 
 # -----------------------------------------------------------------------------
 # by formulas
@@ -34,7 +34,7 @@ def flops_per_token(c):
     width = c.num_heads * c.head_dim
     layer = 2 * d * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
     attention = 2 * width * (c.block_size + 1)
-    forward = c.num_layers * (layer + attention) + 2 * c.coordinates * c.buckets * d
+    forward = c.num_layers * (layer + attention) + 2 * c.num_coordinates * c.buckets_per_coordinate * d
     if c.num_hashes:
         encoder = c.num_hashes * 2 * c.bottleneck * (d + 1) + 2 * d * d
         soft_embedding_and_mixer = 2 * c.num_buckets * d + 2 * 3 * d * c.bottleneck
@@ -64,16 +64,16 @@ def step_memory(c, parameters, sequences, accumulates, checkpointing=False, free
     # autocast keeps the matrices in bfloat16
     matrices = 2 * c.num_layers * d * (2 * width + 2 * keys + 3 * c.intermediate_size)
     # of a token of a chunk: bucket logits, probabilities and gradients; a GPU's exact loss also keeps token logits
-    logits = 10 * c.coordinates * c.buckets
+    logits = 10 * c.num_coordinates * c.buckets_per_coordinate
     if c.num_hashes and c.loss == 'exact' and free is not None:
         logits += 4 * c.vocab_size
     if free is None:
-        chunk = cpu_chunk(c.coordinates, c.buckets)
+        chunk = cpu_chunk(c.num_coordinates, c.buckets_per_coordinate)
     else:
-        chunk = gpu_chunk(c.coordinates, c.buckets, c.vocab_size, free)
+        chunk = gpu_chunk(c.num_coordinates, c.buckets_per_coordinate, c.vocab_size, free)
     chunk = min(tokens, chunk)
     # E in bfloat16 and its gradient; h and its gradient
-    head = 6 * c.coordinates * c.buckets * d + chunk * logits + 8 * tokens * d
+    head = 6 * c.num_coordinates * c.buckets_per_coordinate * d + chunk * logits + 8 * tokens * d
     return {
         'parameters': 4 * parameters,
         'AdamW': 8 * parameters,
@@ -207,15 +207,15 @@ def random_model(c, tok):
     table = None
     if c.num_hashes:
         table = signature_table(tok.tokens, c.num_hashes, c.num_buckets, pad_id=tok.pad)
-    gaps = [i for i, token in enumerate(tok.tokens) if token is None]
+    unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
     torch.manual_seed(0)
-    return FastMHF(replace(c), table, gaps)
+    return FusedMHF(replace(c), table, unused_ids)
 
 
 def random_tokens(model, *shape):
     """Signatures (*shape, H) of random tokens from the later half of the vocabulary, which has no special ones."""
     V = model.config.vocab_size
-    return model.sign(torch.randint(V // 2, V, shape, device=model.signatures.device))
+    return model.signatures[torch.randint(V // 2, V, shape, device=model.signatures.device)]
 
 
 class TrainingSteps:

@@ -114,7 +114,7 @@ def no_compiler(variable, *names):
 @functools.cache
 def no_triton():
     """
-    Why Triton cannot compile for this machine's GPU, or ''. torch.compile and the kernels of lookups.py need it there.
+    Why Triton cannot compile for this machine's GPU, or ''. torch.compile and the kernels of kernels.py need it there.
     Triton itself needs a C compiler and Python's headers.
     """
     try:

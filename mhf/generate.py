@@ -9,7 +9,7 @@ step from one token to the next in a CUDA graph.
 
 import torch
 
-from model import at_least_float32, sample_token
+from model import sample_token, upcast
 
 
 class Writer:
@@ -50,7 +50,7 @@ class Writer:
 
     def next_token(self, ids, cache, positions, mask, noise):
         """Token ids (N, T), what hidden_states and sample_token need besides -> the next token (N,)."""
-        h = self.model.hidden_states(self.model.sign(ids), cache, positions=positions, mask=mask)[:, -1]
+        h = self.model.hidden_states(self.model.signatures[ids], cache, positions=positions, mask=mask)[:, -1]
         logits = self.model.next_token_logits(h)
         return sample_token(logits, self.temperature, self.top_k, self.top_p, noise)
 
@@ -112,4 +112,4 @@ class Writer:
         """Room for the noise that sample_token divides by, (N, V); None where nothing is drawn."""
         if not self.temperature:
             return None
-        return at_least_float32(self.model.embed.weight.new_empty(N, self.model.config.vocab_size))
+        return upcast(self.model.embed.weight.new_empty(N, self.model.config.vocab_size))

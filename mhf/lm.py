@@ -56,7 +56,7 @@ def tokens_in_memory(model):
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     # a forward pass takes 11 to 12 times as many bytes a token as this (fake tensors, 100M to 3B)
-    widest = max(model.config.coordinates * model.config.hidden_size, model.config.intermediate_size)
+    widest = max(model.config.num_coordinates * model.config.hidden_size, model.config.intermediate_size)
     # the other half is for the head and the mask
     return int(min(65536, free / 2 / (16 * widest)))
 
@@ -286,7 +286,7 @@ class MHFLM(TemplateLM):
             seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
             mask = seen.tril()[:, None]
         with self.autocast():
-            h = self.model.hidden_states(self.model.sign(ids), positions=positions, mask=mask).flatten(0, 1)
+            h = self.model.hidden_states(self.model.signatures[ids], positions=positions, mask=mask).flatten(0, 1)
             # the head sees only the positions that predict a token of a continuation
             h = h[torch.tensor(predicting, device=self.device)]
             of_tokens = torch.stack(self.model.predict(h, torch.tensor(targets, device=self.device)))

@@ -3,10 +3,10 @@ meta.json: what a folder of bins says of itself. prepare.py writes it; here it i
 its tokenizer. Its keys are
 
     complete                       true at the end; before, train.py refuses the folder
-    bins                           signatures or ids; with signatures also num_hashes, num_buckets, num_lsh, single_id
+    data_format                    signatures or ids; with signatures also num_hashes, num_buckets, num_lsh, single_id
                                    and table_sha256, of the whole table
     dataset, tokenizer, part ...   the settings that decide what the bins hold; prepare.py goes on only with the same
-    vocab_size, pad_id, gaps       of the tokenizer, and tokenizer_sha256, of its strings; gaps are ids without a token
+    vocab_size, pad_id, unused_ids       of the tokenizer, and tokenizer_sha256, of its strings; unused_ids are ids without a token
     made_from                      for each source a sha256 of the names and sizes of its files
     sources                        for each source: dataset, tokens_wanted (null is all), tokens
     splits {train, val}            tokens, documents, bytes of text, shards [{file, tokens, digest of its numbers}]
@@ -33,7 +33,7 @@ META_TYPES = dict(
     tokenizer=str,
     vocab_size=int,
     pad_id=int,
-    gaps=[int],
+    unused_ids=[int],
     tokenizer_sha256=str,
     splits=dict(train=SPLIT_TYPES, val=SPLIT_TYPES),
 )
@@ -67,9 +67,9 @@ def data_folder(config):
 
 def holds_signatures(config):
     """Whether a config's bins hold signatures; else they hold token ids. A Standard model has no signatures."""
-    if config['bins'] not in ('signatures', 'ids'):
-        raise InputError(f"bins='{config['bins']}': must be signatures or ids")
-    return config['bins'] == 'signatures' and config['num_hashes'] > 0
+    if config['data_format'] not in ('signatures', 'ids'):
+        raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
+    return config['data_format'] == 'signatures' and config['num_hashes'] > 0
 
 
 def last_words(path):
@@ -119,10 +119,10 @@ def parsed_meta(path):
     wrong = wrong_type(meta, dict(complete=bool), 'meta')
     if wrong:
         raise InputError(f'{path} is damaged ({wrong}); {again}')
-    if 'num_hashes' in meta and 'bins' not in meta:
+    if 'num_hashes' in meta and 'data_format' not in meta:
         raise InputError(f'{path} is of a much older prepare.py; {again}')
     # the first bins held ids, and meta.json did not say so
-    meta.setdefault('bins', 'ids')
+    meta.setdefault('data_format', 'ids')
     if meta['complete']:
         wrong = wrong_type(meta, META_TYPES, 'meta') or implausible(meta)
         if wrong:
@@ -162,7 +162,7 @@ def implausible(meta):
     V = meta['vocab_size']
     if not 0 < V < 2**32:
         return f'vocab_size={V}'
-    for i in (meta['pad_id'], *meta['gaps']):
+    for i in (meta['pad_id'], *meta['unused_ids']):
         if not 0 <= i < V:
             return f'id {i} of {V} tokens'
     for split in SPLITS:
@@ -210,9 +210,9 @@ def load_meta(config):
 
 def no_bins(config, folder):
     """The InputError of a folder without bins: which other folder has some, or the command that makes them."""
-    folder_of_ids = data_folder(config | dict(bins='ids'))
+    folder_of_ids = data_folder(config | dict(data_format='ids'))
     if folder_of_ids != folder and (folder_of_ids / 'meta.json').exists():
-        return InputError(f'{folder} is not there; {folder_of_ids} has token ids, which --bins=ids reads')
+        return InputError(f'{folder} is not there; {folder_of_ids} has token ids, which --data_format=ids reads')
     # config files, and those settings on the command line that prepare.py has as well
     args = []
     for arg in sys.argv[1:]:
@@ -250,7 +250,7 @@ def checked_table(config, meta, frequencies=None):
         for key in OF_SIGNATURES:
             if meta.get(key) != config[key]:
                 differs = f'signatures of {key}={meta.get(key)}, the model has {key}={config[key]}'
-                raise InputError(f'{folder} holds {differs}; bins of --bins=ids serve both')
+                raise InputError(f'{folder} holds {differs}; bins of --data_format=ids serve both')
     if not config['num_hashes']:
         return None
     tok = get_tokenizer(config['tokenizer'])

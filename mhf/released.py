@@ -21,10 +21,10 @@ import torch
 
 from configurator import InputError
 from hashing import signature_table
-from mhf.checkpoint import Checkpoints, load_checkpoint, set_weights, without_weights
-from mhf.fast import FastMHF
+from mhf.checkpoint import Checkpoints, build_on_meta, load_checkpoint, set_weights
+from mhf.fused import FusedMHF
 from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
-from model import MHF, MHFConfig, check_table
+from model import MHF, MHFConfig, validate_table
 
 # config.json's fields -> MHFConfig's; the first six are required
 RELEASED_FIELDS = dict(
@@ -56,7 +56,7 @@ def released_weights(model):
     weights = {}
     for name, tensor in model.state_dict().items():
         # which ids are tokens follows from the table; a Standard model has no table
-        if name == 'is_token' or name == 'signatures' and not model.config.num_hashes:
+        if name == 'token_mask' or name == 'signatures' and not model.config.num_hashes:
             continue
         prefix = next((theirs for theirs, ours in RELEASED_NAMES.items() if name.startswith(ours)), None)
         if prefix is None:
@@ -138,7 +138,7 @@ def save_pretrained(model, folder, tokenizer):
 # reading it
 
 
-def from_pretrained(path_or_hub_id, revision=None, Model=FastMHF):
+def from_pretrained(path_or_hub_id, revision=None, Model=FusedMHF):
     """
     A model in the authors' released format (config.json and safetensors, one file or several), from a folder or from
     the Hugging Face hub; a revision may also follow the id, after @. A plain Qwen3 model with tied embeddings becomes a
@@ -164,7 +164,7 @@ def from_pretrained(path_or_hub_id, revision=None, Model=FastMHF):
     refuse_unsupported(released, weights, source)
     config = config_of(released, weights)
     state = state_of(config, weights, source)
-    model = without_weights(config, Model)
+    model = build_on_meta(config, Model)
     try:
         set_weights(model, state)
     except RuntimeError as e:
@@ -237,9 +237,9 @@ def state_of(config, weights, source):
     if config.num_hashes and 'signatures' not in state:
         raise InputError(f'{source}: num_hashes={config.num_hashes} but no model.hash_map')
     table = state['signatures'].numpy() if config.num_hashes else None
-    signatures, is_token = check_table(config, table)
+    signatures, token_mask = validate_table(config, table)
     state['signatures'] = torch.tensor(signatures)
-    state['is_token'] = torch.tensor(is_token)
+    state['token_mask'] = torch.tensor(token_mask)
     return state
 
 
@@ -247,7 +247,7 @@ def state_of(config, weights, source):
 # a model to begin with, or to use
 
 
-def first_model(init_from, checkpoints, Model):
+def init_model(init_from, checkpoints, Model):
     """
     What train.py begins with: (model, the checkpoint's dict), each None where there is none. init_from is 'scratch',
     'resume', or what load_model takes; checkpoints are those in the run's out_dir. Raises InputError.
@@ -262,7 +262,7 @@ def first_model(init_from, checkpoints, Model):
     return load_model(init_from, Model)[0], None
 
 
-def load_model(source, Model=FastMHF):
+def load_model(source, Model=FusedMHF):
     """
     A run's out_dir, or the released format from a folder or the hub -> (model, its tokenizer's name or None, the
     SHA-256 of that tokenizer or None). Raises InputError.
@@ -282,19 +282,19 @@ def load_model(source, Model=FastMHF):
     return model, None, None
 
 
-def limit_to_tokenizer(model, V, gaps):
+def limit_to_tokenizer(model, V, unused_ids):
     """
-    Gives probability 0 to the ids that a tokenizer of V ids has no token for: its gaps, and those from V on. Returns
+    Gives probability 0 to the ids that a tokenizer of V ids has no token for: its unused_ids, and those from V on. Returns
     whether the model can have that tokenizer. It cannot if the tokenizer has more ids, if an id from V on has a
     signature, or if a Standard model has too many rows more.
     """
-    beyond = len(model.is_token) - V
+    beyond = len(model.token_mask) - V
     if beyond < 0:
         return False
-    is_token = model.is_token.cpu().numpy().copy()
-    is_token[V:] = False
-    is_token[gaps] = False
-    model.set_vocabulary(model.signatures.cpu().numpy(), is_token)
+    token_mask = model.token_mask.cpu().numpy().copy()
+    token_mask[V:] = False
+    token_mask[unused_ids] = False
+    model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
     if model.config.num_hashes == 0:
         # a table is rounded up: by the authors to a multiple of 128; Qwen3's 151,669 tokens have 151,936 rows
         return beyond < max(128, V // 100)
@@ -308,7 +308,7 @@ def check_vocabulary(model, source, meta, table):
     """
     V = meta['vocab_size']
     theirs = model.signatures.numpy()
-    if not limit_to_tokenizer(model, V, meta['gaps']):
+    if not limit_to_tokenizer(model, V, meta['unused_ids']):
         raise InputError(f'{source} has vocab_size={len(theirs)}, the bins {V}')
     if table is None:
         return
@@ -354,7 +354,7 @@ def open_model(out_dir='', released='', tokenizer=''):
     facts = tokenizer_facts(tok)
     if sha256 and facts['tokenizer_sha256'] != sha256:
         raise InputError(f"tokenizer '{tok.name}' has another vocabulary than the '{its_tokenizer}' of the model")
-    if not limit_to_tokenizer(model, facts['vocab_size'], facts['gaps']):
+    if not limit_to_tokenizer(model, facts['vocab_size'], facts['unused_ids']):
         sizes = f'has {len(tok.tokens)} tokens, the model {c.vocab_size}'
         raise InputError(f"tokenizer '{tok.name}' {sizes}: not its own, which --tokenizer names")
     j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed

@@ -232,6 +232,8 @@ def tokenizer_fingerprint(tok):
 
 
 def tokenizer_facts(tok):
-    """What the meta.json of bins says of their tokenizer. `gaps` are the ids without a token."""
-    gaps = [i for i, token in enumerate(tok.tokens) if token is None]
-    return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, gaps=gaps, tokenizer_sha256=tokenizer_fingerprint(tok))
+    """What the meta.json of bins says of their tokenizer. `unused_ids` are the ids without a token."""
+    unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
+    return dict(
+        vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids, tokenizer_sha256=tokenizer_fingerprint(tok)
+    )

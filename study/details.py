@@ -34,7 +34,7 @@ def of_tokens(model, ids, temperatures):
     for begin in range(0, len(ids) - 1, T):
         block = ids[begin : begin + T + 1]
         targets = block[1:]
-        h = model.hidden_states(model.sign(block[None, :-1]))[0]
+        h = model.hidden_states(model.signatures[block[None, :-1]])[0]
         logp, right, _ = model.predict(h, targets)
         logits = model.next_token_logits(h)
         of_target = logits.gather(1, targets[:, None])[:, 0]

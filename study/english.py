@@ -23,7 +23,7 @@ DATA = {
     'data/study_fineweb': dict(dataset=f'{_FOLDER}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', texts=dict(english='data/study_english', fineweb='data/study_fineweb'))
-_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_rate=1.0)
+_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_lr_mult=1.0)
 # the paper's, but for what is called loud
 _COMMON |= dict(encoder_init='normal', embedding_scale=1.0)
 # for a GPU: compiling takes longer than a run, and a run that is repeated gives the same numbers
@@ -39,7 +39,7 @@ _STANDARD = dict(name='Standard', rates=_RATES, num_hashes=0)
 _EQUAL_TIME = 'Standard, 1.5 times the tokens'
 _MORE_TOKENS = _STANDARD | dict(name=_EQUAL_TIME)
 # four rows of E make a token of H4, so that Adam moves it four times as far
-_FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3, 5e-4), embedding_rate=4.0)
+_FAST = _STANDARD | dict(name='Standard, 4 times the rate for E', rates=(1e-3, 2e-3, 5e-4), embedding_lr_mult=4.0)
 # seed 1 chooses 4e-3, at which another seed may be worse
 _STEADY = _STANDARD | dict(name="Standard, at H4's rate", rates='H4')
 # each at its best rate; B of equal total parameters, and half of it
@@ -348,10 +348,10 @@ RUNS = [
     _WIDE | _H4 | dict(num_buckets=7934),
     _WIDE | _HALF | dict(num_buckets=3967),
 ]
-_REMEDIES = [dict(name='H4, twice the rate for E', embedding_rate=2.0), dict(name='H4, beta2 0.99', beta2=0.99)]
+_REMEDIES = [dict(name='H4, twice the rate for E', embedding_lr_mult=2.0), dict(name='H4, beta2 0.99', beta2=0.99)]
 # no better at 1.02 M tokens, so one seed at 3.07 M
 _NO_REMEDIES = [
-    dict(name='H4, half the rate for E', embedding_rate=0.5),
+    dict(name='H4, half the rate for E', embedding_lr_mult=0.5),
     dict(name='H4, E begun 4 times as large', embedding_std=0.08),
     dict(name='H4, weight decay 0.01', weight_decay=0.01),
     dict(name='H4, weight decay 0.5', weight_decay=0.5),
@@ -360,14 +360,14 @@ RUNS += [length | _H4 | _LIKE_H4 | remedy for remedy in _REMEDIES for length in 
 for _remedy in _NO_REMEDIES:
     RUNS += [length | _H4 | _LIKE_H4 | _remedy for length in (_SHORT, _LONG | dict(seeds=(1,)))]
 # what helped H4 helps Standard: each with both remedies, and each of them alone
-_TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
+_TUNED = dict(rates=(1e-3,), embedding_lr_mult=4.0, beta2=0.99)
 _ALONE = dict(rates=(2e-3,), seeds=(1,))
 RUNS += [length | model | _TUNED for model in (_TUNED_STANDARD, _TUNED_H4) for length in (_SHORT, _LONG)]
 for _name, _rate in (('twice the rate', 2e-3), ('half the rate', 5e-4)):
     _of_rate = _SHORT | _TUNED | dict(rates=(_rate,), seeds=(1,))
     RUNS += [model | _of_rate | dict(name=f'{model["name"]}, {_name}') for model in (_TUNED_STANDARD, _TUNED_H4)]
 RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for length in (_LONG, _SHORT)]
-_LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_rate=2.0)
+_LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_lr_mult=2.0)
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length in (_LONG, _SHORT)]
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
 RUNS += [_SHORT | _STANDARD_TWICE_AS_LOUD | _TUNED | dict(seeds=(1,))]
@@ -389,9 +389,11 @@ RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.99', beta2=0
 RUNS += [length | _STANDARD | _ALONE | dict(name='Standard, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
 RUNS += [length | _H4 | _ALONE | dict(name='H4, beta2 0.999', beta2=0.999) for length in (_SHORT, _LONG)]
 RUNS += [
-    _LONG | _H4 | _ALONE | dict(name='H4, twice the rate for E, beta2 0.99', embedding_rate=2.0, beta2=0.99),
-    _LONG | _H4 | dict(name='H4, twice the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_rate=2.0),
-    _LONG | _H4 | dict(name='H4, 4 times the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_rate=4.0),
+    _LONG | _H4 | _ALONE | dict(name='H4, twice the rate for E, beta2 0.99', embedding_lr_mult=2.0, beta2=0.99),
+    _LONG | _H4 | dict(name='H4, twice the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_lr_mult=2.0),
+    _LONG
+    | _H4
+    | dict(name='H4, 4 times the rate for E, half for all', rates=(1e-3,), seeds=(1,), embedding_lr_mult=4.0),
     _LONG | _HALF | _ALONE | dict(name='H4, half, beta2 0.99', beta2=0.99),
     _LONG | _H6 | _ALONE | dict(name='H6, beta2 0.99', beta2=0.99),
 ]

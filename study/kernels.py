@@ -1,12 +1,12 @@
 """
-Times the kernels of mhf/lookups.py on this machine's GPU, in each block size that may be the best one, and compares
+Times the kernels of mhf/kernels.py on this machine's GPU, in each block size that may be the best one, and compares
 them with a plain copy. It also prints how exact they are and how much memory they take.
 
     $ python -m study.kernels                                     # H4B16K, 32,768 words
     $ python -m study.kernels --buckets=7966                      # a width that is no multiple of 16
     $ python -m study.kernels --tokenizer=tekken                  # 131,072 words
 
-The fastest sizes belong into lookups.Sizes. tests/compile_lookups.py says, without a GPU, how many registers and how
+The fastest sizes belong into kernels.Sizes. tests/compile_kernels.py says, without a GPU, how many registers and how
 much shared memory a kernel of other sizes needs.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from configurator import InputError
 from hashing import signature_table
-from mhf import lookups
+from mhf import kernels
 from mhf.device import no_triton
-from mhf.fast import Table, Tiles, exact_nll, read_backwards
-from mhf.lookups import Sizes
+from mhf.fused import Table, Tiles, exact_nll, invert_table
+from mhf.kernels import Sizes
 from mhf.tokenizers import get_tokenizer
 
 # tokens of a block
@@ -60,11 +60,11 @@ class Case(NamedTuple):
         return [o_i.clone() for o_i in self.o]
 
 
-def table_of(signatures, is_token, B):
-    """Signatures (V, H) int64 and is_token (V,) bool, tensors -> their Table, on the same device."""
-    backwards = read_backwards(signatures.cpu().numpy(), is_token.cpu().numpy(), B)
+def table_of(signatures, token_mask, B):
+    """Signatures (V, H) int64 and token_mask (V,) bool, tensors -> their Table, on the same device."""
+    backwards = invert_table(signatures.cpu().numpy(), token_mask.cpu().numpy(), B)
     tensors = {name: torch.tensor(array, device=signatures.device) for name, array in backwards.items()}
-    return Table(signatures, is_token, **tensors, standard=False)
+    return Table(signatures, token_mask, **tensors, standard=False)
 
 
 def random_case(signatures, B, n, dtype):
@@ -99,14 +99,14 @@ def calls(case, sizes):
     """{kernel: a function without arguments that calls it}. Evaluation calls the last one, which makes no gradient."""
     table = case.table
     inverse = [table.ids, table.begins]
-    laid_out = lookups.lay_out(case.o, sizes)
-    logits, _, logsumexp = lookups.normalise(laid_out, table.rows, table.is_token, True, sizes)
+    laid_out = kernels.lay_out(case.o, sizes)
+    logits, _, logsumexp = kernels.normalise(laid_out, table.rows, table.token_mask, True, sizes)
     gradient = case.copies()
     return {
-        'lay_out': lambda: lookups.lay_out(case.o, sizes),
-        'normalise': lambda: lookups.normalise(laid_out, table.rows, table.is_token, True, sizes),
-        'derive': lambda: lookups.derive(logits, logsumexp, case.y, inverse, gradient, sizes),
-        'normalise, no gradient': lambda: lookups.normalise(laid_out, table.rows, table.is_token, False, sizes),
+        'lay_out': lambda: kernels.lay_out(case.o, sizes),
+        'normalise': lambda: kernels.normalise(laid_out, table.rows, table.token_mask, True, sizes),
+        'derive': lambda: kernels.derive(logits, logsumexp, case.y, inverse, gradient, sizes),
+        'normalise, no gradient': lambda: kernels.normalise(laid_out, table.rows, table.token_mask, False, sizes),
     }
 
 
@@ -211,10 +211,10 @@ def measure(case, seconds_of):
         for what, gradient in (('-log P and its gradient', True), ('-log P', False)):
             work = functools.partial(exact_nll, o, case.y, case.table, tiles, gradient)
             report(f'{what}, by {name}', seconds_of(work), n)
-    for name, work in calls(case, lookups.SIZES).items():
+    for name, work in calls(case, kernels.SIZES).items():
         report(f'{name}, as it is', seconds_of(work), n, moved[name], copy_rate)
     sizes, seconds = fastest(case, seconds_of, copy_rate)
-    print(f'fastest: {sizes}, {seconds * 1e3 * PER / n:.2f} ms; as it is: {lookups.SIZES}')
+    print(f'fastest: {sizes}, {seconds * 1e3 * PER / n:.2f} ms; as it is: {kernels.SIZES}')
 
 
 if __name__ == '__main__':

@@ -26,8 +26,8 @@ _COMMON |= dict(batch_size=32, block_size=2048, micro_batch_size=16, compile=Tru
 _SHORT = _COMMON | dict(group='100M, 10 M tokens', max_steps=152, warmup_steps=15, eval_interval=152)
 _LONG = _COMMON | dict(group='100M, 40 M tokens', max_steps=625, warmup_steps=62, eval_interval=625)
 
-_TUNED = dict(embedding_rate=4.0, beta2=0.99)
-_PAPERS = dict(rates=(5e-4,), embedding_rate=1.0, beta2=0.999)
+_TUNED = dict(embedding_lr_mult=4.0, beta2=0.99)
+_PAPERS = dict(rates=(5e-4,), embedding_lr_mult=1.0, beta2=0.999)
 _RATES = dict(rates=(5e-4, 1e-3))
 _SEEDS = dict(seeds=(1, 2, 3))
 _STANDARD = dict(name='Standard, 100M', config='config/standard_100m.py')

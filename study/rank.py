@@ -38,7 +38,9 @@ CONTEXTS = 4096
 COLUMNS = 2048
 # z is 64; every bound is far below CONTEXTS and COLUMNS
 _TINY = '--num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16 --intermediate_size=96 --num_buckets=2048'
-_TINY += ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_rate=1 --beta2=0.95'
+_TINY += (
+    ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_lr_mult=1 --beta2=0.95'
+)
 _TINY += ' --encoder_init=normal --embedding_scale=1'
 MODELS = {
     'Standard, d=32': '--hidden_size=32 --num_hashes=0',
@@ -81,7 +83,7 @@ def rank_of(singular, shape):
 
 def some_columns(model, number):
     """The padding token, whose buckets no other has, and others at random, (number,). Fewer cannot raise a rank."""
-    tokens = model.is_token.nonzero()[:, 0]
+    tokens = model.token_mask.nonzero()[:, 0]
     others = tokens[tokens != model.config.pad_id]
     chosen = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: number - 1]]
     return torch.cat([torch.tensor([model.config.pad_id]), chosen])
@@ -93,7 +95,7 @@ def measure(name, weights, model, ids):
     singular = np.linalg.svd(matrix, compute_uv=False)
     rank = rank_of(singular, matrix.shape)
     c = model.config
-    row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets, z=c.bottleneck)
+    row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets_per_coordinate, z=c.bottleneck)
     row |= dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
     # by the largest: the first one beyond Standard's bound, the last that counts, the first that does not
     relative = np.append(singular, 0) / singular[0]
@@ -119,7 +121,7 @@ def contexts_of(folder, config, model):
     checkpoint. Raises InputError where it is too little for the model's bound.
     """
     # a checkpoint of an older train.py does not say what its bins hold
-    config = dict(bins='ids') | config
+    config = dict(data_format='ids') | config
     T = model.config.block_size
     val = open_bins(config, load_meta(config), 'val')
     n = min(CONTEXTS, len(val)) // T
@@ -136,8 +138,8 @@ def measure_run(name, folder):
     trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
     ids = contexts_of(folder, ckpt['config'], trained)
     torch.manual_seed(1)
-    gaps = (~trained.is_token).nonzero()[:, 0].tolist()
-    fresh = MHF(trained.config, trained.signatures.numpy(), gaps)
+    unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
+    fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)
     return [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]
 
 

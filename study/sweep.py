@@ -167,7 +167,9 @@ class Study:
     def train(self, scripts, entry, settings):
         """Trains a run -> the peak memory in MB."""
         tokenizer = self.data[entry['train']].get('tokenizer', 'mistral')
-        flags = settings | dict(data_dir=entry['train'], tokenizer=tokenizer, out_dir=scripts.folder, keep=0)
+        flags = settings | dict(
+            data_dir=entry['train'], tokenizer=tokenizer, out_dir=scripts.folder, keep_checkpoints=0
+        )
         return scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
@@ -256,7 +258,7 @@ def prepare(study):
         for folder, recipe in study.data.items():
             print(f'preparing {folder}', flush=True)
             # token ids serve every model of the list
-            scripts.run('prepare.py', *as_flags(recipe | dict(bins='ids', data_dir=folder)))
+            scripts.run('prepare.py', *as_flags(recipe | dict(data_format='ids', data_dir=folder)))
 
 
 def threads_of_a_run(jobs):

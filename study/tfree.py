@@ -2,7 +2,7 @@
 T-FREE (arXiv 2406.19223), the paper's baseline without a tokenizer: a word is the set of its trigrams' buckets.
 
     $ python -m study.tfree words --dataset=edu.jsonl.xz --tokenizer=words.json   # words between white space, counted
-    $ python prepare.py --dataset=edu.jsonl.xz --tokenizer=words.json --bins=ids --data_dir=data/words
+    $ python prepare.py --dataset=edu.jsonl.xz --tokenizer=words.json --data_format=ids --data_dir=data/words
     $ python -m study.tfree train config/mhf_tiny.py --tokenizer=words.json --data_dir=data/words --num_buckets=8192
     $ python -m study.tfree eval --out_dir=out/mhf_tiny --data_dir=benchmarks --text=data/words
 
@@ -39,14 +39,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure, settings_of
-from mhf.bins import blocks_of, open_bins, read_ahead
+from mhf.bins import block_indices, open_bins, prefetch
 from mhf.checkpoint import Checkpoints, check_data, check_settings, load_checkpoint
 from mhf.device import pick_device, pick_dtype, use_device
 from mhf.distributed import World
 from mhf.meta import checked_table, data_folder, identity, load_meta
-from mhf.released import first_model
+from mhf.released import init_model
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
-from model import MHF, MHFConfig, at_least_float32, rope_angles
+from model import MHF, MHFConfig, rope_angles, upcast
 
 HASHES = 10  # m, of a trigram
 LOWER = 2  # how many of them are of the lower case
@@ -107,8 +107,8 @@ class TFree(MHF):
     opens one from a checkpoint, sets its `words`.
     """
 
-    def __init__(self, config, table=None, gaps=()):
-        super().__init__(config, table, gaps)
+    def __init__(self, config, table=None, unused_ids=()):
+        super().__init__(config, table, unused_ids)
         self.words = None
         self.encoder = None
         self.head = torch.nn.Linear(config.hidden_size, config.num_buckets, bias=False)
@@ -139,12 +139,12 @@ class TFree(MHF):
             e = layer(e, rope, mask)
         return self.norm(e)
 
-    def both_losses(self, x, y):
+    def token_losses(self, x, y):
         """
         x, y (N, T, 1) -> two (N, T): the loss of each word, and nan for its nats. The sum over all v buckets is taken
         as if no bucket were the word's, and is then corrected at those that are.
         """
-        logits = at_least_float32(self.head(self.hidden_states(x).flatten(0, 1)))  # (N * T, v)
+        logits = upcast(self.head(self.hidden_states(x).flatten(0, 1)))  # (N * T, v)
         buckets, rows, _ = self.active(y.flatten())
         own = logits[rows, buckets]
         correction = POSITIVE * F.softplus(-own) - F.softplus(own)
@@ -153,13 +153,13 @@ class TFree(MHF):
         return bce, torch.nan * bce
 
     def forward(self, x, y):
-        return self.both_losses(x, y)[0].mean()
+        return self.token_losses(x, y)[0].mean()
 
     @torch.no_grad()
     def predict(self, h, ids):
         """h (n, d), words (n,) -> the score of each (n,), and nan twice for what only probabilities have."""
         buckets, rows, _ = self.active(ids)
-        logp = F.logsigmoid(at_least_float32(self.head(h)))[rows, buckets]
+        logp = F.logsigmoid(upcast(self.head(h)))[rows, buckets]
         score = logp.new_zeros(len(ids)).index_add(0, rows, logp) / rows.bincount()
         return score, *(torch.nan * score).expand(2, -1)
 
@@ -168,7 +168,7 @@ class TFree(MHF):
         """h (n, d), words (n,) -> how many words of the dictionary score above each, by more than rounding."""
         dictionary = torch.arange(self.words.size, device=h.device)[len(SPECIAL) : len(SPECIAL) + DICTIONARY]
         buckets, _, begins = self.active(dictionary)
-        logp = F.logsigmoid(at_least_float32(self.head(h))).T.contiguous()  # (v, n)
+        logp = F.logsigmoid(upcast(self.head(h))).T.contiguous()  # (v, n)
         scores = F.embedding_bag(buckets, logp, begins, mode='mean')  # (words, n)
         own_scores, _, _ = self.predict(h, ids)
         return (scores > own_scores + 1e-5).sum(0)
@@ -178,16 +178,16 @@ class TFree(MHF):
 # training
 
 # What train.py has to be told for T-FREE's model and bins, whatever the config says.
-ALWAYS = ('--num_hashes=1', '--single_id', '--loss=product', '--bins=ids')
+ALWAYS = ('--num_hashes=1', '--single_id', '--loss=product', '--data_format=ids')
 # The settings of train.py that T-FREE has. A resumed run keeps these,
 KEPT = (
     'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'hidden_size', 'intermediate_size',
     'num_hashes', 'num_buckets', 'single_id', 'embedding_std', 'loss', 'tokenizer',
-    'batch_size', 'block_size', 'seed', 'embedding_rate', 'weight_decay', 'beta1', 'beta2',
+    'batch_size', 'block_size', 'seed', 'embedding_lr_mult', 'weight_decay', 'beta1', 'beta2',
 )  # fmt: skip
 # and may change these.
 FREE = (
-    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep', 'dataset', 'data_dir', 'bins',
+    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep_checkpoints', 'dataset', 'data_dir', 'data_format',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',
     'device', 'dtype', 'deterministic',
 )  # fmt: skip
@@ -208,7 +208,7 @@ class Training:
             raise InputError('T-FREE trains in one process; start it without torchrun')
         self.accumulation = world.accumulation(s.batch_size, s.micro_batch_size)
         self.device = use_device(s.device, s.deterministic)
-        self.checkpoints = Checkpoints(s.out_dir, s.keep)
+        self.checkpoints = Checkpoints(s.out_dir, s.keep_checkpoints)
         self.meta = load_meta(config)
         self.train_tokens = open_bins(config, self.meta, 'train')
         self.val_tokens = open_bins(config, self.meta, 'val')
@@ -221,7 +221,7 @@ class Training:
         table = checked_table(config, self.meta)
         self.data = identity(self.meta, table)
         resumes = s.init_from == 'resume' or s.auto_resume and self.checkpoints.there()
-        model, ckpt = first_model('resume' if resumes else 'scratch', self.checkpoints, TFree)
+        model, ckpt = init_model('resume' if resumes else 'scratch', self.checkpoints, TFree)
         if ckpt:
             self.check_resume(ckpt)
         self.start_step = ckpt['step'] if ckpt else 0
@@ -255,9 +255,9 @@ class Training:
         fields = {name: value for name, value in self.config.items() if name in MHFConfig.__annotations__}
         model_config = MHFConfig(vocab_size=self.meta['vocab_size'], pad_id=self.meta['pad_id'], **fields)
         with torch.device(self.device):  # a GPU draws other numbers than a CPU
-            return TFree(model_config, table, self.meta['gaps'])
+            return TFree(model_config, table, self.meta['unused_ids'])
 
-    def learning_rate_at(self, step):
+    def get_lr(self, step):
         """The rate of the update that leads from `step` to step + 1: linear warm-up, then a cosine to 0."""
         s = self.s
         if step < s.warmup_steps:
@@ -280,7 +280,7 @@ class Training:
         """The micro-batches from start_step on, in their order."""
         s = self.s
         for step in range(self.start_step, s.max_steps):
-            blocks = blocks_of(step, s.batch_size, self.num_blocks, s.seed)
+            blocks = block_indices(step, s.batch_size, self.num_blocks, s.seed)
             for micro in blocks.reshape(self.accumulation, s.micro_batch_size):
                 yield self.read_batch(self.train_tokens, micro * s.block_size)
 
@@ -318,7 +318,7 @@ class Training:
         for batch in batches:
             x, y = self.inputs_and_targets(self.read_batch(self.val_tokens, batch))
             with self.autocast:
-                losses, _ = self.model.both_losses(x, y)
+                losses, _ = self.model.token_losses(x, y)
             total += losses.double().sum().cpu()
         return dict(val_loss=(total / n).item(), val_nats=math.nan, val_bpb=math.nan)
 
@@ -346,12 +346,12 @@ class Training:
         interface, decoder = self.model.num_params()
         print(f'T-FREE: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
         print(f'steps {self.start_step:,} to {s.max_steps:,} on {self.device}, {self.dtype}')
-        batches = read_ahead(self.micro_batches())
+        batches = prefetch(self.micro_batches())
         bar = tqdm(range(self.start_step, s.max_steps), desc='train', unit='step', delay=1, mininterval=1)
         for step in bar:
             self.checkpoints.raise_if_failed()
             began = time.perf_counter()
-            lr = self.learning_rate_at(step)
+            lr = self.get_lr(step)
             loss, norm = self.update(batches, lr)
             speed = s.batch_size * s.block_size / (time.perf_counter() - began)
             done = step + 1
@@ -373,8 +373,8 @@ def check(config):
     """Raises InputError where a setting is outside its range."""
     check_numbers(
         config,
-        above_zero='batch_size micro_batch_size block_size max_steps eval_interval learning_rate embedding_rate',
-        not_negative='warmup_steps lr_decay_steps weight_decay grad_clip keep',
+        above_zero='batch_size micro_batch_size block_size max_steps eval_interval learning_rate embedding_lr_mult',
+        not_negative='warmup_steps lr_decay_steps weight_decay grad_clip keep_checkpoints',
         below=dict(seed=2**64, beta1=1, beta2=1),
     )
     warmup_steps = config['warmup_steps']
@@ -388,11 +388,11 @@ def check(config):
 def parameter_groups(model, s):
     """AdamW's groups: matrices, which decay; others, which do not; and E, where it learns at a rate of its own."""
     E = model.embed.weight
-    matrices = [p for p in model.parameters() if p.dim() >= 2 and (p is not E or s.embedding_rate == 1)]
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and (p is not E or s.embedding_lr_mult == 1)]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=s.weight_decay), dict(params=others, weight_decay=0.0)]
-    if s.embedding_rate != 1:
-        groups.insert(0, dict(params=[E], weight_decay=s.weight_decay, rate=s.embedding_rate))
+    if s.embedding_lr_mult != 1:
+        groups.insert(0, dict(params=[E], weight_decay=s.weight_decay, rate=s.embedding_lr_mult))
     return groups
 
 

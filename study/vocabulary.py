@@ -25,7 +25,7 @@ _MODELS = [
     dict(name='H4', rates=(2e-3, 4e-3), num_hashes=4, num_buckets=7966),
 ]
 # with tekken alone, which is the last
-_TUNED = dict(rates=(1e-3,), embedding_rate=4.0, beta2=0.99)
+_TUNED = dict(rates=(1e-3,), embedding_lr_mult=4.0, beta2=0.99)
 _TUNED_H4 = _MODELS[1] | _TUNED | dict(name='H4, tuned')
 _SMALL = _MODELS[0] | _TUNED | dict(name='Standard, 11.5 M, tuned', hidden_size=84, intermediate_size=252)
 
@@ -77,7 +77,7 @@ for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
     DATA |= {_english: _ENGLISH | dict(dataset=_text, tokenizer=_tokenizer)}
     DATA |= {_fineweb: _FINEWEB | dict(tokenizer=_tokenizer)}
     _common = dict(group=_name, config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
-    _common |= dict(beta2=0.95, embedding_rate=1.0, encoder_init='normal', embedding_scale=1.0)
+    _common |= dict(beta2=0.95, embedding_lr_mult=1.0, encoder_init='normal', embedding_scale=1.0)
     _common |= dict(micro_batch_size=8, compile=False, deterministic=True)
     _common |= dict(train=_english, texts=dict(english=_english, fineweb=_fineweb))
     _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)

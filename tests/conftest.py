@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-# a CPU interprets the kernels of mhf/lookups.py; Triton reads this at its import. `make gpu` sets it to 0
+# a CPU interprets the kernels of mhf/kernels.py; Triton reads this at its import. `make gpu` sets it to 0
 os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
 # how many examples of damage a fuzz test tries
@@ -189,16 +189,16 @@ def ranks(number, script, *args, cwd, **options):
 # a patch that does {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
-from mhf.fast import FastMHF
+from mhf.fused import FusedMHF
 passes = []
-head_loss = FastMHF.head_loss
+head_loss = FusedMHF.head_loss
 @torch.compiler.disable
 def counted(self, h, y):
     passes.append(len(passes))
     if len(passes) == {n}:
         {do}
     return head_loss(self, h, y)
-FastMHF.head_loss = counted
+FusedMHF.head_loss = counted
 """
 
 

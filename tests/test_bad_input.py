@@ -253,7 +253,7 @@ BAD = [
         TRAIN + '--batch_size=1000000000 --micro_batch_size=1000000000',
         'micro_batch_size=1000000000: a step needs',
     ),  # fmt: skip
-    Bad('another kind of bins', TRAIN + '--bins=tokens', says="bins='tokens': must be signatures or ids"),
+    Bad('another kind of bins', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad(
         'signatures of another B',
         TRAIN + '--num_buckets=512',
@@ -268,7 +268,7 @@ BAD = [
     Bad(
         'ids where signatures are wanted',
         'train.py cfg.py --out_dir=new --data_dir= --dataset=x',
-        'x_mistral has token ids, which --bins=ids reads',
+        'x_mistral has token ids, which --data_format=ids reads',
         lambda f: shutil.copytree(f / 'bins', f / 'data/x_mistral'),
     ),  # fmt: skip
     Bad('batch that does not divide', TRAIN + '--batch_size=9', says='--micro_batch_size=3'),
@@ -289,8 +289,8 @@ BAD = [
     Bad('beta2 below 0', TRAIN + '--beta2=-0.5', says='beta2=-0.5'),
     Bad('learning rate without end', TRAIN + '--learning_rate=1e999', says='learning_rate=inf'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
-    Bad('negative layers', TRAIN + '--train_layers=-1', says='train_layers=-1'),
-    Bad('keep', TRAIN + '--keep=-1', says='keep=-1'),
+    Bad('negative layers', TRAIN + '--unfrozen_end_layers=-1', says='unfrozen_end_layers=-1'),
+    Bad('keep', TRAIN + '--keep_checkpoints=-1', says='keep_checkpoints=-1'),
     Bad('no such GPU', TRAIN + '--device=cuda:9', says='device=cuda:9 is not there'),
     Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', environment(LOCAL_RANK='5')),
     Bad('no such device', TRAIN + '--device=abacus', says='abacus'),

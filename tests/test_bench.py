@@ -29,7 +29,7 @@ def test_flops(monkeypatch):
     for hashes in (dict(num_hashes=3, num_buckets=50), dict(num_hashes=0)):
         c = MHFConfig(**sizes, **hashes, block_size=32, vocab_size=300)
         model = MHF(c)
-        x = torch.zeros(2, 32, c.coordinates, dtype=torch.int64)
+        x = torch.zeros(2, 32, c.num_coordinates, dtype=torch.int64)
         with FlopCounterMode(display=False) as counted:
             model(x, x).backward()
         # the counter does not know the CPU's attention: half of two products, and backward twice that

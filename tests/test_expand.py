@@ -52,7 +52,7 @@ def expansion(trained, mistral, tmp_path_factory):
               '--before=base', '--init_from=grown', cwd=folder)  # fmt: skip
     (folder / 'printed').write_text(done.stdout)
     ok('prepare.py', 'cfg.py', '--dataset=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl', '--tokenizer=three.model',
-       '--bins=ids', '--data_dir=more', cwd=folder)  # fmt: skip
+       '--data_format=ids', '--data_dir=more', cwd=folder)  # fmt: skip
     return folder
 
 
@@ -92,7 +92,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
         assert settings['texts'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
-       '--bins=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
+       '--data_format=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
     splits = read_meta(expansion / 'held')['splits']
     ids = [Bins(expansion / 'held', splits[split])[:].tolist() for split in ('train', 'val')]
     trained_on, kept = (set(map(str.strip, mistral.decode(of_split).split('.'))) for of_split in ids)
@@ -152,7 +152,7 @@ def test_expand_a_model(expansion, mistral):
     assert torch.equal(grown.bucket_logits(ids), base.bucket_logits(ids))
     assert (expansion / 'grown/tokenizer.model').read_bytes() == (expansion / 'three.model').read_bytes()
 
-    args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--train_layers=1',
+    args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--unfrozen_end_layers=1',
             '--num_layers=4', '--warmup_steps=1', '--auto_resume', '--out_dir=expanded')  # fmt: skip
     assert 'are frozen' in ok('train.py', *args, '--max_steps=3', cwd=expansion).stdout
     trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt')
@@ -162,8 +162,8 @@ def test_expand_a_model(expansion, mistral):
     assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
     assert len(ckpt['optimizer']['state']) == len(list(base.parameters())) - len(frozen)
     assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
-    refused = run('train.py', *args, '--train_layers=0', '--max_steps=9', cwd=expansion)
-    assert refused.returncode == 1 and 'train_layers=1 (now 0)' in refused.stderr
+    refused = run('train.py', *args, '--unfrozen_end_layers=0', '--max_steps=9', cwd=expansion)
+    assert refused.returncode == 1 and 'unfrozen_end_layers=1 (now 0)' in refused.stderr
 
     before, after = (bits_per_byte(expansion, model) for model in ('--released=base', '--out_dir=expanded'))
     for name, now in after.items():
@@ -217,7 +217,7 @@ def test_replace_the_whole_vocabulary(expansion):
     assert '32,768 -> 131,072 tokens: 0 new parameters' in done.stdout
     a = weights(expansion)['model']
     b = from_pretrained(expansion / 'tek').state_dict()
-    assert [k for k in a if not torch.equal(a[k], b[k])] == ['signatures', 'is_token']
+    assert [k for k in a if not torch.equal(a[k], b[k])] == ['signatures', 'token_mask']
     ok('prepare.py', 'cfg.py', '--dataset=docs.jsonl', '--tokenizer=tekken', '--data_dir=tekken', cwd=expansion)
     one_step(expansion, 'tek', 'tekken', 'tekken')
 

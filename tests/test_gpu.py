@@ -18,7 +18,7 @@ import torch
 from conftest import REPO, plain_twin, random_model, steps, tiles
 from torch._dynamo.utils import ReinplaceCounters
 
-from mhf import fast
+from mhf import fused
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
 from study import kernels
@@ -37,13 +37,13 @@ def distance(ours, theirs):
 
 def everything(m, ids, autocast=False):
     """Loss, gradients, log P and both losses of a model, by name."""
-    x = m.sign(ids[:, :-1])
-    y = m.sign(ids[:, 1:])
+    x = m.signatures[ids[:, :-1]]
+    y = m.signatures[ids[:, 1:]]
     m.zero_grad()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         loss = m(x, y)
         loss.backward()
-        measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.both_losses(x, y))}
+        measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.token_losses(x, y))}
     return measured | {name: p.grad.clone() for name, p in m.named_parameters()}
 
 
@@ -78,7 +78,7 @@ def test_a_compiled_chunk(changes):
     m, ids, expected = references(changes)
     m.to(DEVICE, torch.float32).tiles = tiles('cuda', chunk=4096)
     errors = []
-    for m.chunk_gradients in (fast.chunk_gradients, torch.compile(fast.chunk_gradients, fullgraph=True)):
+    for m.chunk_gradients in (fused.chunk_gradients, torch.compile(fused.chunk_gradients, fullgraph=True)):
         measured = everything(m, ids.to(DEVICE), autocast=True)
         errors.append({k: distance(measured[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
     eager, compiled = errors
@@ -90,7 +90,7 @@ def test_a_compiled_chunk(changes):
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
-    """On a GPU the kernels of lookups.py have another loss or gradient than the sums in columns, or other bits."""
+    """On a GPU the kernels of kernels.py have another loss or gradient than the sums in columns, or other bits."""
     sizes = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
     V, H, B, n = sizes
     case = kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
@@ -108,9 +108,9 @@ def test_more_bucket_logits_than_an_int32_counts():
     case = kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
     for some in (slice(0, 100), slice(n - 100, n)):
         o = [o_i[some].clone() for o_i in case.o]
-        expected = fast.exact_nll(o, case.y[some], case.table, kernels.COLUMNS, gradient=True)
+        expected = fused.exact_nll(o, case.y[some], case.table, kernels.COLUMNS, gradient=True)
         whole = case.copies()
-        nll = fast.exact_nll(whole, case.y, case.table, kernels.KERNELS, gradient=True)
+        nll = fused.exact_nll(whole, case.y, case.table, kernels.KERNELS, gradient=True)
         assert torch.allclose(nll[some], expected, atol=1e-5)
         assert all(distance(ours[some], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
 
@@ -121,7 +121,7 @@ def test_products_are_summed_in_float32():
     b = torch.full((4, 6), 2**-9, device=DEVICE)
     total = torch.ones(8, 6, device=DEVICE)
     for _ in range(64):
-        fast.add_products(total, [(a, b.bfloat16()), (a, b.bfloat16())])
+        fused.add_products(total, [(a, b.bfloat16()), (a, b.bfloat16())])
     assert torch.equal(total, torch.full_like(total, 1 + 64 * 2 * 4 * 2**-9))
 
 

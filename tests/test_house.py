@@ -9,7 +9,7 @@ GROUND = {'configurator': set(), 'hashing': {'configurator'}, 'model': {'configu
 
 
 def imported(path):
-    """The modules of this repository that a file imports, anywhere in it: mhf.fast, model, study.rows ..."""
+    """The modules of this repository that a file imports, anywhere in it: mhf.fused, model, study.rows ..."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):

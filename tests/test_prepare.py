@@ -44,7 +44,7 @@ from mhf.meta import SPLITS, checked_table, data_folder, load_meta, read_meta, w
 
 def prepared(folder, **changes):
     """prepare.py with these settings; the split's ids."""
-    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, bins='ids', data_dir=str(folder))
+    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_format='ids', data_dir=str(folder))
     prepare.main(defaults | changes)
     return ids_in(folder)
 
@@ -69,7 +69,7 @@ def test_bins_of_signatures(tmp_path, mistral):
     """Bins of signatures hold other tokens than bins of ids, or lie where those of another table do."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
     ids = prepared(tmp_path / 'ids', dataset=f'{tmp_path}/docs.jsonl')
-    of_signatures = dict(bins='signatures', num_hashes=3, num_buckets=2048)
+    of_signatures = dict(data_format='signatures', num_hashes=3, num_buckets=2048)
     prepare.main(
         configurator.settings_of('prepare.py')
         | of_signatures
@@ -83,7 +83,7 @@ def test_bins_of_signatures(tmp_path, mistral):
         assert signatures.dtype == np.uint16 and (signatures == table[its_ids]).all()
         assert token_ids(signatures, table).tolist() == its_ids
     folders = set()
-    for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(bins='ids')):
+    for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(data_format='ids')):
         config = configurator.settings_of('train.py') | of_signatures | dict(dataset='stdlib') | change
         folders.add(data_folder(config).name)
     assert len(folders) == 5 and {'stdlib_mistral_H3B2048', 'stdlib_mistral'} < folders
@@ -139,7 +139,7 @@ def test_a_single_text_file(tmp_path, mistral):
     text = 'The quick brown fox.\n' * 400
     # a byte order mark, line ends of another system, and a name that is no glob
     (tmp_path / 'in[1]put*.txt').write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
-    args = ('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--bins=ids')
+    args = ('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--data_format=ids')
     ok(*args, cwd=tmp_path)
     decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
     assert '\n'.join(decoded) == text.strip() and 20 < len(decoded[1]) < 200
@@ -346,7 +346,7 @@ NAMES = {
 def test_names_of_data_folders():
     """A folder's name says nothing of its text or begins with -, or what was prepared before has another name."""
     for dataset, name in NAMES.items():
-        folder = data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', bins='ids'))
+        folder = data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', data_format='ids'))
         assert str(folder).startswith(f'data/{name}') and folder.name.endswith('_mistral')
 
 
@@ -430,7 +430,7 @@ def small(tmp_path_factory, request):
     prepare.main(
         configurator.settings_of('prepare.py')
         | {k: of_config[k] for k in ('num_hashes', 'num_buckets')}
-        | dict(dataset=f'{folder}/docs.jsonl', data_dir=str(folder / 'bins'), bins=request.param)
+        | dict(dataset=f'{folder}/docs.jsonl', data_dir=str(folder / 'bins'), data_format=request.param)
         | dict(shard_tokens=9000, val_fraction=0.1)
     )
     config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
@@ -443,9 +443,9 @@ def test_the_table_is_of_the_tokenizer(small, mistral):
     meta = load_meta(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     assert (checked_table(config, meta) == expected).all()
-    if meta['bins'] == 'ids':
+    if meta['data_format'] == 'ids':
         assert checked_table(config | dict(num_hashes=0), meta) is None
-    for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(gaps=[5])):
+    for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(unused_ids=[5])):
         with pytest.raises(InputError, match=f"another 'mistral' tokenizer: {next(iter(wrong))}="):
             checked_table(config, meta | wrong)
     for data_dir in ('nothing', str(folder / 'docs.jsonl')):
@@ -509,6 +509,6 @@ def test_shuffled_is_fixed_and_shuffles():
 
 def test_reading_ahead():
     """An item is lost or repeated, or an error of its making is swallowed."""
-    assert list(bins.read_ahead(iter(range(5)))) == [0, 1, 2, 3, 4] and list(bins.read_ahead([])) == []
+    assert list(bins.prefetch(iter(range(5)))) == [0, 1, 2, 3, 4] and list(bins.prefetch([])) == []
     with pytest.raises(ZeroDivisionError):
-        list(bins.read_ahead(1 // (3 - i) for i in range(5)))
+        list(bins.prefetch(1 // (3 - i) for i in range(5)))

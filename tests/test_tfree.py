@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from conftest import CONFIG, assert_same, ok, run, small_tasks, steps, weights, write_jsonl
 
 from configurator import InputError
-from mhf.bins import blocks_of, open_bins
+from mhf.bins import block_indices, open_bins
 from mhf.meta import checked_table, load_meta
 from model import MHFConfig
 from study.tfree import ALWAYS, TFree, Words, active_buckets
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     write_jsonl(folder / 'docs.jsonl', ['The quick brown fox jumps over the lazy dog, then Sleeps.\n' * 20] * 20)
     (folder / 'cfg.py').write_text(CONFIG + "block_size = 16\nmicro_batch_size = 8\ntokenizer = 'words.json'\n")
     ok('study.tfree', 'words', '--dataset=docs.jsonl', '--tokenizer=words.json', cwd=folder)
-    ok('prepare.py', 'cfg.py', '--bins=ids', cwd=folder)
+    ok('prepare.py', 'cfg.py', '--data_format=ids', cwd=folder)
     ok(*TRAIN, cwd=folder)
     return folder
 
@@ -96,7 +96,7 @@ def test_inputs_and_loss(tmp_path):
         torch.autograd.grad(m(x, y), parameters), torch.autograd.grad(expected, parameters), strict=True
     ):
         assert torch.allclose(ours, theirs)
-    bce, nats = m.both_losses(x, y)
+    bce, nats = m.token_losses(x, y)
     assert torch.allclose(bce.mean(), expected) and nats.isnan().all()
     # bos is no word of the dictionary, a word that is new to it is ranked all the same
     tok.encode(['durian'])
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_a_straight_one(folder, tmp_path):
 def test_training_is_that_of_train_py(folder, monkeypatch):
     """The rate, the groups, the weights or the order of blocks are not those that train.py gives the same settings."""
     monkeypatch.chdir(folder)
-    more = ['--embedding_rate=4', '--beta2=0.95', '--max_steps=6', '--lr_decay_steps=8']
+    more = ['--embedding_lr_mult=4', '--beta2=0.95', '--max_steps=6', '--lr_decay_steps=8']
     ok(*TRAIN, *more, '--out_dir=ours', cwd=folder)
     ok('train.py', *TRAIN[2:], *more, *ALWAYS, '--out_dir=theirs', cwd=folder)
     for key in ('step', 'tokens', 'lr'):
@@ -142,7 +142,7 @@ def test_training_is_that_of_train_py(folder, monkeypatch):
     torch.manual_seed(config['seed'])
     m = TFree(MHFConfig(**ours['model_config']), checked_table(config, meta))
     m.words = Words(config['tokenizer'])
-    blocks = blocks_of(0, config['batch_size'], (len(tokens) - 1) // 16, config['seed'])
+    blocks = block_indices(0, config['batch_size'], (len(tokens) - 1) // 16, config['seed'])
     ids = torch.tensor(np.stack([tokens[16 * block : 16 * block + 17] for block in blocks]).astype(int))
     signed = m.sign(ids)
     assert steps(folder, 'ours')[0]['loss'] == pytest.approx(m(signed[:, :-1], signed[:, 1:]).item(), rel=1e-6)
@@ -174,7 +174,7 @@ def test_it_learns_and_is_evaluated(folder):
         ('was trained with num_buckets=512 (now 256)', [*TRAIN[1:], '--num_buckets=256', '--init_from=resume']),
         ('is at step 24 already', [*TRAIN[1:], '--init_from=resume']),
         ('out has a checkpoint', TRAIN[1:]),
-        ('--num_hashes=1 --single_id --bins=ids', [*TRAIN[1:], '--data_dir=nothing', '--out_dir=other']),
+        ('--num_hashes=1 --single_id --data_format=ids', [*TRAIN[1:], '--data_dir=nothing', '--out_dir=other']),
         ('out_dir is not given', ['eval']),
     ],
 )

@@ -181,7 +181,7 @@ def test_data_of_two_json(tmp_path):
         'user/name@v1': 'stdlib_name@v1',
     }
     for name, folder in folders.items():
-        assert data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, bins='ids')).name == folder
+        assert data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, data_format='ids')).name == folder
 
 
 # -----------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
     opened = open_model(released=str(folder))
     V = len(larger.tokens)
     assert opened.tok.tokens[V - 1 :] == [None] * 3 + [last]
-    assert (~opened.model.is_token).nonzero()[:, 0].tolist() == [*range(V - 1, V + 2), *range(V + 3, V + 50)]
+    assert (~opened.model.token_mask).nonzero()[:, 0].tolist() == [*range(V - 1, V + 2), *range(V + 3, V + 50)]
 
 
 def test_json_through_the_scripts(few, tmp_path, larger):
@@ -254,7 +254,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     texts = [*SAYINGS, *(text[:500] for text in real_documents())] * 3
     write_jsonl(folder / 'more.jsonl', texts)
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
-    done = ok('prepare.py', *args, '--dataset=more.jsonl', '--bins=ids', cwd=folder)
+    done = ok('prepare.py', *args, '--dataset=more.jsonl', '--data_format=ids', cwd=folder)
     assert not done.stderr
     tok = get_tokenizer(str(folder / 'tok.json'))
     V = len(larger.tokens)
@@ -263,8 +263,8 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     assert sorted(np.concatenate(shards)) == sorted(ids)
     released(folder / 'given', larger, -(-V // 128) * 128, 0)
     ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
-    is_token = weights(folder, 'grown')['model']['is_token']
-    assert is_token[:V].all() and not is_token[V:].any() and len(is_token) > V
+    token_mask = weights(folder, 'grown')['model']['token_mask']
+    assert token_mask[:V].all() and not token_mask[V:].any() and len(token_mask) > V
     ok('mhf.released', 'grown', 'out_given', cwd=folder)
     assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
     for name in ('tok.json', 'tokenizer_config.json'):

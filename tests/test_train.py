@@ -39,7 +39,7 @@ from conftest import (
 import configurator
 from hashing import signature_table, token_ids
 from mhf import device
-from mhf.bins import blocks_of
+from mhf.bins import block_indices
 from mhf.checkpoint import checked_digest, load_checkpoint
 from mhf.device import pick_dtype
 from mhf.meta import read_meta
@@ -133,10 +133,10 @@ def test_the_paper_s_loss_and_the_signatures_it_sees(quick, mistral):
     assert abs(steps(quick, 'b')[0]['loss'] - 3 * math.log(256)) < 0.5
     last = events(quick, 'b')[-1]
     assert last['val_loss'] > last['val_nats'] + 3
-    ok('prepare.py', 'cfg.py', '--bins=ids', '--data_dir=ids', cwd=quick)
+    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
     ids = np.load(quick / 'ids/train_000000.bin')
     table = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
-    first = blocks_of(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
+    first = block_indices(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
     expected = torch.tensor(np.stack([table[ids[16 * b : 16 * b + 17]] for b in first]), dtype=torch.int64)
     assert_same(torch.load(quick / 'first.pt'), (expected[:, :-1], expected[:, 1:]))
 
@@ -154,7 +154,7 @@ def test_standard_and_bfloat16(quick):
 def test_the_plain_model_trains_alike(quick):
     """--plain, for a fork to change, is the fast model after all, learns something else, or cannot be resumed."""
     args = ('cfg.py', '--plain', '--out_dir=b', '--auto_resume')
-    no_fast_head = 'from mhf import fast\nfast.FastMHF.head_loss = fast.FastMHF.both_losses = None'
+    no_fast_head = 'from mhf import fused\nfused.FusedMHF.head_loss = fused.FusedMHF.token_losses = None'
     for last in (4, 8):
         ok('train.py', *args, *until(last), cwd=quick, patch=no_fast_head)
     ours, fast = ([s['loss'] for s in steps(quick, out)[:8]] for out in ('b', 'out'))
@@ -162,18 +162,18 @@ def test_the_plain_model_trains_alike(quick):
 
 
 def test_the_rate_of_the_embeddings(quick):
-    """--embedding_rate moves other weights than E, or E otherwise than so many times as far; or a resume forgets it."""
+    """--embedding_lr_mult moves other weights than E, or E otherwise than so many times as far; or a resume forgets it."""
     args = ('cfg.py', '--warmup_steps=0', '--max_steps=1', '--weight_decay=0')
     after = []
     for rate in (1, 3):
-        ok('train.py', *args, f'--embedding_rate={rate}.0', f'--out_dir=rate{rate}', cwd=quick)
+        ok('train.py', *args, f'--embedding_lr_mult={rate}.0', f'--out_dir=rate{rate}', cwd=quick)
         after.append(weights(quick, f'rate{rate}')['model'])
     a, b = (m.pop('embed.weight') for m in after)
     # Adam's first step is the rate, 1e-2
     assert (b - a).abs().max().item() == pytest.approx(2e-2, rel=1e-2)
     assert all(torch.equal(after[0][k], after[1][k]) for k in after[0])
     refused = run('train.py', *args, '--out_dir=rate3', '--auto_resume', '--max_steps=2', cwd=quick)
-    assert 'embedding_rate=3.0 (now 1.0)' in refused.stderr
+    assert 'embedding_lr_mult=3.0 (now 1.0)' in refused.stderr
 
 
 def test_the_scale_of_new_embeddings(quick):
@@ -222,7 +222,7 @@ def test_a_table_by_frequency(quick):
     args = ('cfg.py', '--by_frequency', '--out_dir=b', '--auto_resume')
     done = run('train.py', *args, *until(2), cwd=quick)
     assert done.returncode == 1 and 'hold signatures' in done.stderr and 'Traceback' not in done.stderr
-    ids = ('--bins=ids', '--data_dir=ids')
+    ids = ('--data_format=ids', '--data_dir=ids')
     ok('prepare.py', 'cfg.py', *ids, cwd=quick)
     ok('train.py', *args, *ids, *until(2), cwd=quick)
     table = weights(quick, 'b')['model']['signatures']
@@ -313,7 +313,7 @@ def test_products_that_are_held_up_do_not_choose_the_precision(monkeypatch):
 
 def test_batches_are_a_permutation_without_replacement():
     """Within an epoch a block comes twice, or epochs repeat the same order."""
-    stream = np.concatenate([blocks_of(step, batch_size=8, num_blocks=37, seed=1) for step in range(40)])
+    stream = np.concatenate([block_indices(step, batch_size=8, num_blocks=37, seed=1) for step in range(40)])
     epochs = [stream[e * 37 : (e + 1) * 37] for e in range(8)]
     assert all(sorted(e) == list(range(37)) for e in epochs)
     assert len({e.tobytes() for e in epochs}) == 8
@@ -321,8 +321,8 @@ def test_batches_are_a_permutation_without_replacement():
 
 def test_bins_of_either_kind(quick):
     """A model that is trained on signatures is not, to the last bit, the one that is trained on token ids."""
-    ok('prepare.py', 'cfg.py', '--bins=ids', '--data_dir=ids', cwd=quick)
-    ok('train.py', 'cfg.py', '--bins=ids', '--data_dir=ids', '--out_dir=b', cwd=quick)
+    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
+    ok('train.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', '--out_dir=b', cwd=quick)
     assert 'table_sha256' in read_meta(quick / 'bins') and 'table_sha256' not in read_meta(quick / 'ids')
     assert steps(quick, 'b') == steps(quick)
     for key in ('model', 'optimizer', 'best_val'):
@@ -424,7 +424,7 @@ def test_resume_is_exact(quick, compiled):
 OTHER = dict(
     num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=16, intermediate_size=32, num_hashes=4,
     num_buckets=512, num_lsh=1, loss='product', block_size=8, batch_size=4, seed=7, weight_decay=0.2, beta1=0.8,
-    beta2=0.9, train_layers=1, embedding_std=0.1, encoder_init='identity', embedding_scale=2.0, ablation='mean_gate',
+    beta2=0.9, unfrozen_end_layers=1, embedding_std=0.1, encoder_init='identity', embedding_scale=2.0, ablation='mean_gate',
     single_id=True,
 )  # fmt: skip
 
@@ -444,7 +444,13 @@ def test_what_a_resumed_run_may_change(quick):
         assert re.search(rf'\b{key}=\S* \(now {value}\)', refused[key == 'single_id'].stderr), key
     other = run('train.py', *args, '--tokenizer=tekken', cwd=quick)
     assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr and snapshot(quick) == before
-    changed = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--keep=1')
+    changed = (
+        '--micro_batch_size=8',
+        '--learning_rate=1e-3',
+        '--warmup_steps=1',
+        '--grad_clip=0.5',
+        '--keep_checkpoints=1',
+    )
     ok('train.py', *args, *changed, '--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1', cwd=quick)
     assert weights(quick)['step'] == 25
 
@@ -642,19 +648,19 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
     assert [s['loss'] for s in steps(quick, 'b')] == pytest.approx([s['loss'] for s in steps(quick)[:3]], rel=1e-4)
 
 
-# A GPU's form of the head on a CPU; compiles quickly, and notes what. Of 32,768 words the kernels of lookups.py would
+# A GPU's form of the head on a CPU; compiles quickly, and notes what. Of 32,768 words the kernels of kernels.py would
 # take minutes in Triton's interpreter.
 COMPILED = """
 import os, torch
-from mhf import fast
-from mhf.fast import FastMHF, Tiles
-def validate(o, y, rows, is_token, inverse):
+from mhf import fused
+from mhf.fused import FusedMHF, Tiles
+def validate(o, y, rows, token_mask, inverse):
     assert not inverse
-    logits = torch.cat(o, dim=1)[:, rows].sum(2).float().masked_fill(~is_token, -torch.inf)
+    logits = torch.cat(o, dim=1)[:, rows].sum(2).float().masked_fill(~token_mask, -torch.inf)
     target = sum(o_i.gather(1, y_i[:, None])[:, 0].float() for o_i, y_i in zip(o, y.T, strict=True))
     return target, logits.amax(1), logits.logsumexp(1)
-fast.lookups = validate
-compile, init = torch.compile, FastMHF.__init__
+fused.lookups = validate
+compile, init = torch.compile, FusedMHF.__init__
 def noted(f, **options):
     with open(f"compiled{os.environ['RANK']}", 'a') as file:
         print(f.__name__, file=file)
@@ -662,7 +668,7 @@ def noted(f, **options):
 def of_a_gpu(self, *args):
     init(self, *args)
     self.tiles = Tiles(chunk=4096, block=4096, columns=512, kernels=True)
-torch.compile, FastMHF.__init__ = noted, of_a_gpu
+torch.compile, FusedMHF.__init__ = noted, of_a_gpu
 """
 
 

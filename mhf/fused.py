@@ -1,14 +1,14 @@
 """
-FastMHF: model.MHF with a head that is fast and small. It computes the same numbers.
+FusedMHF: model.MHF with a head that is fast and small. It computes the same numbers.
 
 The plain head holds the H x B bucket logits of every token of a batch, and for the exact loss its V token logits. Here
-the head goes through the tokens in chunks and computes the gradients of a chunk at once (LeanHead, chunk_gradients), so
+the head goes through the tokens in chunks and computes the gradients of a chunk at once (FusedHead, chunk_gradients), so
 nothing outlives a chunk but dL/dh and dL/dE. Token logits are gathered from the bucket logits, and their gradient is
 summed back. test_mhf.py holds both heads together in float64: losses and every gradient.
 
 Every tensor is (n, B) or (n, V), a row a token, so that a softmax runs over contiguous numbers: over columns CUDA's
 softmax would run on one multiprocessor. Only the exact loss's sums over the vocabulary want a bucket to be a row, so
-that gathering runs at the speed of memory. On a GPU the kernels of lookups.py make these sums, behind the operator
+that gathering runs at the speed of memory. On a GPU the kernels of kernels.py make these sums, behind the operator
 `lookups`. On a CPU, and on a GPU without Triton or a C compiler, a few tokens at a time are laid in columns.
 """
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhf.device import no_triton
-from model import MHF, at_least_float32, token_logits
+from model import MHF, token_logits, upcast
 
 # -----------------------------------------------------------------------------
 # how many tokens at a time
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     chunk: int  # tokens whose bucket logits exist, and whose gradients are made together
     block: int  # of a chunk, the tokens whose cross-entropies are made together
     columns: int  # of a chunk, the tokens whose token logits are laid in columns
-    kernels: bool  # the kernels of lookups.py sum over the vocabulary, and nothing is laid in columns
+    kernels: bool  # the kernels of kernels.py sum over the vocabulary, and nothing is laid in columns
 
 
 @functools.cache
@@ -72,10 +72,10 @@ def bytes_per_token(H, B, V):
 
 @functools.cache
 def kernels_run_here():
-    """Whether the kernels of lookups.py run on this machine's GPU. If they don't, the first process says why, once."""
+    """Whether the kernels of kernels.py run on this machine's GPU. If they don't, the first process says why, once."""
     reason = no_triton()
     if reason and os.environ.get('RANK', '0') == '0':
-        print(f'log P is summed without the kernels of lookups.py, several times slower: {reason}', file=sys.stderr)
+        print(f'log P is summed without the kernels of kernels.py, several times slower: {reason}', file=sys.stderr)
     return not reason
 
 
@@ -87,25 +87,25 @@ class Table(NamedTuple):
     """The signature table as the head reads it, forwards and backwards."""
 
     signatures: Tensor  # (V, H) int64
-    is_token: Tensor  # (V,) bool
+    token_mask: Tensor  # (V,) bool
     rows: Tensor  # (V, H) int32: signatures as rows of E, which has H*B
-    gaps: Tensor  # ids that are no token, int64
+    unused_ids: Tensor  # ids that are no token, int64
     ids: Tensor  # (tokens * H,) int32: ids sorted by their rows of E
     begins: Tensor  # (H*B + 1,) int32: the ids of row r of E are ids[begins[r] : begins[r + 1]]
     standard: bool  # the Standard model's table: token w is bucket w
 
 
-def read_backwards(signatures, is_token, B):
-    """Signatures (V, H) int64, is_token (V,) bool, B buckets a coordinate -> {name: array} of Table's other tensors."""
+def invert_table(signatures, token_mask, B):
+    """Signatures (V, H) int64, token_mask (V,) bool, B buckets a coordinate -> {name: array} of Table's other tensors."""
     H = signatures.shape[1]
-    ids = np.flatnonzero(is_token)
+    ids = np.flatnonzero(token_mask)
     rows = signatures + B * np.arange(H)
     row_of_each = rows[ids].T.ravel()
     ends = np.bincount(row_of_each, minlength=H * B).cumsum()
     sorted_ids = np.tile(ids, H)[row_of_each.argsort(kind='stable')]
     return dict(
         rows=rows.astype(np.int32),
-        gaps=np.flatnonzero(~is_token),
+        unused_ids=np.flatnonzero(~token_mask),
         ids=sorted_ids.astype(np.int32),
         begins=np.concatenate([[0], ends]).astype(np.int32),
     )
@@ -115,32 +115,34 @@ def read_backwards(signatures, is_token, B):
 # the model
 
 
-class FastMHF(MHF):
+class FusedMHF(MHF):
     """
     MHF with a head that holds no (n, H*B) or (n, V) tensor of the whole batch. Same parameters, same names, same
     numbers, and the same errors.
     """
 
-    def __init__(self, config, table=None, gaps=()):
-        super().__init__(config, table, gaps)
+    def __init__(self, config, table=None, unused_ids=()):
+        super().__init__(config, table, unused_ids)
         self.tiles = None  # Tiles; None takes those that suit the device
         self.chunk_gradients = chunk_gradients  # or the same compiled
 
-    def set_vocabulary(self, signatures, is_token):
-        super().set_vocabulary(signatures, is_token)
-        for name, array in read_backwards(signatures, is_token, self.config.buckets).items():
+    def set_vocabulary(self, signatures, token_mask):
+        super().set_vocabulary(signatures, token_mask)
+        for name, array in invert_table(signatures, token_mask, self.config.buckets_per_coordinate).items():
             tensor = torch.tensor(array, device=self.signatures.device)
             self.register_buffer(f'table_{name}', tensor, persistent=False)
 
     def table(self):
         """The Table of the vocabulary, on the model's device."""
-        backwards = self.table_rows, self.table_gaps, self.table_ids, self.table_begins
-        return Table(self.signatures, self.is_token, *backwards, standard=self.config.num_hashes == 0)
+        backwards = self.table_rows, self.table_unused_ids, self.table_ids, self.table_begins
+        return Table(self.signatures, self.token_mask, *backwards, standard=self.config.num_hashes == 0)
 
     def tiles_here(self):
         """The Tiles that were set, or else those that suit the device."""
         c = self.config
-        return self.tiles or tiles_for(self.embed.weight.device, c.coordinates, c.buckets, c.vocab_size)
+        return self.tiles or tiles_for(
+            self.embed.weight.device, c.num_coordinates, c.buckets_per_coordinate, c.vocab_size
+        )
 
     def compile(self, **options):
         """
@@ -168,7 +170,7 @@ class FastMHF(MHF):
         head = Head(nll, softmax, self.table(), self.tiles_here())
         if torch.is_grad_enabled():
             mixers = self.hash_decoder.parameters()
-            return LeanHead.apply(self.chunk_gradients, head, h, y, self.head_weight, *mixers)
+            return FusedHead.apply(self.chunk_gradients, head, h, y, self.head_weight, *mixers)
         return sum(nll(o, y_, head.table, head.tiles).sum() for o, y_ in self.logits_by_chunk(h, y))
 
     def logits_by_chunk(self, h, y):
@@ -179,7 +181,7 @@ class FastMHF(MHF):
             yield self.hash_decoder(h_, E), y_
 
     @torch.no_grad()
-    def both_losses(self, x, y):
+    def token_losses(self, x, y):
         # Standard's two losses are one
         names = ('product', 'exact') if self.config.num_hashes else ('exact',)
         losses = [self.nll(name) for name in names]
@@ -202,8 +204,8 @@ class FastMHF(MHF):
     def next_token_logits(self, h):
         o = self.hash_decoder(h, for_matmul(self.head_weight))
         if self.config.num_hashes:
-            return token_logits(o, self.signatures, self.is_token)
-        return without_gaps(at_least_float32(o[0]), self.table_gaps)
+            return token_logits(o, self.signatures, self.token_mask)
+        return mask_unused(upcast(o[0]), self.table_unused_ids)
 
 
 # -----------------------------------------------------------------------------
@@ -234,10 +236,10 @@ def for_matmul(parameter):
 
 @torch.library.custom_op('mhf::lookups', mutates_args=('o',))
 def lookups(
-    o: list[Tensor], y: Tensor, rows: Tensor, is_token: Tensor, inverse: list[Tensor]
+    o: list[Tensor], y: Tensor, rows: Tensor, token_mask: Tensor, inverse: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Bucket logits o, list of H (n, B), contiguous; y (n, H); of the Table rows, is_token, and as `inverse` ids and
+    Bucket logits o, list of H (n, B), contiguous; y (n, H); of the Table rows, token_mask, and as `inverse` ids and
     begins, or nothing -> of each token the token logit of y, the largest token logit and their logsumexp, three (n,),
     float32 or better. With `inverse`, o is overwritten by the gradient of -log P(y).
 
@@ -246,11 +248,11 @@ def lookups(
     for which it would have to copy all of o.
     """
     # the kernels need Triton: only who calls them needs to have it
-    return importlib.import_module('mhf.lookups').sum_over_vocabulary(o, y, rows, is_token, inverse)
+    return importlib.import_module('mhf.kernels').sum_over_vocabulary(o, y, rows, token_mask, inverse)
 
 
 @lookups.register_fake
-def _(o, y, rows, is_token, inverse):
+def _(o, y, rows, token_mask, inverse):
     dtype = torch.promote_types(o[0].dtype, torch.float32)
     return tuple(o[0].new_empty(len(y), dtype=dtype) for _ in range(3))
 
@@ -274,19 +276,19 @@ def to_rows(columns):
     return columns.T.contiguous()
 
 
-def without_gaps(scores, gaps):
-    """Token logits (m, V) -> the same, with -inf for the ids `gaps`, which are no token."""
-    return scores.index_fill(1, gaps, -torch.inf) if len(gaps) else scores
+def mask_unused(scores, unused_ids):
+    """Token logits (m, V) -> the same, with -inf for the ids `unused_ids`, which are no token."""
+    return scores.index_fill(1, unused_ids, -torch.inf) if len(unused_ids) else scores
 
 
 def token_scores(o, table):
     """Bucket logits, list of H (m, B) -> a new tensor of token logits sum_i o_i[s_i(w)], (m, V), -inf if it is none."""
     if table.standard:
-        scores = at_least_float32(o[0]).clone()
+        scores = upcast(o[0]).clone()
     else:
         columns = to_columns(torch.cat(o, dim=1))
-        scores = F.embedding_bag(table.rows, at_least_float32(columns), mode='sum').T
-    return without_gaps(scores, table.gaps)
+        scores = F.embedding_bag(table.rows, upcast(columns), mode='sum').T
+    return mask_unused(scores, table.unused_ids)
 
 
 def probabilities(scores):
@@ -309,7 +311,7 @@ def exact_nll_in_columns(o, y, table, gradient):
     """exact_nll of a few tokens."""
     H = len(o)
     B = o[0].shape[1]
-    target = sum(at_least_float32(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
+    target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
     P, logsumexp = probabilities(token_scores(o, table))
     if gradient:
         rows = y + B * torch.arange(H, device=y.device)
@@ -333,7 +335,7 @@ def exact_nll(o, y, table, tiles, gradient=False):
     """
     if tiles.kernels:
         inverse = [table.ids, table.begins] if gradient else []
-        target, _, logsumexp = lookups(o, y, table.rows, table.is_token, inverse)
+        target, _, logsumexp = lookups(o, y, table.rows, table.token_mask, inverse)
         # the logsumexp normalises P over the vocabulary
         return logsumexp - target
     nll = []
@@ -347,7 +349,7 @@ def cross_entropies(o, y, table, tiles, gradient=False):
     """
     The paper's loss, the sum of the coordinates' cross-entropies: o and y as above -> sum_i -log p_i[y_i] (n,), float32
     or better. With `gradient`, o_i is overwritten by p_i, minus 1 at y_i. For the Standard model, whose one coordinate
-    is its vocabulary, this is -log P(y): the log_softmax normalises P over the vocabulary, without the gaps.
+    is its vocabulary, this is -log P(y): the log_softmax normalises P over the vocabulary, without the unused_ids.
     """
     nll = []
     for begin in range(0, len(y), tiles.block):
@@ -355,7 +357,7 @@ def cross_entropies(o, y, table, tiles, gradient=False):
         total = 0
         for o_i, y_i in zip(o, y[some].split(1, dim=1), strict=True):
             block = o_i[some]
-            scores = without_gaps(block, table.gaps) if table.standard else block
+            scores = mask_unused(block, table.unused_ids) if table.standard else block
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
             total -= target[:, 0]
@@ -372,7 +374,7 @@ def predictions(o, targets, table, tiles):
     """
     if tiles.kernels and not table.standard:
         y = table.signatures[targets]
-        target, largest, logsumexp = lookups(o, y, table.rows, table.is_token, [])
+        target, largest, logsumexp = lookups(o, y, table.rows, table.token_mask, [])
         return torch.stack([target - logsumexp, target == largest, (largest - logsumexp).exp()])
     of_tokens = []
     for begin in range(0, len(targets), tiles.columns):
@@ -430,7 +432,7 @@ def chunk_gradients(head, h, y, E, mixers):
         if i < len(mixers):  # o_i also acts by way of e_i and c_{i+1}
             dc, de, of_mixer = mixer_gradients(mixers[i], mixed[i], dc)
             dmixers.append(of_mixer)
-            e = at_least_float32(mixed[i].x[:, h.shape[1] :])
+            e = upcast(mixed[i].x[:, h.shape[1] :])
             inner = (e * de).sum(dim=1, keepdim=True)  # (n, 1)
             g = g.addcmul_(p[i], torch.addmm(-inner.to(E.dtype), de, E[i].T))
             pairs = [(p[i], de)]
@@ -466,8 +468,8 @@ def mixer_gradients(mixer, mixed, dc):
     """
     down, _, up, _ = mixer
     dy = dc.to(down.dtype)
-    sigmoid = at_least_float32(mixed.a).sigmoid()
-    da = at_least_float32(dy @ up) * sigmoid * (1 + mixed.a * (1 - sigmoid))  # (n, z)
+    sigmoid = upcast(mixed.a).sigmoid()
+    da = upcast(dy @ up) * sigmoid * (1 + mixed.a * (1 - sigmoid))  # (n, z)
     rounded = da.to(down.dtype)
     # a product with ones sums over rows
     ones = torch.ones_like(dc[:, 0])
@@ -498,7 +500,7 @@ def add_products(total, pairs):
             total_rows += rows
 
 
-class LeanHead(torch.autograd.Function):
+class FusedHead(torch.autograd.Function):
     """
     The sum of the loss over n tokens, chunk by chunk, and its derivatives with it. Matrix products run in the precision
     of autocast; softmaxes, the one-hot term and the sums over coordinates and chunks in float32 or better. First
@@ -518,7 +520,7 @@ class LeanHead(torch.autograd.Function):
         E = for_matmul(E).unflatten(0, (H, -1))
         mixers = [for_matmul(parameter) for parameter in mixers]
         mixers = [mixers[i : i + 4] for i in range(0, len(mixers), 4)]
-        loss = torch.zeros((), dtype=at_least_float32(h[:0]).dtype, device=h.device)
+        loss = torch.zeros((), dtype=upcast(h[:0]).dtype, device=h.device)
         # chunks of one size, where that is possible: one graph, if it is compiled
         number = -(-len(h) // head.tiles.chunk)
         chunks = zip(h.detach().chunk(number), y.chunk(number), dh.chunk(number), strict=True)

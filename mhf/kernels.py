@@ -1,6 +1,6 @@
 """
-The exact loss's sums over the vocabulary as kernels for a GPU, in Triton. The operator fast.lookups calls them.
-model.exact_loss is the same in plain PyTorch; without Triton, fast.py sums in columns.
+The exact loss's sums over the vocabulary as kernels for a GPU, in Triton. The operator fused.lookups calls them.
+model.exact_loss is the same in plain PyTorch; without Triton, fused.py sums in columns.
 
     lay_out      bucket logits o_i (n, B)  ->  the same in blocks of tokens, where each bucket is a row
     normalise    sum_i o_i[s_i(w)] of every word w  ->  the token logits, their maximum and their logsumexp
@@ -14,7 +14,7 @@ logits of a word and keeps these as a row in float32, and derive gathers the row
 block run before those of the next, so a block's rows stay in the L2 cache.
 
 Nothing is summed by atomic adds, so the same input gives the same bits. Offsets into what grows with n are 64-bit.
-Block sizes come from compiling for sm_90 and counting (tests/compile_lookups.py). No GPU has measured them yet;
+Block sizes come from compiling for sm_90 and counting (tests/compile_kernels.py). No GPU has measured them yet;
 `python -m study.kernels` names the fastest on one.
 """
 
@@ -42,12 +42,12 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-def sum_over_vocabulary(o, y, rows, is_token, inverse, sizes=SIZES):
+def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
     """
     o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; with `inverse` they are overwritten by the
     gradient of -log P(y).
     y (n, H) int64, the target's signature.
-    rows (V, H) int32, the signatures as rows of E; is_token (V,) bool.
+    rows (V, H) int32, the signatures as rows of E; token_mask (V,) bool.
     inverse: (ids, begins), int32, where the words of row r of E are ids[begins[r] : begins[r + 1]]; () for no gradient.
 
     Returns three (n,), float32 or better: the token logit of y, the largest token logit, and their logsumexp, so that
@@ -61,7 +61,7 @@ def sum_over_vocabulary(o, y, rows, is_token, inverse, sizes=SIZES):
     # Triton launches on the current GPU, which need not be the one where the logits are
     with torch.cuda.device_of(o[0]):
         laid_out = lay_out(o, sizes)
-        logits, largest, logsumexp = normalise(laid_out, rows, is_token, bool(inverse), sizes)
+        logits, largest, logsumexp = normalise(laid_out, rows, token_mask, bool(inverse), sizes)
         if inverse:
             derive(logits, logsumexp, y, inverse, o, sizes)
     n = len(y)
@@ -79,9 +79,9 @@ def lay_out(o, sizes=SIZES):
     return laid_out
 
 
-def normalise(laid_out, rows, is_token, keep, sizes=SIZES):
+def normalise(laid_out, rows, token_mask, keep, sizes=SIZES):
     """
-    laid_out (blocks, H*B, T) of lay_out, rows and is_token as above -> the token logits (blocks, V, T), or None unless
+    laid_out (blocks, H*B, T) of lay_out, rows and token_mask as above -> the token logits (blocks, V, T), or None unless
     `keep`; of every token the largest one, and their logsumexp, (blocks * T,). Logits are float32 or better; those of
     ids that are no token are left as they were in memory.
     """
@@ -92,7 +92,7 @@ def normalise(laid_out, rows, is_token, keep, sizes=SIZES):
     tiles = triton.cdiv(V, sizes.words)
     largest = laid_out.new_empty(tiles, blocks * T, dtype=accumulate)
     logsumexp = torch.empty_like(largest)
-    table = rows, is_token
+    table = rows, token_mask
     results = logits, largest, logsumexp
     shape = H, T, sizes.words
     normalise_kernel[tiles, blocks](laid_out, table, results, V, buckets, shape, num_warps=sizes.normalise_warps)
@@ -125,7 +125,7 @@ def lay_out_kernel(o, laid_out, n, B, H: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def normalise_kernel(laid_out, table, results, V, buckets, shape: tl.constexpr):
-    rows, is_token = table
+    rows, token_mask = table
     logits, largest, logsumexp = results
     H: tl.constexpr = shape[0]
     T: tl.constexpr = shape[1]
@@ -133,7 +133,7 @@ def normalise_kernel(laid_out, table, results, V, buckets, shape: tl.constexpr):
     word = tl.program_id(0) * W + tl.arange(0, W)
     block = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, T)
-    real = tl.load(is_token + word, mask=word < V, other=0) != 0
+    real = tl.load(token_mask + word, mask=word < V, other=0) != 0
     logit = 0.0
     for i in tl.static_range(H):
         row = block * buckets + tl.load(rows + word * H + i, mask=real, other=0)

@@ -1,5 +1,5 @@
 """
-lookups.py without a GPU: its kernels in Triton's interpreter against the plain loss in float64, and compiled for an
+kernels.py without a GPU: its kernels in Triton's interpreter against the plain loss in float64, and compiled for an
 H100; who takes them, and what they take. test_mhf.py has them inside the whole head, tests/test_gpu.py on a GPU.
 """
 
@@ -19,10 +19,10 @@ from conftest import REPO
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from hashing import signature_table
-from mhf import device, fast, lookups
-from mhf.fast import Tiles
+from mhf import device, fused, kernels
+from mhf.fused import Tiles
 from model import exact_loss
-from study import kernels
+from study import kernels as study_kernels
 from study.kernels import COLUMNS, KERNELS, table_of
 
 ON_CPU = Tiles(chunk=512, block=64, columns=32, kernels=False)
@@ -30,14 +30,14 @@ ON_CPU = Tiles(chunk=512, block=64, columns=32, kernels=False)
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
 
-def tables(H, B, V, num_lsh=0, gaps=(), unique=True):
+def tables(H, B, V, num_lsh=0, unused_ids=(), unique=True):
     """A vocabulary's signatures -> (tokens,) ids that are tokens, and the Table."""
     signatures = torch.tensor(
         signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique).astype(int)
     )
-    is_token = torch.ones(V, dtype=torch.bool)
-    is_token[list(gaps)] = False
-    return is_token.nonzero()[:, 0], table_of(signatures, is_token, B)
+    token_mask = torch.ones(V, dtype=torch.bool)
+    token_mask[list(unused_ids)] = False
+    return token_mask.nonzero()[:, 0], table_of(signatures, token_mask, B)
 
 
 def logits_and_targets(tokens, table, n, dtype, scale=1.0):
@@ -53,12 +53,12 @@ def relative(a, b):
 
 
 # ids that are no token: a few, and whole tiles of 64 words
-GAPS = dict(gaps=[5, *range(60, 210)])
+GAPS = dict(unused_ids=[5, *range(60, 210)])
 VOCABULARIES = {
     'one coordinate': dict(H=1, B=400, V=300),
     'more buckets than words': dict(H=3, B=250, V=200),
     'long lists': dict(H=4, B=24, V=500),
-    'gaps': dict(H=2, B=70, V=400, **GAPS),
+    'unused_ids': dict(H=2, B=70, V=400, **GAPS),
     'single ID': dict(H=4, B=60, V=200, unique=False),
     'LSH': dict(H=3, B=60, V=200, num_lsh=2),
 }
@@ -72,24 +72,24 @@ def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
     o, targets = logits_and_targets(tokens, table, n, dtype)
     y = table.signatures[targets]
     plain = [o_i.double().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, table.signatures, table.is_token)
+    expected = exact_loss(plain, y, table.signatures, table.token_mask)
     expected.sum().backward()
 
     unchanged = [o_i.clone() for o_i in o]
-    assert torch.equal(fast.exact_nll(o, y, table, KERNELS), fast.exact_nll(unchanged, y, table, KERNELS))
+    assert torch.equal(fused.exact_nll(o, y, table, KERNELS), fused.exact_nll(unchanged, y, table, KERNELS))
     assert all(map(torch.equal, o, unchanged))
-    nll = fast.exact_nll(o, y, table, KERNELS, gradient=True)
+    nll = fused.exact_nll(o, y, table, KERNELS, gradient=True)
     assert nll.dtype == dtype and (nll - expected).abs().max() < 20 * tolerance
     for ours, theirs in zip(o, plain, strict=True):
         assert relative(ours, theirs.grad) < tolerance
         assert (ours[theirs.grad == 0] == 0).all()
 
     # a second time with the same bits
-    again = fast.exact_nll(unchanged, y, table, KERNELS, gradient=True)
+    again = fused.exact_nll(unchanged, y, table, KERNELS, gradient=True)
     assert torch.equal(nll, again) and all(map(torch.equal, o, unchanged))
 
 
-@pytest.mark.parametrize('name', ['long lists', 'gaps'])
+@pytest.mark.parametrize('name', ['long lists', 'unused_ids'])
 def test_kernels_in_bfloat16(name):
     """
     In bfloat16 sums are made in less than float32, or the -1 of the target is lost in rounding. The interpreter cuts
@@ -100,9 +100,9 @@ def test_kernels_in_bfloat16(name):
     y = table.signatures[targets]
     in_columns = [o_i.clone() for o_i in o]
     wide = [o_i.float() for o_i in o]
-    nll = fast.exact_nll(o, y, table, KERNELS, gradient=True)
-    assert torch.equal(nll, fast.exact_nll(wide, y, table, KERNELS, gradient=True))
-    assert torch.allclose(nll, fast.exact_nll(in_columns, y, table, ON_CPU, gradient=True), rtol=1e-6)
+    nll = fused.exact_nll(o, y, table, KERNELS, gradient=True)
+    assert torch.equal(nll, fused.exact_nll(wide, y, table, KERNELS, gradient=True))
+    assert torch.allclose(nll, fused.exact_nll(in_columns, y, table, ON_CPU, gradient=True), rtol=1e-6)
     for ours, theirs, third in zip(o, wide, in_columns, strict=True):
         cut = (theirs.view(torch.int32) & -(2**16)).view(torch.float32)
         assert torch.equal(ours.float(), cut)
@@ -112,17 +112,17 @@ def test_kernels_in_bfloat16(name):
 
 def test_predictions():
     """log P, the likeliest token or its probability, which evaluation reports, are others on a GPU."""
-    tokens, table = tables(**VOCABULARIES['gaps'])
+    tokens, table = tables(**VOCABULARIES['unused_ids'])
     # large enough for many targets to be the likeliest token
     o, targets = logits_and_targets(tokens, table, 70, torch.float32, scale=4)
-    likeliest = fast.token_scores(o, table).argmax(1)
+    likeliest = fused.token_scores(o, table).argmax(1)
     targets[::2] = likeliest[::2]
-    ours, theirs = (fast.predictions(o, targets, table, tiles) for tiles in (KERNELS, ON_CPU))
+    ours, theirs = (fused.predictions(o, targets, table, tiles) for tiles in (KERNELS, ON_CPU))
     assert torch.allclose(ours, theirs, atol=1e-5) and torch.equal(ours[1], theirs[1])
     assert 35 <= ours[1].sum() < 70
     # of two equally likely tokens, each counts
     tied = [torch.zeros_like(o_i) for o_i in o]
-    assert fast.predictions(tied, targets, table, KERNELS)[1].all()
+    assert fused.predictions(tied, targets, table, KERNELS)[1].all()
 
 
 def test_a_large_vocabulary():
@@ -136,12 +136,12 @@ def test_a_large_vocabulary():
     o, targets = logits_and_targets(torch.arange(V), table, n, torch.float64)
     y = signatures[targets]
     plain = [o_i.clone().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, table.signatures, table.is_token)
+    expected = exact_loss(plain, y, table.signatures, table.token_mask)
     expected.sum().backward()
     # larger tiles than a GPU's, since the interpreter's time goes by their number
-    sizes = lookups.Sizes(tokens=32, words=8192, buckets=4096)
+    sizes = kernels.Sizes(tokens=32, words=8192, buckets=4096)
     inverse = [table.ids, table.begins]
-    target, _, logsumexp = lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, inverse, sizes)
+    target, _, logsumexp = kernels.sum_over_vocabulary(o, y, table.rows, table.token_mask, inverse, sizes)
     assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
     assert all(relative(ours, theirs.grad) < 1e-13 for ours, theirs in zip(o, plain, strict=True))
 
@@ -151,7 +151,7 @@ def test_compiles_for_an_h100(tmp_path):
     A kernel that runs in the interpreter does not compile for a GPU, spills registers, or reads at 32-bit offsets,
     which end at 2^31 bucket logits: 32,768 tokens of H4B16K.
     """
-    command = [sys.executable, '-m', 'tests.compile_lookups', '--quick']
+    command = [sys.executable, '-m', 'tests.compile_kernels', '--quick']
     environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -166,10 +166,10 @@ def test_compiles_for_an_h100(tmp_path):
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
     """What this machine has is looked up anew, and again afterwards."""
-    for cached in (device.no_triton, fast.kernels_run_here):
+    for cached in (device.no_triton, fused.kernels_run_here):
         cached.cache_clear()
     yield monkeypatch
-    for cached in (device.no_triton, fast.kernels_run_here):
+    for cached in (device.no_triton, fused.kernels_run_here):
         cached.cache_clear()
 
 
@@ -197,9 +197,9 @@ def test_without_what_the_kernels_need(as_if_on_a_gpu, capsys, name):
     as_if_on_a_gpu.delenv('CC', raising=False)
     breaks, says = BROKEN[name]
     breaks(as_if_on_a_gpu)
-    assert not fast.kernels_run_here() and not fast.kernels_run_here()
+    assert not fused.kernels_run_here() and not fused.kernels_run_here()
     line = capsys.readouterr().err
-    assert line.startswith('log P is summed without the kernels of lookups.py, several times slower: ') and says in line
+    assert line.startswith('log P is summed without the kernels of kernels.py, several times slower: ') and says in line
     assert line.count('\n') == 1
 
 
@@ -207,18 +207,18 @@ def test_one_process_says_it(as_if_on_a_gpu, capsys):
     """Eight processes of a run say the same eight times."""
     as_if_on_a_gpu.setitem(sys.modules, 'triton', None)
     as_if_on_a_gpu.setenv('RANK', '3')
-    assert not fast.kernels_run_here() and not capsys.readouterr().err
+    assert not fused.kernels_run_here() and not capsys.readouterr().err
 
 
 def test_columns_on_a_gpu():
     """The form for a GPU without Triton, larger blocks of columns, has another loss, gradient or prediction."""
-    tokens, table = tables(**VOCABULARIES['gaps'])
+    tokens, table = tables(**VOCABULARIES['unused_ids'])
     o, targets = logits_and_targets(tokens, table, 1100, torch.float64)
     y = table.signatures[targets]
     other = [o_i.clone() for o_i in o]
-    assert torch.allclose(*(fast.predictions(o, targets, table, tiles) for tiles in (COLUMNS, ON_CPU)), rtol=1e-12)
-    ours = fast.exact_nll(o, y, table, COLUMNS, gradient=True)
-    assert torch.allclose(ours, fast.exact_nll(other, y, table, ON_CPU, gradient=True), rtol=1e-12)
+    assert torch.allclose(*(fused.predictions(o, targets, table, tiles) for tiles in (COLUMNS, ON_CPU)), rtol=1e-12)
+    ours = fused.exact_nll(o, y, table, COLUMNS, gradient=True)
+    assert torch.allclose(ours, fused.exact_nll(other, y, table, ON_CPU, gradient=True), rtol=1e-12)
     assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(o, other, strict=True))
 
 
@@ -233,24 +233,24 @@ def test_memory(monkeypatch):
     y = table.signatures[targets]
     for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
         # what they launch takes no memory of its own
-        monkeypatch.setattr(lookups, name, defaultdict(lambda: lambda *_, **__: None))
+        monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
     with MemTracker() as measured:
-        lookups.sum_over_vocabulary(o, y, table.rows, table.is_token, [table.ids, table.begins])
+        kernels.sum_over_vocabulary(o, y, table.rows, table.token_mask, [table.ids, table.begins])
     peak = measured.get_tracker_snapshot('peak')[torch.device('cpu')]['Total']
     # the bucket logits and their probabilities are there before; beside these only sums of 64 words and the targets
-    assert fast.bytes_per_token(H, B, V) * n == pytest.approx(2 * 2 * n * H * B + peak, rel=0.05)
+    assert fused.bytes_per_token(H, B, V) * n == pytest.approx(2 * 2 * n * H * B + peak, rel=0.05)
     # so many fit into a sixteenth of what is free
-    one = fast.bytes_per_token(4, 16384, 131072)
-    assert fast.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one) == 1024
-    assert fast.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one - 16) == 512
-    assert fast.gpu_chunk(4, 16384, 32768, free=70e9) == 4096
+    one = fused.bytes_per_token(4, 16384, 131072)
+    assert fused.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one) == 1024
+    assert fused.gpu_chunk(4, 16384, 131072, free=16 * 1024 * one - 16) == 512
+    assert fused.gpu_chunk(4, 16384, 32768, free=70e9) == 4096
 
 
 def test_the_kernels_are_timed(capsys, monkeypatch):
     """study/kernels.py, for a few minutes of a lent GPU, does not run, or names other sizes than the fastest."""
     signatures = torch.tensor(signature_table([f'word {i}' for i in range(40)], 1, 50).astype(int))
-    case = kernels.random_case(signatures, 50, 3, torch.float32)
-    monkeypatch.setattr(kernels, 'TOKENS', (32, 64))
+    case = study_kernels.random_case(signatures, 50, 3, torch.float32)
+    monkeypatch.setattr(study_kernels, 'TOKENS', (32, 64))
 
     calls = itertools.count(1)
 
@@ -258,10 +258,10 @@ def test_the_kernels_are_timed(capsys, monkeypatch):
         work()
         return 1 / next(calls)  # the later, the faster
 
-    kernels.measure(case, seconds_of)
+    study_kernels.measure(case, seconds_of)
     shown = capsys.readouterr().out
     assert 'the same bits' in shown and 'of a copy' in shown
-    last = lookups.Sizes(64, words=128, buckets=32, lay_out_warps=8, normalise_warps=8, derive_warps=4)
+    last = kernels.Sizes(64, words=128, buckets=32, lay_out_warps=8, normalise_warps=8, derive_warps=4)
     assert f'fastest: {last}' in shown
 
 

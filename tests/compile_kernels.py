@@ -1,10 +1,10 @@
 """
-Compiles the kernels of lookups.py for an H100 (sm_90) on a machine that has no GPU, which finds what Triton's
+Compiles the kernels of kernels.py for an H100 (sm_90) on a machine that has no GPU, which finds what Triton's
 interpreter cannot: types that do not fit, registers that spill, 32-bit offsets.
 
-    $ python -m tests.compile_lookups       # what a run meets: three precisions, H from 1 to 4, odd widths
-    $ python -m tests.compile_lookups --sizes=64,32,8,4,4,1     # other lookups.Sizes
-    $ python -m tests.compile_lookups --quick                   # what the tests take
+    $ python -m tests.compile_kernels       # what a run meets: three precisions, H from 1 to 4, odd widths
+    $ python -m tests.compile_kernels --sizes=64,32,8,4,4,1     # other kernels.Sizes
+    $ python -m tests.compile_kernels --quick                   # what the tests take
 """
 
 import argparse
@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mhf import lookups
+from mhf import kernels
 
 TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
 
@@ -80,13 +80,13 @@ def check(compiled, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--quick', action='store_true')
-    parser.add_argument('--sizes', default=','.join(map(str, lookups.SIZES)))
+    parser.add_argument('--sizes', default=','.join(map(str, kernels.SIZES)))
     args = parser.parse_args()
-    sizes = lookups.Sizes(*map(int, args.sizes.split(',')))
+    sizes = kernels.Sizes(*map(int, args.sizes.split(',')))
     driver.set_active(H100())
     compiled = []
     for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
-        setattr(lookups, name, Compiles(getattr(lookups, name), compiled))
+        setattr(kernels, name, Compiles(getattr(kernels, name), compiled))
     # integers that are 1 or multiples of 16 make kernels of their own
     runs = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 2, 3, 4), (256, 263), (64, 77)))
     if args.quick:
@@ -95,11 +95,11 @@ def main():
         o = [torch.zeros(n, B, dtype=dtype) for _ in range(H)]
         y = torch.zeros(n, H, dtype=torch.int64)
         rows = torch.zeros(1000, H, dtype=torch.int32)
-        is_token = torch.ones(1000, dtype=torch.bool)
+        token_mask = torch.ones(1000, dtype=torch.bool)
         inverse = [torch.zeros(1000 * H, dtype=torch.int32), torch.zeros(H * B + 1, dtype=torch.int32)]
         for gradient in (inverse, []):
             compiled.clear()
-            lookups.sum_over_vocabulary(o, y, rows, is_token, gradient, sizes)
+            kernels.sum_over_vocabulary(o, y, rows, token_mask, gradient, sizes)
             for options, kernel in compiled:
                 name = 'gradient' if gradient else 'log P'
                 print(f'{str(dtype)[6:]:<9} H={H} B={B} n={n:<3} {name:<9}', check(kernel, options), flush=True)
