@@ -1,5 +1,5 @@
 """
-Tokenizers: what splits a text into tokens, and the string of every token, from which its signature is made.
+Tokenizers split text into tokens; a signature is computed from a token's string.
 
     tok = get_tokenizer('mistral')
 
@@ -7,7 +7,7 @@ Each tokenizer has
 
     name
     tokens         V strings in id order: str or bytes, None for an id without a token
-    bos, pad       ids
+    bos, eos, pad  ids
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
@@ -31,7 +31,10 @@ class SentencePieceTokenizer:
         self.sp = sentencepiece.SentencePieceProcessor(**model)
         self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
         self.bos = self.sp.bos_id()
-        self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.sp.eos_id()
+        self.eos = self.sp.eos_id()
+        if min(self.bos, self.eos) < 0:
+            raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
+        self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
 
     def encode(self, texts):
         return self.sp.encode(list(texts))
@@ -40,7 +43,7 @@ class SentencePieceTokenizer:
         return self.sp.decode([int(i) for i in ids])
 
     def split(self, pieces):
-        """The ids that this tokenizer splits each piece of a larger one into, at the beginning of a line."""
+        """Returns the ids into which this tokenizer splits each piece of a larger one, at the start of a line."""
         before = len(self.sp.encode('\n'))
         lines = ['\n' + piece.replace('▁', ' ') for piece in pieces]
         return [ids[before:] for ids in self.encode(lines)]
@@ -48,11 +51,11 @@ class SentencePieceTokenizer:
 
 class TiktokenTokenizer:
     """
-    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. Where the encoding names no bos
-    or pad, its end-of-text token takes both roles. Special tokens written out in a text are encoded as plain text.
+    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. `roles` are the ids of bos, eos
+    and pad; by default the end-of-text token has all three. Special tokens in a text are encoded as plain text.
     """
 
-    def __init__(self, name, encoding, bos=None, pad=None):
+    def __init__(self, name, encoding, roles=None):
         self.name = name
         self.encoding = encoding
         self.tokens = [None] * encoding.n_vocab
@@ -61,31 +64,24 @@ class TiktokenTokenizer:
                 self.tokens[i] = encoding.decode_single_token_bytes(i)
             except KeyError:
                 continue  # a gap in the encoding
-        self.bos = encoding.eot_token if bos is None else bos
-        self.pad = encoding.eot_token if pad is None else pad
+        self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
         return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
 
     def decode(self, ids):
-        special = {self.bos, self.pad}
+        special = {self.bos, self.eos, self.pad}
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
 
 
-# The files of a Hugging Face tokenizer. The last two say which token has which role; where they do not, the first of
-# ROLES that is an added token of tokenizer.json has it.
+# the files of a Hugging Face tokenizer; the last two name the tokens of the roles bos, eos and pad
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
-ROLES = dict(
-    bos=('<s>', '<|begin_of_text|>', '<bos>', '<|begin▁of▁sentence|>', '<|startoftext|>', '<|endoftext|>'),
-    eos=('</s>', '<|end_of_text|>', '<eos>', '<|end▁of▁sentence|>', '<|endoftext|>'),
-    pad=('<pad>', '<|pad|>', '[PAD]'),
-)
 
 
 class JsonTokenizer:
     """
-    A Hugging Face tokenizer.json: a token's string is what the file calls it ('▁the', 'Ġthe', '<0x0A>'). Where there is
-    no pad, eos takes its role. Special tokens written out in a text are encoded as plain text.
+    A Hugging Face tokenizer.json: a token's string is what the file calls it ('▁the', 'Ġthe', '<0x0A>'). The files next
+    to it name bos, eos and pad; without a pad, eos takes its role. Special tokens in a text are encoded as plain text.
     """
 
     def __init__(self, name, file):
@@ -94,7 +90,7 @@ class JsonTokenizer:
         self.name = name
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
-        # a file may say that texts are cut off
+        # a file may ask for truncation and padding
         self.json.no_truncation()
         self.json.no_padding()
         ids = self.json.get_vocab()
@@ -102,32 +98,24 @@ class JsonTokenizer:
         if largest >= 1 << 24:
             raise ValueError(f'it has an id {largest}')
         self.tokens = [self.json.id_to_token(i) for i in range(largest + 1)]
-        named = {}
+        roles = {}
         for path in map(Path(file).with_name, JSON_FILES[1:]):
             if path.exists():
-                named |= json.loads(path.read_text(encoding='utf-8'))
-        bos, eos, pad = (self._id_of_role(role, named, ids) for role in ('bos', 'eos', 'pad'))
-        if bos is None:
-            raise ValueError('it has no bos; a tokenizer_config.json beside it may name a bos_token')
-        self.bos = bos
-        self.pad = bos
-        if pad is not None:
-            self.pad = pad
-        elif eos is not None:
-            self.pad = eos
-
-    def _id_of_role(self, role, named, ids):
-        """The id of bos, eos or pad, or None: what the files beside tokenizer.json name, else a usual added token."""
-        token = named.get(f'{role}_token')
-        if isinstance(token, dict):
-            token = token['content']
-        if token in ids:
-            return ids[token]
-        added = {token.content for token in self.json.get_added_tokens_decoder().values()}
-        for usual in ROLES[role]:
-            if usual in added and usual in ids:
-                return ids[usual]
-        return None
+                config = json.loads(path.read_text(encoding='utf-8'))
+                roles |= {
+                    role: config[f'{role}_token'] for role in ('bos', 'eos', 'pad') if config.get(f'{role}_token')
+                }
+        for role, token in roles.items():
+            content = token['content'] if isinstance(token, dict) else token
+            if content not in ids:
+                raise ValueError(f"it has no token '{content}', which the files next to it name as {role}_token")
+            roles[role] = ids[content]
+        for role in ('bos', 'eos'):
+            if role not in roles:
+                raise ValueError(f'it has no {role}; name a {role}_token in tokenizer_config.json next to it')
+        self.bos = roles['bos']
+        self.eos = roles['eos']
+        self.pad = roles.get('pad', self.eos)
 
     def encode(self, texts):
         return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -138,8 +126,8 @@ class JsonTokenizer:
 
 def from_hub(name, files, revision=None, enough=()):
     """
-    A local folder with `files` of the hub's user/name[@revision]. If all files of `enough` are in the cache, nothing is
-    fetched. Raises InputError.
+    Returns a local folder with `files` of the hub's user/name[@revision]. If the cache has all files of `enough`,
+    nothing is downloaded. Raises InputError.
     """
     import huggingface_hub
 
@@ -152,15 +140,14 @@ def from_hub(name, files, revision=None, enough=()):
         if cached and all(isinstance(path, str) for path in cached):
             return Path(cached[0]).parent
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-    # offline, unknown id, unknown revision, no permission: the hub's own words say which
-    except Exception as e:
+    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f"'{name}' is not here, and could not be fetched from the hub {reason}") from None
+        raise InputError(f"'{name}' does not exist here, and could not be downloaded from the hub {reason}") from None
 
 
 def get_tokenizer(name):
     """
-    The tokenizer called `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
+    Returns the tokenizer `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
     any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
     or a tokenizer.json, also by its hub id user/name[@revision]. tiktoken's and the hub's are downloaded at first use.
     Raises InputError.
@@ -170,10 +157,10 @@ def get_tokenizer(name):
 
     data = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    hint = '--tokenizer names another'
+    hint = 'choose another with --tokenizer'
     file = name
     if name in known:
-        hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer=mistral'
+        hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that contains it, or use --tokenizer=mistral'
     elif Path(name).is_dir():
         raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
     elif not name.endswith(('.model', '.json')):
@@ -191,8 +178,7 @@ def get_tokenizer(name):
         if name.endswith('.model'):
             return SentencePieceTokenizer(name, model_file=name)
         return JsonTokenizer(name, file)
-    # requests' many errors, a broken cache, a file that is cut off, or of another kind
-    except Exception as e:
+    except Exception as e:  # requests' many errors, a broken cache, a truncated file, a file of another kind
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
         raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
@@ -215,11 +201,11 @@ def _tekken(path):
     }
     pattern = spec['config']['pattern']
     encoding = tiktoken.Encoding('tekken', pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    return TiktokenTokenizer('tekken', encoding, bos=special['<s>'], pad=special['<pad>'])
+    return TiktokenTokenizer('tekken', encoding, [special[role] for role in ('<s>', '</s>', '<pad>')])
 
 
 def tokenizer_fingerprint(tok):
-    """SHA-256 of all token strings in id order: two tokenizers with the same one give the same signatures."""
+    """Returns a SHA-256 of all token strings in id order, which determines the signatures."""
     digest = hashlib.sha256()
     for token in tok.tokens:
         if token is None:
@@ -232,7 +218,7 @@ def tokenizer_fingerprint(tok):
 
 
 def tokenizer_facts(tok):
-    """What the meta.json of bins says of their tokenizer. `unused_ids` are the ids without a token."""
+    """Returns what meta.json contains about the tokenizer. `unused_ids` are the ids without a token."""
     unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
     return dict(
         vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids, tokenizer_sha256=tokenizer_fingerprint(tok)
