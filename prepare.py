@@ -1,6 +1,6 @@
 """
-Text in, signatures out: tokenises data sets and writes the bins that train.py memory-maps. It may be stopped at any
-moment; the same command then goes on and ends with the same bytes.
+Tokenizes data sets and writes the shards that train.py memory-maps: text in, signatures out. prepare.py is resumable:
+rerun the same command after an interruption; the output is identical.
 
     $ python prepare.py config/mhf_tiny.py                      # the Python standard library, in seconds
     $ python prepare.py                                         # FineWeb-Edu sample-10BT
@@ -8,53 +8,53 @@ moment; the same command then goes on and ends with the same bytes.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
-One thread reads while the tokenizer's threads use all cores. Where one reader cannot feed them, run several parts on
-the machine. mhf/bins.py describes the files. A document's way to the loss:
+A unit of work is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. A
+finished unit is never repeated, an interrupted one is: split a single huge file if hours matter. One thread reads while
+the tokenizer's threads use all cores. Where one reader cannot feed them, run several parts on the machine. mhf/data.py
+describes the files. A document's way to the loss:
 
-    documents      mhf/sources.py  the stripped text of each document; `batches` says which documents are held out
-    tokenise       prepare.py      texts -> token ids (n,), bos before each document, by threads of mhf/tokenizers.py
-    sign           hashing.py      token ids -> signatures (n, H), rows of the table; with --data_format=ids train.py does it
-    Shards.append  prepare.py      signatures, back to back, into train_000000.bin and the files after it
+    read_files       mhf/sources.py  the stripped text of each document
+    split_holdout    mhf/sources.py  which documents are held out
+    prepare_batch    prepare.py      texts -> token ids (n,), bos before each document, by threads of mhf/tokenizers.py;
+                                     table[ids] are signatures (n, H); with --data_format=ids train.py looks them up
+    ShardWriter      prepare.py      signatures, back to back, in train_000000.bin and val_000000.bin
 
-and then, when train.py reads the bins,
+and then, when train.py reads the shards,
 
-    Bins           mhf/bins.py     the files as one array, memory-mapped
-    block_indices      mhf/bins.py     which blocks of tokens a step trains on, in an order that the seed shuffles
-    read_batch     train.py        a process's share of them, (n, T + 1, H); inputs_and_targets takes it to the device,
-                                   signs ids (MHF.sign), and shifts by one: inputs x and targets y, each (n, T, H)
-    MHF.forward    model.py        hidden_states of x, then head_loss of these and y: the mean loss
+    Bins             mhf/data.py     the shards as one array, memory-mapped
+    block_indices    mhf/data.py     which blocks of tokens a step trains on, in an order that the seed shuffles
+    get_batch        train.py        a rank's part of them, (n, T + 1, H), on the device, shifted by one: inputs x and
+                                     targets y, each (n, T, H)
+    MHF.forward      model.py        hidden states of x, then head_loss of these and y: the mean loss
 """
 
 import contextlib
+import hashlib
 import json
-import math
-import os
+import re
 import sys
-import time
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
-import mmh3
 import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from configurator import InputError, configure
+from configurator import InputError, check_numbers, configure
 from hashing import fingerprint
-from mhf.bins import HEADER, digest_of, prefetch
-from mhf.files import replace_durably
-from mhf.meta import OF_SIGNATURES, SPLITS, data_folder, holds_signatures, parsed_meta, table_of
-from mhf.sources import START, Source, batches, mixture
+from mhf import data, sources
+from mhf.data import SPLITS
 from mhf.tokenizers import get_tokenizer, tokenizer_facts
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab, or files and
 # globs of .txt .jsonl (also .gz .xz .zst) or .parquet; commas between several, and @tokens after each of a mixture
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-# mistral | tekken | gpt2 or any other of tiktoken's | a file *.model or tokenizer.json | a hub id user/name[@revision]
+# mistral | tekken | gpt2 or another of tiktoken's | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
-# what the bins hold: signatures, 2 * num_hashes bytes a token, which train.py reads as they are | ids, 2 bytes a token
-# (4 with more than 65,536 tokens), which serve every num_hashes and num_buckets. A Standard model's bins hold ids
+# what the shards contain: signatures, 2 * num_hashes bytes a token, which train.py reads as they are | ids, 2 bytes a
+# token (4 with more than 65,536 tokens), which serve every num_hashes and num_buckets. A Standard model needs ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
@@ -63,353 +63,319 @@ single_id = False
 # held-out text: every round(1/val_fraction)-th document until val_bytes; with fewer documents, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
-# the run
-shard_tokens = 100000000  # tokens of one file
-part = ''  # i/n: this run reads every n-th file from file i (from 0); train.py joins the parts
+part = ''  # i/n: prepares every n-th file from file i (from 0); any number of parts may run at the same time
 
 config = configure(globals())
 
-# the settings that decide what the bins hold, and with signatures also OF_SIGNATURES
-RECIPE = ('dataset', 'tokenizer', 'data_format', 'part', 'shard_tokens', 'val_fraction', 'val_bytes')
-COMMIT_SECONDS = 20  # what a kill, Ctrl-C or an error loses at most
+UNIT_BYTES = 1_000_000_000  # of small files that share a unit
+BATCH_CHARS = 4 << 20  # what the tokenizer's threads share at once
+
+# -----------------------------------------------------------------------------
+# meta.json
 
 
-def tokenise(tok, batch, most):
+def group_files(files, parts):
+    """Groups consecutive files, [path, size], into units of at most UNIT_BYTES; with parts, each file is a unit."""
+    units = []
+    total = 0
+    for path, size in files:
+        total += size
+        if not units or parts > 1 or total > UNIT_BYTES:
+            units.append([])
+            total = size
+        units[-1].append([path, size])
+    return units
+
+
+def describe_sources(config, parts, existing):
+    """Returns each source of the mixture and its units. Hub data sets keep the commit that `existing` meta.json has."""
+    pinned = {}
+    if existing and existing['parts'] == parts:
+        pinned = {source['dataset']: source['units'] for source in existing['sources']}
+    described = []
+    first_unit = 0
+    for name, limit in sources.parse_mixture(config['dataset']):
+        if name in pinned and sources.is_on_hub(name):
+            units = pinned[name]
+        else:
+            units = group_files([[path, sources.file_size(path)] for path in sources.input_files(name)], parts)
+        if len(units) < parts:
+            raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
+        limit = None if limit is None else limit // parts
+        described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
+        first_unit += len(units)
+    return described
+
+
+def describe(config, parts, tok, table, existing):
+    """Returns the contents of meta.json: the settings and files that decide the shards, and the tokenizer's facts."""
+    meta = {key: config[key] for key in ('dataset', 'tokenizer', 'val_fraction', 'val_bytes')}
+    meta |= dict(parts=parts, data_format='ids' if table is None else 'signatures')
+    if table is not None:
+        meta |= {key: config[key] for key in data.SIGNATURE_SETTINGS} | dict(table_sha256=fingerprint(table))
+    return meta | tokenizer_facts(tok) | dict(sources=describe_sources(config, parts, existing))
+
+
+def check_same(folder, existing, meta):
+    """Raises InputError with the first difference between two meta.json."""
+    change = f'delete {folder} to start over, or change --data_dir'
+    for key in meta:
+        if key != 'sources' and existing.get(key) != meta[key]:
+            values = f'{key}={existing.get(key)!s:.60}, now it is {meta[key]!s:.60}'
+            raise InputError(f'{folder} was prepared with {values}; {change}')
+    before, now = ({tuple(f) for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
+    if before != now:
+        path, _ = min(before ^ now)
+        raise InputError(
+            f'{folder} was prepared from other files: {path} is new, missing or has another size; {change}'
+        )
+
+
+# -----------------------------------------------------------------------------
+# one unit
+
+
+class ShardWriter:
     """
-    A batch of (text, is it held out?) -> {split: (ids (n,) uint32, number of documents, bytes of text)}. Each document
-    begins with bos. The batch ends early with the document that gives train its `most`-th id.
-    """
-    # an array takes over a list in a seventh of the time that numpy needs
-    ids = {split: array('I') for split in SPLITS}
-    documents = dict.fromkeys(SPLITS, 0)
-    size = dict.fromkeys(SPLITS, 0)
-    texts = [text for text, _ in batch]
-    for (text, held_out), ids_of_text in zip(batch, tok.encode(texts), strict=True):
-        if len(ids['train']) >= most:
-            break
-        split = 'val' if held_out else 'train'
-        ids[split].append(tok.bos)
-        ids[split].fromlist(ids_of_text)
-        documents[split] += 1
-        size[split] += len(text.encode())
-    return {split: (np.asarray(ids[split]), documents[split], size[split]) for split in SPLITS}
-
-
-class Shards:
-    """
-    Writes the tokens of a split as .npy files of `size` tokens. Each has another name until it is whole and fsynced.
-    `token` is an array with the shape and dtype of every token: () for an id, (H,) for a signature.
+    Writes a .npy file of tokens, under a temporary name until close(). `token` is an array with the shape and dtype of
+    one token: () for an id, (H,) for a signature.
     """
 
-    def __init__(self, folder, name, token, size, state):
-        self.folder = folder
-        self.name = name
+    def __init__(self, path, token):
+        self.path = path
+        self.temporary = path.with_suffix('.bin.tmp')
         self.token = token
-        self.size = size
-        # what meta.json says of the split; it goes on from there
-        self.state = state
-        self.file = None
-        self.tokens = state['unfinished']  # in the shard at work
-        self.has_finished = False  # a shard, since the last commit
-        self._roll_back()
+        self.tokens = 0
+        self.documents = 0
+        self.bytes = 0  # of text
+        self.file = open(self.temporary, 'wb')
+        self.write_header()
 
-    def _roll_back(self):
-        """To the last commit: deletes later shards, reopens one that was finished since, cuts off later tokens."""
-        if self.tokens and self._path().exists():
-            os.replace(self._path(), self._unfinished())
-        committed = {shard['file'] for shard in self.state['shards']}
-        if self.tokens:
-            committed.add(self._unfinished().name)
-        for path in self.files():
-            if path.name not in committed:
-                path.unlink()
-        if self.tokens:
-            path = self._unfinished()
-            length = HEADER + self.tokens * self.token.nbytes
-            if not path.exists() or path.stat().st_size < length:
-                raise InputError(f'{path} is missing or too short; delete {self.folder} and prepare it again')
-            self.file = open(path, 'r+b')
-            self.file.truncate(length)
-            self.digest = digest_of(self.file)
-            self.file.seek(0, os.SEEK_END)
-
-    def files(self):
-        return list(self.folder.glob(f'{self.name}_[0-9]*.bin*'))
-
-    def _path(self):
-        return self.folder / f'{self.name}_{len(self.state["shards"]):06}.bin'
-
-    def _unfinished(self):
-        return self._path().with_suffix('.bin.tmp')
-
-    def append(self, tokens, documents, size):
-        """Writes tokens, ids (n,) or signatures (n, H), that are so many documents with so many bytes of text."""
-        self.state['tokens'] += len(tokens)
-        self.state['documents'] += documents
-        self.state['bytes'] += size
-        tokens = tokens.astype(self.token.dtype)
-        while len(tokens):
-            if self.file is None:
-                self.file = open(self._unfinished(), 'wb')
-                self.tokens = 0
-                self.digest = mmh3.mmh3_x64_128()
-                self._write_header()
-            room = self.size - self.tokens
-            self.file.write(tokens[:room])
-            self.digest.update(tokens[:room])
-            self.tokens += len(tokens[:room])
-            tokens = tokens[room:]
-            if self.tokens == self.size:
-                self.finish()
-
-    def _write_header(self):
+    def write_header(self):
         self.file.seek(0)
         header = dict(descr=self.token.dtype.str, fortran_order=False, shape=(self.tokens, *self.token.shape))
         np.lib.format.write_array_header_1_0(self.file, header)
-        assert self.file.tell() == HEADER
 
-    def sync(self):
-        """Makes what was written so far outlast a crash; `state` then says how much is in the shard at work."""
-        self.has_finished = False
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        self.state['unfinished'] = self.tokens if self.file else 0
+    def write(self, tokens):
+        """Appends ids (n,) or signatures (n, H)."""
+        self.file.write(np.ascontiguousarray(tokens, self.token.dtype))
+        self.tokens += len(tokens)
 
-    def finish(self):
-        """Gives the shard at work its name."""
-        if self.file:
-            self._write_header()
-            self.sync()
-            self.file.close()
-            path = self._path()
-            replace_durably(self._unfinished(), path)
-            self.state['shards'].append(dict(file=path.name, tokens=self.tokens, digest=self.digest.digest().hex()))
-            self.file = None
-            self.has_finished = True
+    def close(self):
+        """Gives the file its name; returns its entry in the unit's json."""
+        self.write_header()
+        self.file.close()
+        data.replace_durably(self.temporary, self.path)
+        with open(self.path, 'rb') as f:
+            sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
+        return dict(file=self.path.name, tokens=self.tokens, documents=self.documents, bytes=self.bytes, sha256=sha256)
+
+    def discard(self):
+        """Deletes the file unless close() has renamed it."""
+        self.file.close()
+        self.temporary.unlink(missing_ok=True)
 
 
-def commit(path, meta, shards, progress):
-    """
-    Writes meta.json: all that was written so far counts, and the next run reads on from `progress`. None completes the
-    bins.
-    """
-    for split in shards.values():
-        if progress:
-            split.sync()
-        else:
-            split.finish()
-    if progress:
-        meta['progress'] = progress
-    else:
-        del meta['progress']
-        for split in SPLITS:
-            del meta['splits'][split]['unfinished']
-    meta['complete'] = progress is None
-    temporary = path.with_suffix('.tmp')
-    with open(temporary, 'w') as f:
-        json.dump(meta, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    replace_durably(temporary, path)
+@dataclass
+class Job:
+    """What every unit needs."""
+
+    folder: Path
+    meta: dict
+    part: int
+    tok: object  # of get_tokenizer
+    table: np.ndarray | None  # signatures (V, H); None writes ids
+    token: np.ndarray  # of the shape and dtype of one token
+    bar: tqdm
+
+
+def batches(documents):
+    """Groups documents, each a list of its parts (text, is_held_out), into lists of about BATCH_CHARS characters."""
+    batch = []
+    size = 0
+    for parts in documents:
+        batch.append(parts)
+        size += sum(len(text) for text, _ in parts)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+def prepare_batch(job, source, batch, counts, writers):
+    """Tokenizes and writes a batch of documents, up to the one with which the source reaches its token limit."""
+    encoded = iter(job.tok.encode([text for parts in batch for text, _ in parts]))
+    # an array takes over a list in a seventh of the time that numpy needs
+    ids = {split: array('I') for split in SPLITS}
+    written = counts['tokens']
+    for parts in batch:
+        if data.reached_limit(counts, source):
+            break
+        for text, is_held_out in parts:
+            split = 'val' if is_held_out else 'train'
+            ids[split].append(job.tok.bos)
+            ids[split].fromlist(next(encoded))
+            writers[split].documents += 1
+            writers[split].bytes += len(text.encode())
+        counts['tokens'] = written + len(ids['train'])
+    job.bar.update(len(ids['train']))
+    for split in SPLITS:
+        new_ids = np.asarray(ids[split])
+        writers[split].write(new_ids if job.table is None else job.table[new_ids])
+
+
+def prepare_unit(job, source, number, counts):
+    """Writes the shards of a unit, and last its json, which marks it as finished. Updates the source's counts."""
+    meta = job.meta
+    paths = [path for path, _ in source['units'][number - source['first_unit']]]
+    val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
+    documents = sources.split_holdout(sources.read_files(paths), meta['val_fraction'], val_bytes, counts)
+    writers = {split: ShardWriter(job.folder / f'{split}_{number:06}.bin', job.token) for split in SPLITS}
+    try:
+        # a thread reads the next batch while the tokenizer's threads work on this one
+        with contextlib.closing(data.prefetch(batches(documents))) as upcoming:
+            for batch in upcoming:
+                prepare_batch(job, source, batch, counts, writers)
+                if data.reached_limit(counts, source):
+                    break
+        if len(meta['sources']) == len(source['units']) == 1:
+            check_amount(meta, {split: writer.tokens for split, writer in writers.items()})
+        summary = {split: writer.close() for split, writer in writers.items()}
+        data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
+    finally:
+        for writer in writers.values():
+            writer.discard()
+
+
+def check_amount(meta, tokens):
+    """Raises InputError if a split, {split: number of tokens}, has too few to train on."""
+    for split in SPLITS:
+        if tokens[split] < 2:
+            too_little = f"dataset '{meta['dataset']}' has {tokens[split]} {split} tokens: too little text"
+            raise InputError(f'{too_little}; take more of it, or change val_fraction={meta["val_fraction"]}')
+
+
+def prepare_source(job, source):
+    """Prepares the units of a source that belong to this part and are not finished; returns the source's counts."""
+    counts = sources.new_counts() | dict(tokens=0)
+    numbers = data.part_units(source, job.part, job.meta['parts'])
+    for number in numbers:
+        if data.reached_limit(counts, source):
+            break
+        path = job.folder / f'{number:06}.json'
+        if path.exists():
+            counts = json.loads(path.read_bytes())['counts']
+            continue
+        if counts['few'] is None:  # a question about the source, which may have many small units
+            paths = [path for n in numbers for path, _ in source['units'][n - source['first_unit']]]
+            counts['few'] = sources.has_few_documents(sources.read_files(paths), job.meta['val_fraction'])
+        prepare_unit(job, source, number, counts)
+    return counts
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+
+def parse_part(text):
+    """'1/4' -> (1, 4), and '' -> (0, 1), all in one part. Raises InputError."""
+    i, _, n = (text or '0/1').partition('/')
+    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise InputError(f"part='{text}': must be like 0/4, the first of four parts, up to 3/4")
+    return int(i), int(n)
 
 
 @contextlib.contextmanager
-def locked(folder, name):
-    """Makes the folder if need be, and keeps any other prepare.py from the same meta.json. Raises InputError."""
-    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+def locked(folder, part):
+    """Creates the folder, and keeps any other prepare.py from the same part. Raises InputError."""
+    lock = FileLock(folder / f'.part_{part}.lock', timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f'.{name}.lock', timeout=0)
         lock.acquire()
     except Timeout:
-        raise InputError(f'another prepare.py is at work in {folder}') from None
+        raise InputError(f'another prepare.py is running in {folder}') from None
     except OSError as e:
         raise InputError(f'{folder} cannot be written ({e})') from None
     try:
         yield
     except OSError as e:
-        raise InputError(f'{folder} cannot be written ({e}); the same command goes on from the last commit') from None
+        raise InputError(f'{folder} cannot be written ({e}); rerun the same command to resume') from None
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
-        # a run that wrote nothing leaves no folders; rmdir refuses one with files in it
         with contextlib.suppress(OSError):
-            for path in new_folders:
-                path.rmdir()
+            folder.rmdir()  # only if it is empty
 
 
-def previous_meta(path, recipe):
-    """The meta.json of a run before this one, or None. Raises InputError if its recipe, {setting: value}, differs."""
+@contextlib.contextmanager
+def meta_file(folder, meta, part):
+    """Writes meta.json. Removes it again if a run of one part fails before its first unit is finished."""
+    path = folder / 'meta.json'
+    if not path.exists():
+        for other in folder.iterdir():
+            if re.fullmatch(r'((train|val)_\d{6}\.bin|(\d{6}|meta)\.json)(\.tmp\d*)?', other.name):
+                raise InputError(f'{other} was not written by prepare.py, which would overwrite it; change --data_dir')
+        data.write_json(path, meta, part)
     try:
-        meta = parsed_meta(path)
-    except FileNotFoundError:
-        return None
-    if not meta['complete'] and set(meta.get('progress') or ()) != set(START):
-        raise InputError(f'{path} was begun by an older prepare.py; delete the folder and prepare it again')
-    for key, value in recipe.items():
-        if meta.get(key) != value:
-            raise InputError(f'{path.parent} has {key}={meta.get(key)}, not {value}; delete it or change --data_dir')
-    return meta
-
-
-def new_meta(recipe, facts, mixed):
-    """The meta.json of a run that has read nothing yet, from the sources of a mixture."""
-    sources = [dict(dataset=name, tokens_wanted=tokens, tokens=0) for name, tokens in mixed]
-    splits = {split: dict(tokens=0, documents=0, bytes=0, shards=[], unfinished=0) for split in SPLITS}
-    return recipe | facts | dict(complete=False, sources=sources, splits=splits, progress=START)
-
-
-def read_and_tokenise(sources, meta, config, tok, parts):
-    """Yields (what tokenise makes of a batch, the progress after it) from meta['progress'] on, source by source."""
-    tokens_wanted = sum(entry['tokens_wanted'] or 0 for entry in meta['sources'])
-    val_bytes = config['val_bytes'] // (parts * len(sources))  # of each source
-    progress = meta['progress']
-    bar = tqdm(
-        desc='prepare',
-        total=tokens_wanted or None,
-        initial=meta['splits']['train']['tokens'],
-        unit=' tokens',
-        unit_scale=True,
-        leave=False,
-        delay=1,
-        mininterval=0.2 if sys.stderr.isatty() else 20,
-    )
-    with bar:
-        for k in range(progress['source'], len(sources)):
-            entry = meta['sources'][k]
-            limit = math.inf if entry['tokens_wanted'] is None else entry['tokens_wanted']
-            # a thread reads the next batch while the tokenizer's threads work at this one
-            coming = prefetch(batches(sources[k], progress, config['val_fraction'], val_bytes))
-            with contextlib.closing(coming):
-                while entry['tokens'] < limit and (item := next(coming, None)):
-                    batch, progress_after = item
-                    tokenised = tokenise(tok, batch, limit - entry['tokens'])
-                    new_tokens = len(tokenised['train'][0])
-                    entry['tokens'] += new_tokens
-                    bar.update(new_tokens)
-                    yield tokenised, progress_after
-            progress = START | dict(source=k + 1)
-
-
-def write_bins(path, meta, results, table):
-    """
-    Writes what read_and_tokenise yields, beside meta.json at `path`. The next run cuts off what was not committed.
-    table: the signatures (V, H) uint16 of all tokens; None writes ids.
-    """
-    if table is not None:
-        token = table[0]
-    elif meta['vocab_size'] <= 65536:
-        token = np.zeros((), np.uint16)
-    else:
-        token = np.zeros((), np.uint32)
-    shards = {}
-    for split, state in meta['splits'].items():
-        # meta_0of4.json goes with train_0of4_000000.bin
-        name = path.stem.replace('meta', split)
-        shards[split] = Shards(path.parent, name, token, meta['shard_tokens'], state)
-    committed = time.monotonic()
-    try:
-        for tokenised, progress in results:
-            for split in SPLITS:
-                ids, documents, size = tokenised[split]
-                tokens = ids if table is None else table[ids]
-                shards[split].append(tokens, documents, size)
-            if any(s.has_finished for s in shards.values()) or time.monotonic() > committed + COMMIT_SECONDS:
-                commit(path, meta, shards, progress)
-                committed = time.monotonic()
-        for split, state in meta['splits'].items():
-            if state['tokens'] < 2:
-                too_little = f"dataset '{meta['dataset']}' gave {state['tokens']} {split} tokens: too little text"
-                raise InputError(f'{too_little}; take more of it, or change val_fraction={meta["val_fraction"]}')
-        commit(path, meta, shards, None)
+        yield
     finally:
-        for split in shards.values():
-            if split.file:
-                split.file.close()
-        # a run that never committed leaves no files
-        if not path.exists():
-            for leftover in (*shards['train'].files(), *shards['val'].files(), path.with_suffix('.tmp')):
-                leftover.unlink(missing_ok=True)
+        if meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+            path.unlink()
 
 
-def check_settings(config):
-    """Raises InputError where a number is outside its range."""
-    for key, least in dict(val_bytes=0, shard_tokens=1).items():
-        if config[key] < least:
-            raise InputError(f'{key}={config[key]}: must be {least} or more')
-    if not 0 < config['val_fraction'] < 1:
-        raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
-
-
-def parsed_part(text):
-    """'1/4' -> (1, 4), and '', all in one part, -> (0, 1). Raises InputError."""
-    i, _, n = (text or '0/1').partition('/')
-    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
-        raise InputError(f"part='{text}': must be like 0/4, the first of four, to 3/4")
-    return int(i), int(n)
-
-
-def recipe_of(config):
-    """{setting: value} of all settings that decide what the bins hold."""
-    recipe = {key: config[key] for key in RECIPE}
-    if holds_signatures(config):
-        recipe |= {key: config[key] for key in OF_SIGNATURES}
-    else:
-        recipe['data_format'] = 'ids'
-    return recipe
+def report(folder, meta, counts):
+    """Prints the tokens of each source of a mixture, and the totals of both splits."""
+    for source, its_counts in zip(meta['sources'], counts, strict=True):
+        if source['limit'] is not None:
+            tokens = its_counts['tokens']
+            print(f'{source["dataset"]}: {tokens:,} of {source["limit"]:,} training tokens')
+            if tokens < source['limit']:
+                print(f'warning: {source["dataset"]} has fewer tokens than requested', file=sys.stderr)
+    if data.read_units(folder, meta)[1]:
+        print(f'{folder}: this part is complete, other parts are not')
+        return
+    splits = {split: data.Bins(folder, split) for split in SPLITS}
+    for split, bins in splits.items():
+        totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
+        print(f'{split}: {totals} -> {folder}/{split}_*.bin')
+    check_amount(meta, {split: len(bins) for split, bins in splits.items()})
 
 
 def main(config):
-    """Reads, tokenises and writes the part of the data set that config names. Raises InputError."""
-    check_settings(config)
-    i, n = parsed_part(config['part'])
-    folder = data_folder(config)
-    path = folder / (f'meta_{i}of{n}.json' if config['part'] else 'meta.json')
-    for other in folder.glob('meta*.json'):
-        if (other.name == 'meta.json') == bool(config['part']):
-            raise InputError(f"{folder} holds {other.name}, no place for part='{config['part']}'; change --data_dir")
-    with locked(folder, path.stem):
-        recipe = recipe_of(config)
-        meta = previous_meta(path, recipe)
-        if meta and meta['complete']:
-            print(f'{folder} is prepared already; delete it to make it again')
+    """Prepares the part of the data set that the config names. Raises InputError."""
+    check_numbers(config, above_zero='val_bytes', not_negative='num_hashes')
+    if not 1e-9 < config['val_fraction'] < 1:
+        raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
+    part, parts = parse_part(config['part'])
+    folder = data.data_folder(config)
+    tok = get_tokenizer(config['tokenizer'])
+    table = data.config_table(config, tok) if data.holds_signatures(config) else None
+    existing = data.parse_meta(folder)
+    meta = describe(config, parts, tok, table, existing)
+    if existing:
+        check_same(folder, existing, meta)
+        if not data.read_units(folder, meta)[1]:
+            print(f'{folder} is already prepared; delete it to prepare it again')
             return
-        mixed = [(name, tokens and tokens // n) for name, tokens in mixture(config['dataset'])]
-        tok = get_tokenizer(config['tokenizer'])
-        table = table_of(config, tok) if holds_signatures(config) else None
-        sources = [Source(name, share=(i, n)) for name, _ in mixed]
-        facts = tokenizer_facts(tok) | dict(made_from=[source.made_from for source in sources])
-        if table is not None:
-            facts['table_sha256'] = fingerprint(table)
-        if meta is None:
-            meta = new_meta(recipe, facts, mixed)
-        for key, value in facts.items():
-            if meta.get(key) != value:
-                raise InputError(f'{folder} was begun with other text or tokenizer: its {key} differs; delete it')
-        with contextlib.closing(read_and_tokenise(sources, meta, config, tok, parts=n)) as results:
-            write_bins(path, meta, results, table)
-    report(meta, folder)
-
-
-def report(meta, folder):
-    """Prints what was read of each source of a mixture, and what was written."""
-    for entry in meta['sources']:
-        tokens_wanted = entry['tokens_wanted']
-        if tokens_wanted:
-            share = entry['tokens'] / max(1, meta['splits']['train']['tokens'])
-            print(f'{entry["dataset"]}: {entry["tokens"]:,} of {tokens_wanted:,} tokens, {share:.2%} of all')
-            if entry['tokens'] < tokens_wanted:
-                print(f'warning: {entry["dataset"]} ran dry: it has no more text', file=sys.stderr)
-    for name, split in meta['splits'].items():
-        more = ' ...' if len(split['shards']) > 1 else ''
-        counts = f'{split["tokens"]:,} tokens, {split["documents"]:,} documents, {split["bytes"]:,} bytes of text'
-        print(f'{name}: {counts} -> {folder}/{split["shards"][0]["file"]}{more}')
+    if table is not None:
+        token = table[0]
+    else:
+        token = np.zeros((), np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
+    limits = [source['limit'] for source in meta['sources']]
+    total = None if None in limits else sum(limits)
+    interval = 0.2 if sys.stderr.isatty() else 20
+    bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
+    with locked(folder, part), meta_file(folder, meta, part), bar:
+        job = Job(folder, meta, part, tok, table, token, bar)
+        counts = [prepare_source(job, source) for source in meta['sources']]
+    report(folder, meta, counts)
 
 
 if __name__ == '__main__':
     try:
         main(config)
     except KeyboardInterrupt:
-        print(f'interrupted; the same command goes on, at most {COMMIT_SECONDS} seconds before this', file=sys.stderr)
+        print('interrupted; rerun the same command to resume', file=sys.stderr)
         sys.exit(130)

@@ -1,0 +1,377 @@
+"""
+Data sets as prepare.py writes them and train.py reads them. numpy only.
+
+A folder contains token ids or signatures:
+
+    signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16, for a MultiHashFormer of this H and B
+    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 tokens. They serve every model with
+                that tokenizer; train.py looks up their signatures on the device
+
+in these files, three for each unit of work:
+
+    meta.json         settings, tokenizer, and the files of every unit with their sizes; written first
+    train_000012.bin  HEADER bytes of .npy, then the tokens: documents back to back, each starts with bos
+    val_000012.bin    the same for the held-out documents
+    000012.json       written last: for both files tokens, documents, bytes of text and sha256 of the file, and the
+                      counts of the source so far
+
+A folder is complete when each unit's json exists or the unit's source has reached its token limit.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import sys
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from configurator import InputError, settings_of
+from hashing import fingerprint, signature_table
+from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
+
+HEADER = 128  # bytes of a shard before its first token; numpy pads it to this
+SPLITS = ('train', 'val')
+SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
+
+# -----------------------------------------------------------------------------
+# the folder of a config
+
+
+def data_folder(config):
+    """Returns the folder of a config: data/stdlib_mistral for ids, data/stdlib_mistral_H4B16384 for signatures."""
+    signatures = holds_signatures(config)
+    if config['data_dir']:
+        return Path(config['data_dir'])
+    name = config['dataset']
+    # paths, globs and mixtures: the last words of each, and a digest of all
+    if re.search(r'[^\w:.-]', name):
+        words = '-'.join(map(last_words, name.split(',')))
+        name = f'{words[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
+    name = re.sub(r'[^\w.-]+', '-', name).lstrip('-')
+    # a tokenizer file that is called tokenizer.json is named after its folder
+    tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
+    name = f'{name}_{tokenizer}'
+    if signatures:
+        name += f'_H{config["num_hashes"]}B{config["num_buckets"]}'
+        if config['num_lsh']:
+            name += f'_lsh{config["num_lsh"]}'
+        if config['single_id']:
+            name += '_single'
+    return Path('data') / name
+
+
+def holds_signatures(config):
+    """Returns whether a config's data are signatures; else they are token ids. A Standard model has no signatures."""
+    if config['data_format'] not in ('signatures', 'ids'):
+        raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
+    return config['data_format'] == 'signatures' and config['num_hashes'] > 0
+
+
+def last_words(path):
+    """
+    Returns the words of a path for data_folder: a file's name; of a glob, the last two parts with more than wildcards.
+    'a/ar.jsonl@2e9' -> 'ar.jsonl', 'books/*.txt' -> 'books-txt'
+    """
+    path = re.sub(r'@[\d.e+]+$', '', path)
+    is_glob = re.search(r'[*?[]', path)
+    words = []
+    for name in path.split('/'):
+        word = re.sub(r'[*?[\]]', '', name).strip('.-')
+        if word:
+            words.append(word)
+    return '-'.join(words[-2:] if is_glob else words[-1:])
+
+
+# -----------------------------------------------------------------------------
+# the files of a folder
+
+
+def replace_durably(temporary, path):
+    """Renames a file, so that even after a crash of the machine `path` exists only with its complete contents."""
+    with open(temporary, 'rb') as f:
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    if hasattr(os, 'O_DIRECTORY'):
+        folder = os.open(path.parent, os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def write_json(path, value, part):
+    """Writes a JSON file that is complete once it exists. `part` keeps the temporary files of two parts apart."""
+    temporary = path.with_name(f'{path.name}.tmp{part}')
+    try:
+        temporary.write_text(json.dumps(value, indent=1))
+        replace_durably(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def parse_meta(folder):
+    """Returns the contents of meta.json, complete or not, or None if it does not exist. Raises InputError."""
+    path = Path(folder) / 'meta.json'
+    if not os.path.exists(path):
+        return None
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError:
+        meta = {}
+    if 'parts' not in meta:
+        raise InputError(f'{path} is not of this version of prepare.py; delete {folder} and prepare it again')
+    return meta
+
+
+def read_units(folder, meta):
+    """Returns the finished units, {number: contents of its json}, and the set of parts that are incomplete."""
+    finished = {}
+    incomplete = set()
+    for source in meta['sources']:
+        for part in range(meta['parts']):
+            for number in part_units(source, part, meta['parts']):
+                path = Path(folder) / f'{number:06}.json'
+                if not path.exists():
+                    incomplete.add(part)
+                    break
+                finished[number] = json.loads(path.read_bytes())
+                if reached_limit(finished[number]['counts'], source):
+                    break
+    return dict(sorted(finished.items())), incomplete
+
+
+def part_units(source, part, parts):
+    """Returns the numbers of the units of a source that one part prepares, in order."""
+    first = source['first_unit']
+    return range(first + part, first + len(source['units']), parts)
+
+
+def reached_limit(counts, source):
+    """Returns whether one part has as many training tokens of a source as it needs."""
+    return source['limit'] is not None and counts['tokens'] >= source['limit']
+
+
+def read_folder(folder):
+    """Returns the contents of meta.json and {number: json} of all units. Raises InputError if absent or incomplete."""
+    meta = parse_meta(folder)
+    if meta is None:
+        raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
+    finished, incomplete = read_units(folder, meta)
+    if incomplete:
+        part = f' --part={min(incomplete)}/{meta["parts"]}' if meta['parts'] > 1 else ''
+        raise InputError(f'{folder} is incomplete; rerun prepare.py{part} to resume')
+    return meta, finished
+
+
+def read_meta(folder):
+    """Returns the contents of meta.json. Raises InputError if the folder is absent or incomplete."""
+    meta, _ = read_folder(folder)
+    return meta
+
+
+class Bins:
+    """
+    The shards of a split as one array: len(), and [a:b], memory-mapped within a shard: token ids (b - a,) uint16 or
+    uint32, or signatures (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` of text are its totals;
+    `fingerprint` is a SHA-256 of the shards' SHA-256.
+    """
+
+    def __init__(self, folder, split):
+        _, units = read_folder(folder)
+        shards = [unit[split] for unit in units.values()]
+        self.tokens = sum(shard['tokens'] for shard in shards)
+        self.documents = sum(shard['documents'] for shard in shards)
+        self.bytes = sum(shard['bytes'] for shard in shards)
+        digests = json.dumps([shard['sha256'] for shard in shards])
+        self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
+        self.shards = [open_shard(folder, shard) for shard in shards]
+        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # of each shard, its last token + 1
+
+    def __len__(self):
+        return self.tokens
+
+    def __getitem__(self, span):
+        start, stop, _ = span.indices(len(self))
+        pieces = []
+        k = bisect_right(self.ends, start)
+        while start < stop:
+            first = self.ends[k] - len(self.shards[k])
+            pieces.append(self.shards[k][start - first : stop - first])
+            start = self.ends[k]
+            k += 1
+        if not pieces:
+            return self.shards[0][:0]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def open_shard(folder, shard):
+    """Returns the memory-mapped array of a shard, an entry of a unit's json. Raises InputError for another size."""
+    path = Path(folder) / shard['file']
+    try:
+        tokens = np.load(path, mmap_mode='r')
+    except (OSError, ValueError, EOFError) as e:  # missing, cut off, or not .npy
+        raise InputError(f'{path} is missing or damaged ({e!s:.200}); delete {folder} and prepare it again') from None
+    if len(tokens) != shard['tokens']:
+        sizes = f'{len(tokens):,} tokens, its json has {shard["tokens"]:,}'
+        raise InputError(f'{path} has {sizes}; delete {folder} and prepare it again')
+    return tokens
+
+
+def open_bins(config):
+    """Returns the Bins of train and val, and meta.json, of a config. Raises InputError."""
+    folder = data_folder(config)
+    if parse_meta(folder) is None:
+        raise no_bins(config, folder)
+    meta = read_meta(folder)
+    if meta['tokenizer'] != config['tokenizer']:
+        differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
+        raise InputError(f'{folder} was prepared with {differs}')
+    return Bins(folder, 'train'), Bins(folder, 'val'), meta
+
+
+def no_bins(config, folder):
+    """Returns the InputError of a folder without data: which other folder has some, or the command that makes them."""
+    folder_of_ids = data_folder(config | dict(data_format='ids'))
+    if folder_of_ids != folder and (folder_of_ids / 'meta.json').exists():
+        return InputError(f'{folder} does not exist; {folder_of_ids} has token ids: use them with --data_format=ids')
+    # config files, and those settings on the command line that prepare.py has as well
+    args = []
+    for arg in sys.argv[1:]:
+        name, _, _ = arg.removeprefix('--').partition('=')
+        if not arg.startswith('--') or name in settings_of('prepare.py'):
+            args.append(arg)
+    command = shlex.join(['python', 'prepare.py', *args])
+    return InputError(f'{folder} has no prepared data; make it with: {command}')
+
+
+# -----------------------------------------------------------------------------
+# the tokenizer and the signature table of a folder
+
+
+def config_table(config, tok):
+    """Returns the signatures (V, H) uint16 that a config, or a meta.json of signatures, gives a tokenizer's tokens."""
+    return signature_table(
+        tok.tokens,
+        num_hashes=config['num_hashes'],
+        num_buckets=config['num_buckets'],
+        num_lsh=config['num_lsh'],
+        pad_id=tok.pad,
+        unique=not config['single_id'],
+    )
+
+
+def get_table(config, meta):
+    """
+    Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model. Raises InputError if
+    the data were prepared with another tokenizer or table.
+    """
+    folder = data_folder(config)
+    if meta['data_format'] == 'signatures':
+        for key in SIGNATURE_SETTINGS:
+            if meta[key] != config[key]:
+                differs = f'signatures of {key}={meta[key]}, the model has {key}={config[key]}'
+                raise InputError(f'{folder} contains {differs}; prepare it with --data_format=ids to serve both')
+    if not config['num_hashes']:
+        return None
+    tok = get_tokenizer(config['tokenizer'])
+    for key, value in tokenizer_facts(tok).items():
+        if meta[key] != value:
+            differs = f'{key}={str(meta[key]):.20}, now {str(value):.20}'
+            raise InputError(f"{folder} was prepared with another '{config['tokenizer']}' tokenizer: {differs}")
+    table = config_table(config, tok)
+    if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
+        raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
+    return table
+
+
+def data_identity(meta, table, train_bins):
+    """Returns what a checkpoint stores about its data, and a resumed run compares."""
+    return dict(
+        tokenizer=meta['tokenizer'],
+        tokenizer_sha256=meta['tokenizer_sha256'],
+        table_sha256=None if table is None else fingerprint(table),
+        train_sha256=train_bins.fingerprint,
+    )
+
+
+def held_out_ids(folder, tok):
+    """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
+    meta = read_meta(folder)
+    if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
+        raise InputError(f"{folder} was prepared with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
+    val = Bins(folder, 'val')
+    if meta['data_format'] == 'ids':
+        return val[:].tolist(), val.bytes
+    table = config_table(meta, tok)
+    ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
+    if len(ids) < sum(token is not None for token in tok.tokens):
+        raise InputError(f'{folder} contains signatures that tokens share; prepare it with --data_format=ids')
+    return [ids[row.tobytes()] for row in val[:]], val.bytes
+
+
+# -----------------------------------------------------------------------------
+# the order of blocks, prefetching
+
+
+def block_indices(step, batch_size, num_blocks, seed):
+    """
+    Returns the indices of the blocks that update `step` (from 0) trains on, (batch_size,) int64. Block b consists of
+    the T + 1 tokens from token b * T on: T inputs and their targets.
+
+    A run trains on sequences 0, 1, 2, ..., batch_size of them per update. Sequence i is block i % num_blocks in the
+    shuffled order of epoch i // num_blocks, which depends only on (seed, epoch). So the global batch at step i depends
+    only on (seed, i), and a run can resume on a different number of GPUs.
+
+    train.py distributes them: rank `rank` takes blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank].
+    For example, batch_size=16 and micro_batch_size=4 on 2 GPUs need 2 accumulation steps; at step 17 rank 1 trains on
+    block_indices(17, ...)[4:8] and then [12:16], the sequences 276 to 279 and 284 to 287 of the run.
+    """
+    i = np.arange(step * batch_size, (step + 1) * batch_size)
+    blocks = np.empty_like(i)
+    for epoch in np.unique(i // num_blocks):
+        in_epoch = i // num_blocks == epoch
+        blocks[in_epoch] = feistel_permute(i[in_epoch] % num_blocks, num_blocks, seed, int(epoch))
+    return blocks
+
+
+def feistel_permute(index, n, seed, epoch=0):
+    """
+    Returns the images of `index` (int64 array) in the permutation of 0..n-1 that (seed, epoch) defines, int64. Only
+    these images are computed, so the permutation needs no memory.
+    """
+    # a Feistel network permutes 0..4^k-1, up to the next power of 4; images outside 0..n-1 are permuted again
+    half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)
+
+    def permute(x):
+        left = x >> np.uint64(half)
+        right = x & mask
+        for key in keys:
+            # the finalizer of splitmix64 is the round function
+            z = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            mixed = left ^ z ^ (z >> np.uint64(31))
+            left = right
+            right = mixed & mask
+        return left << np.uint64(half) | right
+
+    x = permute(np.atleast_1d(np.asarray(index, np.uint64)))
+    while (outside := x >= n).any():
+        x[outside] = permute(x[outside])
+    return x.astype(np.int64)
+
+
+def prefetch(iterable):
+    """Yields the same items; a thread computes the next one while the caller uses this one."""
+    iterator = iter(iterable)
+    end = object()
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, iterator, end)
+        while (item := upcoming.result()) is not end:
+            upcoming = thread.submit(next, iterator, end)
+            yield item
