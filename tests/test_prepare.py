@@ -1,7 +1,7 @@
-"""The way of a text to its bins: mhf/sources.py, prepare.py, mhf/meta.py, mhf/bins.py. Most runs are in process."""
+"""From text to shards: mhf/sources.py, prepare.py, mhf/data.py. Most runs are in process."""
 
-import contextlib
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -11,108 +11,100 @@ import subprocess
 import sys
 import time
 
-import mmh3
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import (
-    CONFIG,
-    FUZZ,
-    REPO,
-    damaged,
-    edited,
-    library_texts,
-    ok,
-    real_documents,
-    snapshot,
-    start,
-    write_jsonl,
-)
-from datasets.packaged_modules.parquet.parquet import Parquet
+from conftest import CONFIG, REPO, library_texts, ok, real_documents, snapshot, start, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
 import prepare
 from configurator import InputError
-from hashing import fingerprint, signature_table, token_ids
-from mhf import bins, sources
-from mhf.meta import SPLITS, checked_table, data_folder, load_meta, read_meta, wrong_type
+from hashing import fingerprint, signature_table
+from mhf import data, sources
+from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins, read_meta
+from mhf.tokenizers import get_tokenizer
 
 
 def prepared(folder, **changes):
-    """prepare.py with these settings; the split's ids."""
+    """Runs prepare.py with these settings; returns the ids of both splits."""
     defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_format='ids', data_dir=str(folder))
     prepare.main(defaults | changes)
-    return ids_in(folder)
+    return [Bins(folder, split)[:].tolist() for split in data.SPLITS]
 
 
-def ids_in(folder):
-    meta = read_meta(folder)
-    return [bins.Bins(folder, meta['splits'][split])[:].tolist() for split in SPLITS]
-
-
-def documents_of(ids, tok):
-    """Token ids -> the texts between their bos."""
+def decoded(ids, tok):
+    """Returns the texts between the bos of token ids."""
     starts = [i for i, t in enumerate(ids) if t == tok.bos] + [len(ids)]
     return [tok.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:], strict=False)]
 
 
-def bins_of(folder):
-    """{file: its bytes} of the shards in a folder."""
-    return {p.name: p.read_bytes() for p in sorted(folder.glob('*.bin*'))}
+def contents(folder):
+    """Returns {name: contents} of the shards of a folder and their json files."""
+    names = ('*.bin', '[0-9]*.json')
+    return {path.name: path.read_bytes() for name in names for path in sorted(folder.glob(name))}
 
 
-def test_bins_of_signatures(tmp_path, mistral):
-    """Bins of signatures hold other tokens than bins of ids, or lie where those of another table do."""
+def small_units(monkeypatch, size=1):
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', size)
+
+
+def test_shards_contain_the_text(tmp_path, mistral):
+    """Shards contain every document in order, each after bos; the unit's json counts them and has the file's sha256."""
+    docs = real_documents()
+    write_jsonl(tmp_path / 'docs.jsonl', docs)
+    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+    unit = json.loads((tmp_path / 'd/000000.json').read_text())
+    for split, is_held_out in (('train', False), ('val', True)):
+        texts = [t for i, t in enumerate(docs, 1) if (i % 10 == 0) == is_held_out]
+        path = tmp_path / f'd/{split}_000000.bin'
+        ids = np.load(path)
+        assert ids.dtype == np.uint16 and decoded(ids.tolist(), mistral) == texts
+        assert path.stat().st_size == data.HEADER + ids.nbytes
+        assert unit[split] == dict(
+            file=path.name, tokens=len(ids), documents=len(texts), bytes=sum(len(t.encode()) for t in texts),
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        )  # fmt: skip
+    before = snapshot(tmp_path)
+    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
+    assert snapshot(tmp_path) == before
+    ids = prepared(tmp_path / 'large', dataset=f'{tmp_path}/docs.jsonl', tokenizer='tekken')
+    assert np.load(tmp_path / 'large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
+
+
+def test_signatures_equal_ids(tmp_path, mistral):
+    """Shards of signatures are table[ids] of the same tokens, and lie in another folder than those of another table."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
-    ids = prepared(tmp_path / 'ids', dataset=f'{tmp_path}/docs.jsonl')
-    of_signatures = dict(data_format='signatures', num_hashes=3, num_buckets=2048)
-    prepare.main(
-        configurator.settings_of('prepare.py')
-        | of_signatures
-        | dict(dataset=f'{tmp_path}/docs.jsonl', data_dir=str(tmp_path / 's'), val_fraction=0.1, shard_tokens=5000)
-    )
-    meta = read_meta(tmp_path / 's')
+    same = dict(dataset=f'{tmp_path}/docs.jsonl', num_hashes=3, num_buckets=2048)
+    ids = prepared(tmp_path / 'ids', **same)
+    prepared(tmp_path / 's', **same, data_format='signatures')
     table = signature_table(mistral.tokens, 3, 2048, pad_id=mistral.pad)
-    assert meta['table_sha256'] == fingerprint(table)
-    for split, its_ids in zip(SPLITS, ids, strict=True):
-        signatures = bins.Bins(tmp_path / 's', meta['splits'][split], num_hashes=3)[:]
-        assert signatures.dtype == np.uint16 and (signatures == table[its_ids]).all()
-        assert token_ids(signatures, table).tolist() == its_ids
+    assert read_meta(tmp_path / 's')['table_sha256'] == fingerprint(table)
+    for split, split_ids in zip(data.SPLITS, ids, strict=True):
+        signatures = Bins(tmp_path / 's', split)[:]
+        assert signatures.dtype == np.uint16 and (signatures == table[split_ids]).all()
+    for folder in ('ids', 's'):
+        held_out, size = held_out_ids(tmp_path / folder, mistral)
+        assert held_out == ids[1] and size == Bins(tmp_path / folder, 'val').bytes
+    with pytest.raises(InputError, match="prepared with tokenizer 'mistral', the model's is 'tekken'"):
+        held_out_ids(tmp_path / 's', get_tokenizer('tekken'))
+    prepared(tmp_path / 'single', **same, data_format='signatures', single_id=True)
+    with pytest.raises(InputError, match='signatures that tokens share'):
+        held_out_ids(tmp_path / 'single', mistral)
     folders = set()
     for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(data_format='ids')):
-        config = configurator.settings_of('train.py') | of_signatures | dict(dataset='stdlib') | change
+        config = configurator.settings_of('train.py') | same | dict(dataset='stdlib') | change
         folders.add(data_folder(config).name)
     assert len(folders) == 5 and {'stdlib_mistral_H3B2048', 'stdlib_mistral'} < folders
     standard = configurator.settings_of('train.py') | dict(dataset='stdlib', num_hashes=0)
     assert data_folder(standard).name == 'stdlib_mistral'
 
 
-def test_bins_hold_the_text(tmp_path, mistral):
-    """Documents are lost, reordered, cut, or begin without bos; or meta.json counts something else."""
-    docs = real_documents()
-    write_jsonl(tmp_path / 'docs.jsonl', docs)
-    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
-    meta = json.loads((tmp_path / 'd/meta.json').read_text())
-    for split, held_out in (('train', False), ('val', True)):
-        texts = [t for i, t in enumerate(docs, 1) if (i % 10 == 0) == held_out]
-        ids = np.load(tmp_path / f'd/{split}_000000.bin')
-        assert ids.dtype == np.uint16 and documents_of(ids.tolist(), mistral) == texts
-        digest = mmh3.hash_bytes(ids.tobytes(), 0, True).hex()
-        assert meta['splits'][split] == dict(
-            tokens=len(ids), documents=len(texts), bytes=sum(len(t.encode()) for t in texts),
-            shards=[dict(file=f'{split}_000000.bin', tokens=len(ids), digest=digest)],
-        )  # fmt: skip
-    before = snapshot(tmp_path)
-    prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
-    assert snapshot(tmp_path) == before
-
-
-def test_every_format_gives_the_same_bins(tmp_path):
-    """A reader of one format changes or drops text."""
+def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
+    """All formats, compressed or not, in one unit or in many, give the same tokens."""
     docs = real_documents()
     write_jsonl(tmp_path / 'a.jsonl', docs)
     raw = (tmp_path / 'a.jsonl').read_bytes()
@@ -121,179 +113,184 @@ def test_every_format_gives_the_same_bins(tmp_path):
     # two frames, as pigz-like tools write them
     half = raw.index(b'\n', len(raw) // 2) + 1
     (tmp_path / 'a.jsonl.zst').write_bytes(b''.join(zstandard.compress(p) for p in (raw[:half], raw[half:])))
-    for k, some in enumerate((docs[:15], docs[15:])):
-        pq.write_table(
-            pa.table(dict(text=some, score=[3.5] * 15)), tmp_path / f'p{k}.parquet', row_group_size=4 + 3 * k
-        )
+    pq.write_table(pa.table(dict(text=pa.array([None] * 3, pa.null()))), tmp_path / 'null.parquet')
+    for k, rows in enumerate((docs[:15], docs[15:])):
+        table = pa.table(dict(text=rows, score=[3.5] * 15))
+        pq.write_table(table, tmp_path / f'p{k}.parquet', row_group_size=4 + 3 * k)
     (tmp_path / 'txt').mkdir()
     for i, text in enumerate(docs):
         (tmp_path / f'txt/{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
-    prepared(tmp_path / 'a', dataset=f'{tmp_path}/a.jsonl')
-    for name in ('a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', 'p0.parquet,{}/p1.parquet', 'txt/*.txt'):
-        prepared(tmp_path / name[:9], dataset=f'{tmp_path}/{name}'.format(tmp_path))
-        assert bins_of(tmp_path / name[:9]) == bins_of(tmp_path / 'a')
+    expected = prepared(tmp_path / 'a', dataset=f'{tmp_path}/a.jsonl')
+    parquet = '{}/null.parquet,{}/p0.parquet,{}/p1.parquet'.format(*[tmp_path] * 3)
+    for number in range(2):
+        for name in ('a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', parquet, 'txt/*.txt'):
+            folder = tmp_path / f'{number}{name[-9:]}'.replace('/', '-').replace('*', '-')
+            assert prepared(folder, dataset=f'{tmp_path / name}' if name != parquet else name) == expected
+        small_units(monkeypatch)
+    assert len(contents(tmp_path / '1txt--.txt')) == 90
 
 
 def test_a_single_text_file(tmp_path, mistral):
-    """nanoGPT's first data set is one file: it must give both splits, without loss."""
+    """A .txt file gives both splits without loss; it may have a byte order mark and a name that looks like a glob."""
     text = 'The quick brown fox.\n' * 400
-    # a byte order mark, line ends of another system, and a name that is no glob
-    (tmp_path / 'in[1]put*.txt').write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
-    args = ('prepare.py', '--dataset=in[1]put*.txt', '--data_dir=d', '--data_format=ids')
+    name = 'in[1]::put*,@1.txt'
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
+    args = ('prepare.py', f'--dataset={name}', '--data_dir=d', '--data_format=ids')
     ok(*args, cwd=tmp_path)
-    decoded = [mistral.decode(ids) for ids in ids_in(tmp_path / 'd')]
-    assert '\n'.join(decoded) == text.strip() and 20 < len(decoded[1]) < 200
-    assert 'prepared already' in ok(*args, cwd=tmp_path).stdout
+    texts = [mistral.decode(Bins(tmp_path / 'd', split)[:].tolist()) for split in data.SPLITS]
+    assert '\n'.join(texts) == text.strip() and 20 < len(texts[1]) < 200
+    (tmp_path / 'd').chmod(0o555)
+    assert 'already prepared' in ok(*args, cwd=tmp_path).stdout
 
 
 def test_preparing_needs_no_torch():
-    """prepare.py imports torch: it starts seconds later, and each of several parts on a machine takes its memory."""
+    """prepare.py does not import torch, which takes seconds and memory."""
     program = 'import sys, prepare; sys.exit("torch" in sys.modules)'
     subprocess.run([sys.executable, '-c', program], cwd=REPO, check=True)
 
 
-def test_a_long_document_is_cut(monkeypatch):
-    """The tokenizer gets a document of 50 MB whole and takes GBs for it, or the pieces are not the whole text."""
-    monkeypatch.setattr(sources, 'PIECE_CHARS', 100)
+def test_long_documents_are_split(monkeypatch):
+    """A long document is split at line ends into pieces that together are the document."""
+    monkeypatch.setattr(sources, 'MAX_DOCUMENT_CHARS', 100)
     text = ''.join(f'line {i} ü\n' for i in range(500)) + 'x' * 950 + '\ny'
-    pieces = list(sources.pieces(text))
-    assert '\n'.join(pieces).replace('x\nx', 'xx') == text and max(map(len, pieces)) <= 200
-    assert list(sources.pieces(text[:100])) == [text[:100].strip()]
+    pieces = list(sources.split_long_text(text))
+    assert ''.join(pieces) == text and max(map(len, pieces)) <= 200
+    assert list(sources.split_long_text(text[:100])) == [text[:100]]
 
 
-def test_other_fields_do_not_matter(tmp_path, mistral):
-    """A .jsonl is refused, or its text changed, for fields that are not read or look like another type."""
+def test_other_fields_do_not_matter(tmp_path):
+    """Only the field `text` of a .jsonl is read, and it stays text."""
     rows = [dict(text=' 2020-01-01 '), dict(text='b', id=1), dict(id='x', text='c\ud800'), dict(text=None, id={})]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / 'a.jsonl').write_text('\ufeff' + '\n\n'.join(lines[:2]), encoding='utf-8')
     (tmp_path / 'b.jsonl').write_text('\r\n'.join(lines[2:]), newline='')
-    source = sources.Source(f'{tmp_path}/a.jsonl,{tmp_path}/b.jsonl')
-    assert [text for text, _ in sources.documents(source)] == ['2020-01-01', 'b', 'c?']
+    assert list(sources.read_documents(f'{tmp_path}/a.jsonl,{tmp_path}/b.jsonl')) == ['2020-01-01', 'b', 'c?']
+
+
+def test_a_file_is_read_once(tmp_path):
+    """Overlapping patterns and symbolic links do not add a second copy of a file."""
+    for name in 'ab':
+        (tmp_path / f'{name}.txt').write_text(name)
+    (tmp_path / 'self').symlink_to('.')
+    for dataset in (f'{tmp_path}/**/*.txt', f'{tmp_path}/a.txt,{tmp_path}/*.txt,{tmp_path}/self/b.txt'):
+        assert list(sources.read_documents(dataset)) == ['a', 'b']
 
 
 RUSSIAN = 'Все счастливые семьи похожи друг на друга.\n'
+NOISE = np.random.default_rng(0).bytes(200_000)
 BAD_FILES = [
     ('a.txt', b'\xfe\xff' + RUSSIAN.encode('utf-16-be'), 'UnicodeDecodeError.*; convert it to UTF-8'),
     ('a.txt.xz', lzma.compress(b'good\n' * 72 + RUSSIAN.encode('cp1251')), 'UnicodeDecodeError'),
     ('a.jsonl.gz', gzip.compress('{"text": "x"}\n'.encode('utf-32')), 'UnicodeDecodeError'),
-    ('a.jsonl', b'{"text": "x"}\n[1]\n', "row 2: no field 'text'; there are: list"),
+    ('a.jsonl', b'{"text": "x"}\n[1]\n', "row 2: no field 'text'; the fields are: list"),
     ('a.jsonl', b'{"text": ' + b'[' * 99_999, 'row 1: not JSON .*recursion'),
+    # cut off within a frame, and between a frame's blocks
+    ('a.txt.zst', zstandard.compress(NOISE.hex().encode())[:90_000], 'Truncated'),
+    ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(NOISE.hex().encode())[:-1], 'Truncated'),
 ]
 
 
 @pytest.mark.parametrize('name, raw, culprit', BAD_FILES, ids=range(len(BAD_FILES)))
 def test_a_bad_file_stops(tmp_path, name, raw, culprit):
-    """Text in another encoding is trained on as garbage, or nobody knows which of many files is damaged."""
+    """A file in another encoding, damaged or truncated is an error that names it; a first run leaves no files."""
     (tmp_path / name).write_bytes(raw)
-    good = name.replace('a.', 'b.').removesuffix('.gz').removesuffix('.xz')
+    good = name.replace('a.', 'b.').removesuffix('.gz').removesuffix('.xz').removesuffix('.zst')
     (tmp_path / good).write_text('{"text": "more text"}\n' * 50)
     before = snapshot(tmp_path)
     with pytest.raises(InputError, match=f'/{name}.*{culprit}'):
-        prepared(tmp_path / 'new' / 'd', dataset=f'{tmp_path}/{good},{tmp_path}/{name}')
+        prepared(tmp_path / 'd', dataset=f'{tmp_path}/{good},{tmp_path}/{name}')
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize('names, val_fraction', [('ab', 0.1), ('c', 0.001), ('cc', 0.1), ('dd', 0.1)])
-def test_reading_goes_on_from_every_state(tmp_path, monkeypatch, names, val_fraction):
-    """After an interruption documents are lost, repeated or held out otherwise."""
-    monkeypatch.setattr(sources, 'PIECE_CHARS', 300)
-    monkeypatch.setattr(sources, 'BATCH_CHARS', 500)
-    texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)] + ['line of a long one\n' * 99, ' ', 'last']
-    write_jsonl(tmp_path / 'a.jsonl', texts)
-    (tmp_path / 'b.jsonl.xz').write_bytes(lzma.compress((tmp_path / 'a.jsonl').read_bytes()))
-    (tmp_path / 'c.txt').write_bytes(b'one\n' * 2000)
-    pq.write_table(pa.table(dict(text=[*texts, None])), tmp_path / 'd.parquet', row_group_size=7)
-    dataset = ','.join(str(next(tmp_path.glob(f'{name}.*'))) for name in names)
+def test_held_out_documents(tmp_path, mistral, monkeypatch):
+    """Every k-th document of a source is held out up to val_bytes; if the source begins with few, the tail of each."""
+    texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
+    parts = list(sources.split_holdout(iter(texts), 0.1, 900, sources.new_counts()))
+    held_out = [part[0][0] for part in parts if part[0][1]]
+    assert [part[0][0] for part in parts] == texts and held_out == texts[9::10][: len(held_out)]
+    assert 900 <= sum(map(len, held_out)) < 900 + 500
+    few = list(sources.split_holdout(iter(texts), 0.01, 900, sources.new_counts()))
+    assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
+    assert sum(len(part) == 2 for part in few) > 40
 
-    whole = list(sources.batches(sources.Source(dataset), sources.START, val_fraction, 3000))
-    source = sources.Source(dataset)
-
-    def read(progress):
-        return list(sources.batches(source, progress, val_fraction, 3000))
-
-    assert len(whole) > 3 and whole[-1][1]['few'] == (names == 'c')
-    # the tokenizer is not given a document of 50 MB whole
-    assert max(sum(len(text) for text, _ in batch) for batch, _ in whole) < 500 + 2 * 300
-    for k, (_, progress) in enumerate(whole, 1):
-        # as meta.json keeps it
-        rest = read(json.loads(json.dumps(progress)))
-        assert [batch for batch, _ in rest] == [batch for batch, _ in whole[k:]]
-        # and once more, from where that one was
-        if len(rest) > 1:
-            assert [batch for batch, _ in read(rest[0][1])] == [batch for batch, _ in rest[1:]]
-    said = [text for batch, _ in whole for text, _ in batch]
-    if names != 'c':
-        assert ''.join(said).count('line of a long one') == 2 * 99 * (names[0] != 'c')
-    held_out = sum(len(text.encode()) for batch, _ in whole for text, out in batch if out)
-    assert 0 < held_out < 3000 + 300
+    # many small units: the rule looks at the source and not at its first unit
+    small_units(monkeypatch)
+    for i, text in enumerate(texts):
+        (tmp_path / f'{i:02}.txt').write_text(text)
+    train, val = prepared(tmp_path / 'many', dataset=f'{tmp_path}/*.txt')
+    assert decoded(val, mistral) == [text.strip() for text in texts[9::10]]
+    # documents so long that few of them fit into what is looked at
+    monkeypatch.setattr(sources, 'LOOKAHEAD_CHARS', 200)
+    train, val = prepared(tmp_path / 'long', dataset=f'{tmp_path}/*.txt')
+    assert len(decoded(train, mistral)) == 60 and len(decoded(val, mistral)) > 50
 
 
-def test_parts_and_mixtures(tmp_path, mistral, capsys):
-    """Machines that share the work read the same files or lose some; a mixture has other shares than were asked for."""
+def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
+    """A source ends with the document that reaches its token limit and with its held-out tail; nothing more is read."""
     texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
     for i in range(3):
         write_jsonl(tmp_path / f'{i}.jsonl', texts[i::3])
-    both = dict(dataset=f'{tmp_path}/*.jsonl', shard_tokens=5000)
-    with pytest.raises(InputError, match='lacks part 0/2'):
-        prepared(tmp_path / 'd', **both, part='1/2')
-    with pytest.raises(InputError, match='no place for part'):
-        prepared(tmp_path / 'd', **both)
-    said = [documents_of(ids, mistral) for ids in prepared(tmp_path / 'd', **both, part='0/2')]
-    stripped = [t.strip() for t in texts if t.strip()]
-    assert sorted(said[0] + said[1]) == sorted(stripped)
-    for split in read_meta(tmp_path / 'd')['splits'].values():
-        ids = bins.Bins(tmp_path / 'd', split)
-        whole = np.concatenate(ids.shards)
-        assert len(ids) == len(whole) and (ids[:] == whole).all()
-        assert all((ids[a:b] == whole[a:b]).all() for a, b in ((0, 5001), (4999, 10002), (len(ids) - 9, len(ids) + 9)))
-
-    ids = prepared(tmp_path / 'large', dataset=f'{tmp_path}/0.jsonl', tokenizer='tekken')
-    assert np.load(tmp_path / 'large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
-
     mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
     train, _ = prepared(tmp_path / 'm', dataset=mixed, val_fraction=0.3)
-    entries = read_meta(tmp_path / 'm')['sources']
-    longest = max(len(i) for i in mistral.encode(stripped)) + 1
-    assert all(w <= e['tokens'] < w + longest for e, w in zip(entries, (4000, 2000), strict=True))
-    assert len(train) == sum(e['tokens'] for e in entries)
-    assert not capsys.readouterr().err
-    prepared(tmp_path / 'dry', dataset=f'{tmp_path}/2.jsonl@1e9')
-    assert capsys.readouterr().err == f'warning: {tmp_path}/2.jsonl ran dry: it has no more text\n'
+    tokens = [json.loads((tmp_path / f'm/00000{i}.json').read_text())['counts']['tokens'] for i in range(2)]
+    longest = max(map(len, mistral.encode(texts))) + 1
+    assert all(wanted <= n < wanted + longest for n, wanted in zip(tokens, (4000, 2000), strict=True))
+    assert len(train) == sum(tokens) and not capsys.readouterr().err
+    prepared(tmp_path / 'short', dataset=f'{tmp_path}/2.jsonl@1e9')
+    assert capsys.readouterr().err == f'warning: {tmp_path}/2.jsonl has fewer tokens than requested\n'
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
         with pytest.raises(InputError, match='number of tokens'):
             prepared(tmp_path / 'n', dataset=bad)
 
-
-def test_a_mixture_goes_on(tmp_path, monkeypatch):
-    """A mixture that is stopped anywhere has other shares after it, or other tokens; or it reads all of each source."""
-    for name in 'ab':
-        write_jsonl(tmp_path / f'{name}.jsonl', [f'{name} {i} some words' for i in range(300)])
-    # beyond the share nothing is read
-    with open(tmp_path / 'a.jsonl', 'a') as file:
+    # beyond the limit nothing is read, neither of the unit nor of later ones
+    small_units(monkeypatch)
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
+    for name in ('a0', 'b'):
+        write_jsonl(tmp_path / f'{name}.jsonl', [f'{name} {i} several words' for i in range(300)])
+    with open(tmp_path / 'a0.jsonl', 'a') as file:
         file.write('no JSON')
-    monkeypatch.setattr(sources, 'BATCH_CHARS', 300)
-    monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
-    mixed = dict(dataset=f'{tmp_path}/a.jsonl@700,{tmp_path}/b.jsonl@900', shard_tokens=250)
-    prepared(tmp_path / 'straight', **mixed)
-    append = prepare.Shards.append
-    calls = []
-
-    def stopped(self, *args):
-        calls.append(1)
-        if len(calls) % 3 == 0:
-            raise KeyboardInterrupt
-        append(self, *args)
-
-    monkeypatch.setattr(prepare.Shards, 'append', stopped)
-    for _ in range(40):
-        with contextlib.suppress(KeyboardInterrupt):
-            prepared(tmp_path / 'd', **mixed)
-            break
-    assert len(calls) > 9 and snapshot(tmp_path / 'd') == snapshot(tmp_path / 'straight')
+    shutil.copy(tmp_path / 'a0.jsonl', tmp_path / 'a1.jsonl')
+    prepared(tmp_path / 'limited', dataset=f'{tmp_path}/a*.jsonl@700,{tmp_path}/b.jsonl@900')
+    assert sorted(p.name for p in (tmp_path / 'limited').glob('[0-9]*.json')) == ['000000.json', '000002.json']
+    # few documents: each has a tail that is held out, also the last one
+    for name in 'xy':
+        (tmp_path / f'{name}.txt').write_text(f'{name} is a word.\n' * 900)
+    _, val = prepared(tmp_path / 'tails', dataset=f'{tmp_path}/x.txt@1e3,{tmp_path}/y.txt@1e3')
+    assert [text[0] for text in decoded(val, mistral)] == ['x', 'y']
 
 
-def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
-    """Rows are lost or read twice, or a network that fails for long loses what was read."""
+def test_parts(tmp_path, mistral, monkeypatch):
+    """Parts share the units of each source, in any order or at the same time; together they contain every document."""
+    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
+    for i in range(5):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::5])
+    same = dict(dataset=f'{tmp_path}/*.jsonl')
+    with pytest.raises(InputError, match=r'is incomplete; rerun prepare.py --part=0/2'):
+        prepared(tmp_path / 'd', **same, part='1/2')
+    with pytest.raises(InputError, match='parts=2, now it is 1'):
+        prepared(tmp_path / 'd', **same)
+    train, val = prepared(tmp_path / 'd', **same, part='0/2')
+    said = [t for i in range(5) for t in map(str.strip, texts[i::5]) if t]
+    assert sorted(decoded(train, mistral) + decoded(val, mistral)) == sorted(said)
+    for split in data.SPLITS:
+        bins = Bins(tmp_path / 'd', split)
+        joined = np.concatenate(bins.shards)
+        assert len(bins.shards) == 5 and len(bins) == bins.tokens == len(joined) and (bins[:] == joined).all()
+        spans = [(0, bins.ends[0] + 1), (bins.ends[0] - 1, bins.ends[3] + 2), (len(bins) - 9, len(bins) + 9), (5, 5)]
+        assert all((bins[a:b] == joined[a:b]).all() for a, b in spans)
+    # the counts of a part continue from its previous unit
+    documents = [json.loads((tmp_path / f'd/00000{i}.json').read_text())['counts']['documents'] for i in range(5)]
+    assert documents[0] < documents[2] < documents[4] and documents[1] < documents[3]
+    with pytest.raises(InputError, match=r'part=0/9: .* has 5 file\(s\); use at most'):
+        prepared(tmp_path / 'e', **same, part='0/9')
+    both = [start('prepare.py', f'--dataset={tmp_path}/*.jsonl', '--data_format=ids', '--val_fraction=0.1',
+                  '--data_dir=f', f'--part={i}/2', cwd=tmp_path) for i in range(2)]  # fmt: skip
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert contents(tmp_path / 'f') == contents(tmp_path / 'd')
+
+
+def test_hub(tmp_path, mistral, monkeypatch):
+    """A hub data set is read at the commit of the first run; a rerun after a network failure gives the same bytes."""
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
     # FineWeb-Edu's repository: a README that names its configurations, parquet in row groups
     (tmp_path / 'hub/sample').mkdir(parents=True)
@@ -304,34 +301,34 @@ def test_hub_parquet_and_its_failures(tmp_path, mistral, monkeypatch):
         columns = dict(text=texts[i::3], score=[2.5] * len(texts[i::3]))
         pq.write_table(pa.table(columns), tmp_path / f'hub/sample/{i:03}.parquet', row_group_size=5)
     monkeypatch.setitem(sources.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ['sample-10BT']))
-    monkeypatch.setattr(sources, 'BATCH_CHARS', 2000)
-    monkeypatch.setattr(prepare, 'COMMIT_SECONDS', 0)
+    small_units(monkeypatch)
     train, _ = prepared(tmp_path / 'good', dataset='fineweb-edu')
     in_order = [t.strip() for i in range(3) for t in texts[i::3]]
-    assert documents_of(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
+    assert decoded(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
 
-    tables = Parquet._generate_tables
-    read = []
+    read_parquet = sources.read_parquet
 
-    def shaky(*args, **kwargs):
-        for table in tables(*args, **kwargs):
-            read.append(1)
-            if len(read) == 5:
+    def shaky(path):
+        for row, text in enumerate(read_parquet(path)):
+            if path.endswith('001.parquet') and row == 7:
                 raise ConnectionError('the network is down')
-            yield table
+            yield text
 
-    monkeypatch.setattr(Parquet, '_generate_tables', shaky)
-    with pytest.raises(InputError, match='001.parquet cannot be read.*the network is down.*; the same command goes on'):
+    monkeypatch.setattr(sources, 'read_parquet', shaky)
+    with pytest.raises(InputError, match='001.parquet cannot be read after row 7 .*the network is down'):
         prepared(tmp_path / 'broken', dataset='fineweb-edu')
-    assert json.loads((tmp_path / 'broken/meta.json').read_text())['splits']['train']['tokens'] > 100
-    with pytest.raises(InputError, match='is not finished'):
+    assert set(contents(tmp_path / 'broken')) == {'000000.json', 'train_000000.bin', 'val_000000.bin'}
+    with pytest.raises(InputError, match='is incomplete'):
         read_meta(tmp_path / 'broken')
+    monkeypatch.setattr(sources, 'read_parquet', read_parquet)
+    # a later commit has other files
+    monkeypatch.setattr(sources, 'hub_files', lambda dataset: pytest.fail('listed again'))
     prepared(tmp_path / 'broken', dataset='fineweb-edu')
-    assert bins_of(tmp_path / 'broken') == bins_of(tmp_path / 'good')
+    assert contents(tmp_path / 'broken') == contents(tmp_path / 'good')
 
 
 NAMES = {
-    # as they always were
+    # recorded runs depend on them
     'stdlib': 'stdlib',
     'fineweb-edu:sample-10BT': 'fineweb-edu-sample-10BT',
     'docs.jsonl': 'docs.jsonl',
@@ -344,171 +341,159 @@ NAMES = {
 
 
 def test_names_of_data_folders():
-    """A folder's name says nothing of its text or begins with -, or what was prepared before has another name."""
+    """A folder's name contains words of its data set, and does not change between versions."""
     for dataset, name in NAMES.items():
         folder = data_folder(dict(data_dir='', dataset=dataset, tokenizer='mistral', data_format='ids'))
         assert str(folder).startswith(f'data/{name}') and folder.name.endswith('_mistral')
 
 
-# so that a run of seconds has many commits
-SMALL_BATCHES = 'from mhf import sources; sources.BATCH_CHARS = 1 << 15'
+# batches of a few documents, so that a unit takes a while
+SLOW = 'from mhf import sources; import time; split = sources.split_long_text\n'
+SLOW += 'sources.split_long_text = lambda text: (time.sleep(0.002), split(text))[1]'
 
 
-def test_kill_prepare(tmp_path):
-    """A killed prepare.py begins anew, loses or repeats text, or leaves other bytes; MHF_KILLS=20: often."""
-    kills = int(os.environ.get('MHF_KILLS', 3))
+def test_kills(tmp_path):
+    """Killed at any moment and rerun, prepare.py ends with the same bytes; MHF_KILLS=20 kills more often."""
+    kills = int(os.environ.get('MHF_KILLS', 5))
     seed = int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
     texts = library_texts(2e6)
-    # longer than a piece
-    texts.insert(3, ''.join(texts[:40]))
-    write_jsonl(tmp_path / 'docs.jsonl', texts)
-    args = ['--dataset=docs.jsonl', '--shard_tokens=10000', '--val_fraction=0.01']
+    texts.insert(3, ''.join(texts[:40]))  # longer than a piece
+    for i in range(24):
+        write_jsonl(tmp_path / f'{i:02}.jsonl', texts[i::24])
+    # parts, because other small files are one unit
+    args = ['--dataset=0*.jsonl,1*.jsonl,2*.jsonl', '--val_fraction=0.03', '--part=0/2']
     ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path)
-    expected = bins_of(tmp_path / 'straight')
+    expected = snapshot(tmp_path / 'straight')
+    assert len(expected) == 1 + 3 * 12
     draw = np.random.default_rng(seed)
     killed = tmp_path / 'killed'
     survived = 0
     while survived < kills:
-        shards = len(list(killed.glob('*.bin'))) + draw.integers(0, len(expected) // 3)
-        process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=SMALL_BATCHES)
-        while process.poll() is None and len(list(killed.glob('*.bin'))) < shards:
+        units = len(list(killed.glob('0*.json'))) + draw.integers(0, 4)
+        process = start('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=SLOW)
+        while process.poll() is None and len(list(killed.glob('0*.json'))) < units:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.1))
         if process.poll() is not None:
-            # it finished: from the beginning again
-            assert process.returncode == 0 and bins_of(killed) == expected
+            # it finished: from the start again
+            assert process.returncode == 0 and snapshot(killed) == expected
             shutil.rmtree(killed)
             continue
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         survived += 1
-        print(f'seed {seed}, killed at {len(list(killed.glob("*.bin")))} of {len(expected)} shards')
+        print(f'seed {seed}, killed with {len(list(killed.glob("0*.json")))} of 12 units')
     ok('prepare.py', *args, '--data_dir=killed', cwd=tmp_path)
-    assert bins_of(killed) == expected and len(expected) > 20
-    metas = [json.loads((tmp_path / d / 'meta.json').read_text()) for d in ('straight', 'killed')]
-    assert metas[0] == metas[1] and {p.suffix for p in killed.iterdir()} == {'.bin', '.json'}
+    assert snapshot(killed) == expected
 
 
-def test_disk_full_while_preparing(tmp_path, monkeypatch):
-    """A full disk loses whole shards, or the same command can't go on; or does with other text, or beside another."""
-    write_jsonl(tmp_path / 'docs.jsonl', library_texts(3e5))
-    same = dict(dataset=f'{tmp_path}/docs.jsonl', shard_tokens=8000)
-    monkeypatch.setattr(sources, 'BATCH_CHARS', 20000)
+def test_stopped_runs(tmp_path, monkeypatch):
+    """An interruption or a full disk keeps the finished units, and a rerun of the same command is identical."""
+    for i, texts in enumerate(np.array_split(library_texts(3e5), 4)):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts.tolist())
+    same = dict(dataset=f'{tmp_path}/*.jsonl')
+    small_units(monkeypatch)
     prepared(tmp_path / 'good', **same)
-    with prepare.locked(tmp_path / 'full', 'meta'), pytest.raises(InputError, match='another prepare.py is at work'):
-        prepared(tmp_path / 'full', **same)
-    append = prepare.Shards.append
+    with prepare.locked(tmp_path / 'd', 0), pytest.raises(InputError, match='another prepare.py is running'):
+        prepared(tmp_path / 'd', **same)
+    write = prepare.ShardWriter.write
+    room = 0
 
     def full(self, *args):
-        if len(self.state['shards']) >= room:
-            raise OSError(28, 'No space left on device')
-        append(self, *args)
+        if self.path.name == f'train_00000{room}.bin':
+            raise error
+        write(self, *args)
 
-    monkeypatch.setattr(prepare.Shards, 'append', full)
-    for room in (0, 3):
-        with pytest.raises(InputError, match='No space left.*the same command goes on'):
-            prepared(tmp_path / 'full', **same)
-        assert (tmp_path / 'full').exists() == (room > 0)
-    assert len(json.loads((tmp_path / 'full/meta.json').read_text())['splits']['train']['shards']) >= 2
-    monkeypatch.setattr(prepare.Shards, 'append', append)
-    raw = (tmp_path / 'docs.jsonl').read_bytes()
-    (tmp_path / 'docs.jsonl').write_bytes(raw + b'{"text": "one more"}')
-    with pytest.raises(InputError, match='made_from differs'):
-        prepared(tmp_path / 'full', **same)
-    (tmp_path / 'docs.jsonl').write_bytes(raw)
-    prepared(tmp_path / 'full', **same)
-    assert bins_of(tmp_path / 'full') == bins_of(tmp_path / 'good')
+    monkeypatch.setattr(prepare.ShardWriter, 'write', full)
+    for room, error in ((0, OSError(28, 'No space')), (0, KeyboardInterrupt()), (2, OSError(28, 'No space'))):
+        with pytest.raises(KeyboardInterrupt if room == 0 and not isinstance(error, OSError) else InputError):
+            prepared(tmp_path / 'd', **same)
+        assert len(contents(tmp_path / 'd')) == 3 * room and (tmp_path / 'd').exists() == (room > 0)
+    monkeypatch.setattr(prepare.ShardWriter, 'write', write)
+    prepared(tmp_path / 'd', **same)
+    assert snapshot(tmp_path / 'd') == snapshot(tmp_path / 'good')
+
+
+def test_other_settings_or_files(tmp_path):
+    """A folder of other settings or files is refused by name, and files that prepare.py did not write stay."""
+    write_jsonl(tmp_path / 'a.jsonl', real_documents())
+    same = dict(dataset=f'{tmp_path}/*.jsonl')
+    prepared(tmp_path / 'd', **same)
+    for change, says in (
+        (dict(val_fraction=0.2), 'val_fraction=0.1, now it is 0.2'),
+        (dict(tokenizer='tekken'), 'tokenizer=mistral, now it is tekken'),
+        (dict(data_format='signatures'), 'data_format=ids, now it is signatures'),
+        (dict(dataset=f'{tmp_path}/a.jsonl'), 'dataset='),
+    ):
+        with pytest.raises(InputError, match=f'{says}.*; delete {tmp_path}/d to start over'):
+            prepared(tmp_path / 'd', **same | change)
+    write_jsonl(tmp_path / 'b.jsonl', ['more'])
+    with pytest.raises(InputError, match='from other files: .*/b.jsonl is new, missing or has another size; delete'):
+        prepared(tmp_path / 'd', **same)
+    for name, says in (('train_000007.bin', 'was not written by'), ('meta.json', 'is not of this version')):
+        folder = tmp_path / name.replace('.', '-')
+        folder.mkdir()
+        (folder / name).write_text('{"complete": true}')
+        (folder / 'train_1.bin').write_text('precious')
+        before = snapshot(folder)
+        with pytest.raises(InputError, match=f'{name} {says}'):
+            prepared(folder, **same)
+        assert snapshot(folder) == before
 
 
 @pytest.fixture(scope='module', params=['signatures', 'ids'])
 def small(tmp_path_factory, request):
-    """A folder with bins, and the config that train.py reads them by."""
+    """A prepared folder, and the config with which train.py reads it."""
     folder = tmp_path_factory.mktemp('small')
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
     (folder / 'cfg.py').write_text(CONFIG)
-    of_config = configurator.read_config(folder / 'cfg.py')
-    prepare.main(
-        configurator.settings_of('prepare.py')
-        | {k: of_config[k] for k in ('num_hashes', 'num_buckets')}
-        | dict(dataset=f'{folder}/docs.jsonl', data_dir=str(folder / 'bins'), data_format=request.param)
-        | dict(shard_tokens=9000, val_fraction=0.1)
-    )
     config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
-    return folder, config | dict(data_dir=str(folder / 'bins'))
+    config |= dict(data_dir=str(folder / 'bins'), dataset=f'{folder}/docs.jsonl', data_format=request.param)
+    prepare.main({key: config.get(key, value) for key, value in configurator.settings_of('prepare.py').items()})
+    return folder, config
 
 
 def test_the_table_is_of_the_tokenizer(small, mistral):
-    """train.py signs ids with the table of another tokenizer than the bins were made with, or takes a file for bins."""
+    """train.py refuses shards of another tokenizer, other signatures, or another size than their json says."""
     folder, config = small
-    meta = load_meta(config)
+    train, val, meta = open_bins(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
-    assert (checked_table(config, meta) == expected).all()
+    assert (get_table(config, meta) == expected).all() and meta['vocab_size'] == 32768 and len(val) > 9
+    identity = data.data_identity(meta, expected, train)
+    assert identity['train_sha256'] == train.fingerprint and identity['table_sha256'] == fingerprint(expected)
     if meta['data_format'] == 'ids':
-        assert checked_table(config | dict(num_hashes=0), meta) is None
+        assert get_table(config | dict(num_hashes=0), meta) is None
     for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(unused_ids=[5])):
         with pytest.raises(InputError, match=f"another 'mistral' tokenizer: {next(iter(wrong))}="):
-            checked_table(config, meta | wrong)
+            get_table(config, meta | wrong)
     for data_dir in ('nothing', str(folder / 'docs.jsonl')):
         with pytest.raises(InputError, match='no prepared data'):
-            load_meta(config | dict(data_dir=data_dir))
-
-
-def test_wrong_type():
-    """A damaged file's values are taken for what they are not, or whole ones are refused."""
-    like = dict(a=int, b=[dict(c=(str, type(None)))], d=dict, e=list, f=bool)
-    whole = dict(a=1, b=[dict(c='x'), dict(c=None)], d=dict(x=1), e=[2], f=True, more=0)
-    assert wrong_type(whole, like) == '' and wrong_type(whole | dict(a=True), like, 'm') == 'm.a=True'
-    assert wrong_type(whole | dict(b=[dict(c='x'), dict(c=3)]), like) == 'it.b[1].c=3'
-    assert wrong_type(whole | dict(b=[{}]), like) == 'it.b[0] without c' and wrong_type([], like) == 'it=[]'
-    assert wrong_type(whole | dict(d=[]), like) == 'it.d=[]' and wrong_type({}, dict(b=int, a=int)) == 'it without a, b'
-
-
-@settings(max_examples=FUZZ, deadline=None)
-@given(st.data())
-def test_fuzz_bins(small, tmp_path_factory, data):
-    """Damaged bins or a damaged meta.json end in a traceback, write something, or are read as if they were whole."""
-    original, config = small
-    folder = tmp_path_factory.mktemp('b')
-    shutil.copytree(original / 'bins', folder / 'bins')
-    path = folder / 'bins' / data.draw(st.sampled_from(['meta.json', 'train_000001.bin', 'val_000000.bin']))
-    raw = path.read_bytes()
-    if path.name == 'meta.json' and data.draw(st.booleans()):
-        path.write_text(json.dumps(edited(data.draw, json.loads(raw))))
-    else:
-        path.write_bytes(damaged(data.draw, raw))
-    before = snapshot(folder)
-    config = config | dict(data_dir=str(folder / 'bins'))
-    try:
-        meta = load_meta(config)
-        checked_table(config, meta)
-        whole = config | dict(data_dir=str(original / 'bins'))
-        for split in SPLITS:
-            tokens = bins.open_bins(config, meta, split)
-            tokens.verify()
-            assert (tokens[:] == bins.open_bins(whole, load_meta(whole), split)[:]).all()
-    except InputError as e:
-        assert '\n' not in str(e)
-    assert snapshot(folder) == before
+            open_bins(config | dict(data_dir=data_dir))
+    for size in (0, 20, 200):
+        shutil.copytree(folder / 'bins', folder / f'cut{size}')
+        os.truncate(folder / f'cut{size}/train_000000.bin', size)
+        with pytest.raises(InputError, match='train_000000.bin is missing or damaged'):
+            open_bins(config | dict(data_dir=str(folder / f'cut{size}')))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 9))
-def test_shuffled_is_a_bijection(n, seed, epoch):
-    """An epoch would read some blocks twice and others never."""
-    assert sorted(bins.shuffled(np.arange(n), n, seed, epoch)) == list(range(n))
+def test_the_permutation_is_a_bijection(n, seed, epoch):
+    """An epoch reads every block once."""
+    assert sorted(data.feistel_permute(np.arange(n), n, seed, epoch)) == list(range(n))
 
 
-def test_shuffled_is_fixed_and_shuffles():
-    """The order of the data changes between versions (no run could be resumed), or is hardly a shuffle."""
+def test_the_permutation_is_fixed_and_shuffles():
+    """The order of blocks does not change between versions, and looks random."""
     first = [43193186363, 53595994680, 26334769426, 57026049564, 57824253611]
-    assert bins.shuffled(np.arange(5), 10**11, 42, 1).tolist() == first
-    order = bins.shuffled(np.arange(10000), 10000, 42)
+    assert data.feistel_permute(np.arange(5), 10**11, 42, 1).tolist() == first
+    order = data.feistel_permute(np.arange(10000), 10000, 42)
     assert abs(np.corrcoef(order, np.arange(10000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
 
 
-def test_reading_ahead():
-    """An item is lost or repeated, or an error of its making is swallowed."""
-    assert list(bins.prefetch(iter(range(5)))) == [0, 1, 2, 3, 4] and list(bins.prefetch([])) == []
+def test_prefetch():
+    """All items arrive once and in order, and so does an error."""
+    assert list(data.prefetch(iter(range(5)))) == [0, 1, 2, 3, 4] and list(data.prefetch([])) == []
     with pytest.raises(ZeroDivisionError):
-        list(bins.prefetch(1 // (3 - i) for i in range(5)))
+        list(data.prefetch(1 // (3 - i) for i in range(5)))
