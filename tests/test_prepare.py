@@ -222,7 +222,7 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
     # documents so long that few of them fit into what is looked at
     monkeypatch.setattr(sources, 'LOOKAHEAD_CHARS', 200)
     train, val = prepared(tmp_path / 'long', dataset=f'{tmp_path}/*.txt')
-    assert len(decoded(train, mistral)) == 60 and len(decoded(val, mistral)) > 50
+    assert len(decoded(train, mistral)) > 40 and len(decoded(val, mistral)) > 50
 
 
 def test_mixtures(tmp_path, mistral, capsys, monkeypatch):

@@ -1,8 +1,9 @@
-"""A Hugging Face tokenizer.json: as a tokenizer of its own, and beside a released model."""
+"""Tokenizers: a Hugging Face tokenizer.json, alone and next to a released model; roles."""
 
 import json
 import lzma
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import expand
 from configurator import InputError
 from hashing import signature_table
-from mhf.meta import data_folder
+from mhf.data import data_folder
 from mhf.released import load_model, open_model
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from test_mhf import SAYINGS, offline
@@ -25,7 +26,7 @@ LAYOUTS = ('normalizer', 'metaspace')
 
 
 def write_json(path, tok, layout='normalizer', limit=None):
-    """Writes a SentencePiece tokenizer as a tokenizer.json, which cuts texts off after `limit` tokens."""
+    """Writes a SentencePiece tokenizer as a tokenizer.json, which truncates after `limit` tokens, and its config."""
     pieces = ModelProto.FromString(tok.sp.serialized_model_proto()).pieces
     ids = {p.piece: i for i, p in enumerate(pieces)}
     # runs of spaces have one score
@@ -48,6 +49,7 @@ def write_json(path, tok, layout='normalizer', limit=None):
         made.enable_truncation(limit)
         made.enable_padding(length=limit)
     path.parent.mkdir(exist_ok=True)
+    path.with_name('tokenizer_config.json').write_text(json.dumps(dict(bos_token='<s>', eos_token='</s>')))
     made.save(str(path))
     return str(path)
 
@@ -64,13 +66,13 @@ def larger_by(mistral, **documents):
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_json_equals_sentencepiece(tmp_path, mistral, layout):
     """
-    A tokenizer.json's ids, strings or roles are others than those of the model it was made from, texts are cut off or
-    begin with a bos of its own, special tokens are read out of plain text, or text is not given back.
+    A tokenizer.json has the ids, strings and roles of the model that it was made from; texts are not truncated and get
+    no bos, special tokens in a text are plain text, and decoding gives the text.
     """
     larger = larger_by(mistral, some=SAYINGS * 20)
     tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout, limit=5))
     assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
-    assert (tok.bos, tok.pad) == (larger.bos, larger.pad)
+    assert (tok.bos, tok.eos, tok.pad) == (larger.bos, larger.eos, larger.pad) == (1, 2, 2)
     assert tokenizer_fingerprint(tok) == tokenizer_fingerprint(larger)
     texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
     if layout == 'metaspace':
@@ -85,7 +87,7 @@ def test_json_equals_sentencepiece(tmp_path, mistral, layout):
 
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_json_equals_sentencepiece_on_real_text(tmp_path, mistral, layout):
-    """The same on real Arabic, Chinese, Hindi and web documents, and tokens learnt from the former."""
+    """The ids are the same on real Arabic, Chinese, Hindi and web documents, with tokens learned from them."""
     documents = {name: real_texts(name) for name in ('ar', 'zh', 'hi')}
     larger = larger_by(mistral, **documents)
     tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout))
@@ -96,7 +98,7 @@ def test_json_equals_sentencepiece_on_real_text(tmp_path, mistral, layout):
 
 
 def test_byte_level_json(tmp_path):
-    """Tokens of a byte-level file are not called what it calls them, or ids that it leaves out are tokens."""
+    """Tokens of a byte-level file have its strings, and ids that it skips are no tokens."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -111,6 +113,8 @@ def test_byte_level_json(tmp_path):
     written['model']['vocab']['Ġthe'] = 310
     written['model']['merges'].append(['Ġt', 'he'])
     (tmp_path / 'x.json').write_text(json.dumps(written))
+    roles = dict(bos_token='<|endoftext|>', eos_token='<|endoftext|>')
+    (tmp_path / 'special_tokens_map.json').write_text(json.dumps(roles))
     tok = get_tokenizer(str(tmp_path / 'x.json'))
     assert tok.tokens[300:] == [None] * 10 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
     ids = tok.encode([' the', *SAYINGS, 'x<|endoftext|>'] * 50)
@@ -119,35 +123,49 @@ def test_byte_level_json(tmp_path):
 
 
 def test_roles_of_a_json(tmp_path, mistral):
-    """Another token than the files beside a tokenizer.json say begins documents, or is padding."""
+    """bos, eos and pad are the tokens that the files next to a tokenizer.json name; a missing one is an error."""
     path = write_json(tmp_path / 'tokenizer.json', mistral)
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
+    both = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
-        ({}, {}, (1, 2)),
-        (dict(bos_token='[INST]', pad_token=None), {}, (3, 2)),
-        (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3)),
-        (dict(bos_token=None, pad_token='no such token'), dict(pad_token=dict(content='<unk>')), (1, 2)),
-        ({}, dict(bos_token='[INST]', pad_token=dict(content='<unk>')), (3, 0)),
+        (both, {}, (1, 2, 2)),
+        (both | dict(bos_token='[INST]', pad_token=None), {}, (3, 2, 2)),
+        (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
+        (dict(bos_token=None), both | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
+        (dict(bos_token=None), {}, 'it has no bos; name a bos_token in tokenizer_config.json next to it'),
+        (dict(bos_token='<s>'), {}, 'it has no eos; name a eos_token'),
+        (both | dict(pad_token='<p>'), {}, "it has no token '<p>', which the files next to it name as pad_token"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
             file.write_text(json.dumps(content))
+        if isinstance(roles, str):
+            with pytest.raises(InputError, match=roles):
+                get_tokenizer(path)
+            continue
         tok = get_tokenizer(path)
-        assert (tok.bos, tok.pad) == roles, (config, special)
-    written = json.loads((tmp_path / 'tokenizer.json').read_text())
-    written['added_tokens'] = [token for token in written['added_tokens'] if token['content'] not in ('<s>', '</s>')]
-    (tmp_path / 'none.json').write_text(json.dumps(written | dict(post_processor=None)))
-    beside[1].unlink()
-    with pytest.raises(InputError, match='it has no bos; a tokenizer_config.json'):
-        get_tokenizer(str(tmp_path / 'none.json'))
+        assert (tok.bos, tok.eos, tok.pad) == roles, (config, special)
+
+
+def test_roles_of_other_tokenizers(mistral, tmp_path):
+    """Tekken has roles of its own; a SentencePiece model needs bos and eos, and eos is its pad."""
+    tekken = get_tokenizer('tekken')
+    assert [tekken.tokens[i] for i in (tekken.bos, tekken.eos, tekken.pad)] == [b'<s>', b'</s>', b'<pad>']
+    for role, number in (('bos', 1), ('eos', 2)):
+        model = ModelProto.FromString(mistral.sp.serialized_model_proto())
+        model.pieces[number].piece = '<other>'
+        (tmp_path / 'x.model').write_bytes(model.SerializeToString())
+        with pytest.raises(InputError, match=f'it has no {role}'):
+            get_tokenizer(str(tmp_path / 'x.model'))
 
 
 def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
-    """A hub id is not fetched at its revision, more than JSON is, or again by each process."""
+    """A hub id is downloaded at its revision, only its JSON, and not if the cache has it."""
     import huggingface_hub
 
     asked = []
     cache = {}
     write_json(tmp_path / 'tokenizer.json', mistral)
+    roles = dict(bos_token='[INST]', eos_token='</s>')
 
     def download(repo, revision=None, allow_patterns=None):
         asked.append((repo, revision))
@@ -160,19 +178,19 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
     monkeypatch.setattr(huggingface_hub, 'try_to_load_from_cache', cached)
     assert get_tokenizer('user/name@v1').tokens == mistral.tokens and asked == [('user/name', 'v1')]
-    (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "[INST]"}')
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(roles))
     for file in ('tokenizer.json', 'tokenizer_config.json'):
         cache['user/name', file, None] = str(tmp_path / file)
     assert get_tokenizer('user/name').bos == 3 and len(asked) == 1
     get_tokenizer('user/name@v2')
     assert asked[1:] == [('user/name', 'v2')]
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-    with pytest.raises(InputError, match=r"^'user/other' is not here, .* the hub \(OSError: no network\)$"):
+    with pytest.raises(InputError, match=r"^'user/other' does not exist here, .* the hub \(OSError: no network\)$"):
         get_tokenizer('user/other')
 
 
 def test_data_of_two_json(tmp_path):
-    """Two files that are called tokenizer.json have one folder of bins."""
+    """Data of two files that are called tokenizer.json have a folder each."""
     folders = {
         'a/tokenizer.json': 'stdlib_a',
         'b/tokenizer.json': 'stdlib_b',
@@ -185,7 +203,7 @@ def test_data_of_two_json(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# beside a released model
+# next to a released model
 
 
 def released(folder, tok, rows, H, signed=None):
@@ -201,7 +219,7 @@ def released(folder, tok, rows, H, signed=None):
 
 @pytest.fixture(scope='module')
 def larger(mistral, tmp_path_factory):
-    """A tokenizer of a few more tokens than mistral, beside its tokenizer.json."""
+    """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
     tok = larger_by(mistral, some=SAYINGS * 20)
     tok.json = write_json(tmp_path_factory.mktemp('larger') / 'tokenizer.json', tok)
     return tok
@@ -210,12 +228,13 @@ def larger(mistral, tmp_path_factory):
 @pytest.mark.parametrize('H', [3, 0])
 def test_released_with_a_json(tmp_path, larger, mistral, H):
     """
-    An expanded released model is opened with another tokenizer than the one beside it, its padding rows have a
-    probability, or it is opened with a tokenizer that lacks its tokens.
+    An expanded released model is opened with the tokenizer.json next to it; its padding rows have probability 0, and
+    a tokenizer that lacks its tokens is refused.
     """
     V = len(larger.tokens)
     folder = released(tmp_path / 'm', larger, -(-V // 128) * 128, H)
-    shutil.copy(larger.json, folder)
+    for path in Path(larger.json).parent.iterdir():
+        shutil.copy(path, folder)
     # of the model that it was expanded from
     (folder / 'tokenizer.model').write_bytes(mistral.sp.serialized_model_proto())
     opened = open_model(released=str(folder))
@@ -231,12 +250,13 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
 
 
 def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
-    """Ids that the tokenizer.json of a Standard model leaves out have a probability."""
+    """Ids that the tokenizer.json of a Standard model skips have probability 0."""
     written = json.loads(open(larger.json).read())
     last = max(written['model']['vocab'], key=written['model']['vocab'].get)
     written['model']['vocab'][last] += 3
     folder = released(tmp_path / 'm', larger, len(larger.tokens) + 50, 0)
     (folder / 'tokenizer.json').write_text(json.dumps(written))
+    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), folder)
     opened = open_model(released=str(folder))
     V = len(larger.tokens)
     assert opened.tok.tokens[V - 1 :] == [None] * 3 + [last]
@@ -245,12 +265,11 @@ def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
 
 def test_json_through_the_scripts(few, tmp_path, larger):
     """
-    prepare.py splits otherwise than the tokenizer, train.py gives padding rows of a released model a probability, or
-    what it exports cannot be opened without the files elsewhere.
+    prepare.py, train.py, export, sample.py and expand.py work with a tokenizer.json; an exported folder is complete.
     """
     folder = shutil.copytree(few, tmp_path / 'work')
     shutil.copy(larger.json, folder / 'tok.json')
-    (folder / 'tokenizer_config.json').write_text('{"bos_token": "[INST]"}')
+    (folder / 'tokenizer_config.json').write_text('{"bos_token": "[INST]", "eos_token": "</s>"}')
     texts = [*SAYINGS, *(text[:500] for text in real_documents())] * 3
     write_jsonl(folder / 'more.jsonl', texts)
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more')
