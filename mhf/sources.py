@@ -145,7 +145,8 @@ def read_file(path):
             advice = '; rerun the same command to resume'
         elif isinstance(e, UnicodeError):
             advice = '; convert it to UTF-8'
-        raise InputError(f'{path} cannot be read after row {rows:,} ({one_line(e)}){advice}') from None
+        after = f' after row {rows:,}' if rows else ''
+        raise InputError(f'{path} cannot be read{after} ({one_line(e)}){advice}') from None
 
 
 def read_text(path):
