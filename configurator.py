@@ -27,12 +27,23 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand.py')
 
 
-class InputError(SystemExit, ValueError):
-    """Bad input from the user: a ValueError. Uncaught it ends a script with one line, 'error: ...', and exit code 1."""
+class InputError(ValueError):
+    """A mistake in the user's input. It ends a script with one line, `error: ...`, and exit code 1."""
 
     def __init__(self, message):
         super().__init__(' '.join(str(message).splitlines()))
-        self.code = f'error: {self}'
+
+
+def install_excepthook():
+    """Makes an uncaught InputError print its message alone, without a traceback. Modules run with -m call it."""
+
+    def excepthook(error_class, error, traceback):
+        if isinstance(error, InputError):
+            print(f'error: {error}', file=sys.stderr)
+        else:
+            sys.__excepthook__(error_class, error, traceback)
+
+    sys.excepthook = excepthook
 
 
 def did_you_mean(word, known):
@@ -144,7 +155,10 @@ def configure(scope):
     for key, value in scope.items():
         if key.islower() and not key.startswith('_') and isinstance(value, types_of_settings):
             defaults[key] = value
-    argv = sys.argv[1:] if scope['__name__'] == '__main__' else []
+    argv = []
+    if scope['__name__'] == '__main__':
+        argv = sys.argv[1:]
+        install_excepthook()
     if '--help' in argv or '-h' in argv:
         print_help(scope)
         sys.exit(0)

@@ -116,6 +116,9 @@ def explain_crashes(world, checkpoints, device, micro_batch_size):
     """From now on an uncaught error ends this process with one line and no traceback, unless the code is at fault."""
 
     def explain(error_class, error, traceback):
+        if isinstance(error, InputError):
+            print(f'error: {error}', file=sys.stderr)
+            return
         reason = ' '.join(str(error).split())[:300]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
             less = f'a smaller --micro_batch_size (now {micro_batch_size}) or --activation_checkpointing needs less'

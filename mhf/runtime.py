@@ -1,0 +1,236 @@
+"""The device, its precision and its compiler; the processes of a distributed run."""
+
+import functools
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configurator import InputError
+
+TIMEOUT = timedelta(minutes=10)  # how long the ranks wait for each other in a training step
+# dense bfloat16 FLOP/s by a part of torch.cuda.get_device_name, from the makers' data sheets; the first match counts
+GPU_PEAKS = {
+    'A100': 312e12,
+    'H100 PCIe': 756e12,
+    'H100 NVL': 835e12,
+    'H100': 989e12,
+    'H200': 989e12,
+    'B200': 2250e12,
+    'MI300X': 1307e12,
+    'L40S': 362e12,
+    'RTX 4090': 165e12,
+}
+
+
+def is_rank0():
+    return os.environ.get('RANK', '0') == '0'
+
+
+# -----------------------------------------------------------------------------
+# device, precision, compiler
+
+
+def pick_device(device=None):
+    """
+    Returns the device to compute on: the requested one, else cuda if available, else cpu. mps must be requested, since
+    it is untested. Under torchrun, cuda is the GPU of this process. Raises InputError for an unavailable device.
+    """
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, TypeError) as e:
+        reason = f'{str(e).splitlines()[0][:100]}; this machine has {torch.cuda.device_count()} GPUs'
+        raise InputError(f'device={device} is not available ({reason}); omit device, or use one per process') from None
+    return device
+
+
+def pick_dtype(dtype, device):
+    """
+    Returns the precision of matrix products: the requested one, else bfloat16 if a GPU supports it, or if a CPU
+    multiplies 1.2 x as fast in it as in float32. A CPU is measured on rank 0, whose choice counts for all ranks.
+    Raises InputError for an unsupported precision.
+    """
+    if dtype not in (None, 'bfloat16', 'float32'):
+        raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
+    device_type = torch.device(device).type
+    if device_type == 'cuda':
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        if dtype == 'bfloat16' and not supported:
+            name = torch.cuda.get_device_name(device)
+            raise InputError(f'dtype=bfloat16: {name} does not support it; use --dtype=float32')
+        return dtype or ('bfloat16' if supported else 'float32')
+    if dtype is None and device_type == 'cpu':
+        return broadcast_object(measure_dtype() if is_rank0() else None)
+    return dtype or 'float32'
+
+
+def measure_dtype():
+    """Returns the faster precision of this CPU, and prints the measurement."""
+    # larger matrices take longer than a time slice, so other busy processes would disturb every measurement
+    for size in (256, 512):
+        rates = {name: matmul_flops(getattr(torch, name), size) for name in ('bfloat16', 'float32')}
+        # without bfloat16 instructions, a large product takes seconds
+        if rates['bfloat16'] < rates['float32'] / 2:
+            break
+    dtype = 'bfloat16' if rates['bfloat16'] > 1.2 * rates['float32'] else 'float32'
+    measured = ', '.join(f'{rate / 1e9:,.0f} GFLOP/s in {name}' for name, rate in rates.items())
+    print(f'dtype={dtype}: a core multiplies at {measured}', file=sys.stderr)
+    return dtype
+
+
+def matmul_flops(dtype, size):
+    """FLOP/s of a (size, size) product on one core, the best of 16."""
+    x = torch.ones(size, size, dtype=dtype)
+    threads = torch.get_num_threads()
+    # several threads would wait for each other when another process is busy
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(16):
+        start = time.perf_counter()
+        x @ x
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return 2 * size**3 / min(seconds)
+
+
+def pick_compile(compile, device):
+    """
+    Returns whether to use torch.compile: the requested value, else True on a GPU with Triton and a C compiler. Raises
+    InputError where the requested compiler is missing.
+    """
+    if compile not in (None, True, False):
+        raise InputError(f'compile={compile}: must be True or False')
+    on_gpu = torch.device(device).type == 'cuda'
+    missing = no_triton() if on_gpu else no_compiler('CXX', 'g++', 'clang++')
+    if compile and missing:
+        raise InputError(f'compile=True: {missing}; or omit --compile')
+    if on_gpu and missing and is_rank0():
+        print(f'not compiled: {missing}', file=sys.stderr)
+    return on_gpu and not missing if compile is None else compile
+
+
+def no_compiler(variable, *names):
+    """Returns '' if the compiler in an environment variable, or one of `names`, exists; otherwise what is missing."""
+    compilers = os.environ.get(variable, '').split()[:1] or names
+    if any(map(shutil.which, compilers)):
+        return ''
+    return f'no C compiler: install {" or ".join(names)}, or name one in ${variable}'
+
+
+@functools.cache
+def no_triton():
+    """Returns '' if Triton can compile for a GPU here; otherwise the reason. It needs a C compiler and Python.h."""
+    try:
+        version = importlib.import_module('triton').__version__
+    except ImportError:
+        return 'no package triton: pip install triton, on Linux'
+    if tuple(int(n) for n in version.split('.')[:2]) < (3, 6):
+        return f'triton {version} is older than 3.6; use torch 2.11 or newer'
+    # Triton looks in the same folder; Ubuntu's default scheme names another one, which is empty
+    headers = Path(sysconfig.get_path('include', 'posix_prefix'))
+    if not (headers / 'Python.h').exists():
+        return f"no Python.h in {headers} (Debian's package python3-dev contains it)"
+    return no_compiler('CC', 'gcc', 'clang')
+
+
+def peak_flops(device):
+    """Returns the bfloat16 peak of a GPU in FLOP/s, or None if it is unknown."""
+    if torch.device(device).type != 'cuda':
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in GPU_PEAKS.items() if part in name), None)
+
+
+# -----------------------------------------------------------------------------
+# the processes of a distributed run; a single process has no process group, and these functions return their argument
+
+
+def init_distributed(device=None, deterministic=False):
+    """
+    Picks the device and joins the process group if torchrun started several processes. With `deterministic` a GPU
+    computes the same bits in every run. Returns (rank, world size, device). Raises InputError.
+    """
+    try:
+        rank = int(os.environ.get('RANK', 0))
+        world_size = int(os.environ.get('WORLD_SIZE', 1))
+    except ValueError as e:
+        raise InputError(f'RANK or WORLD_SIZE: {e}; start with torchrun, or unset them') from None
+    if not 0 <= rank < world_size:
+        raise InputError(f'RANK={rank}, WORLD_SIZE={world_size}; start with torchrun, or unset them')
+    device = pick_device(device)
+    on_gpu = torch.device(device).type == 'cuda'
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision('high')
+    if on_gpu and deterministic:
+        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'  # cuBLAS reads it at its start
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if world_size > 1:
+        try:
+            dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo', timeout=TIMEOUT)
+            host_group()
+        except (RuntimeError, ValueError) as e:  # a missing variable or peer, an address in use
+            reason = ' '.join(str(e).split())[:200]
+            raise InputError(f'rank {rank} of {world_size} cannot connect ({reason}); start all with torchrun') from None
+    return rank, world_size, device
+
+
+@functools.cache
+def host_group():
+    """The group for objects and for waiting. It is patient: rank 0 may need long to write a checkpoint."""
+    return dist.new_group(backend='gloo', timeout=timedelta(days=1))
+
+
+def all_gather_object(value):
+    """Returns the values of all ranks, a list; they can be any that pickle."""
+    if not dist.is_initialized():
+        return [value]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group=host_group())
+    return gathered
+
+
+def broadcast_object(value):
+    """Returns the value of rank 0."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=host_group())
+    return values[0]
+
+
+def check_same_on_all_ranks(values):
+    """Ends all ranks where a value of the dict differs from rank 0's. Rank 0 raises an InputError that names it."""
+    first, *rest = all_gather_object(values)
+    for rank, other in enumerate(rest, 1):
+        differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in first if other.get(key) != first[key]]
+        if differing and not is_rank0():
+            sys.exit(1)
+        if differing:
+            fix = 'use the same settings, files and versions on all machines'
+            raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')
+
+
+def all_reduce(tensor):
+    """Sums a tensor over all ranks, in place, and returns it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, group=None if tensor.is_cuda else host_group())
+    return tensor
+
+
+def cleanup():
+    """Waits for all ranks, then leaves the process group: torchrun ends the other ranks as soon as one fails."""
+    if dist.is_initialized():
+        dist.barrier(group=host_group())
+        dist.destroy_process_group()
