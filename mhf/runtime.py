@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import InputError
 
@@ -182,7 +184,7 @@ def init_distributed(device=None, deterministic=False):
             host_group()
         except (RuntimeError, ValueError) as e:  # a missing variable or peer, an address in use
             reason = ' '.join(str(e).split())[:200]
-            raise InputError(f'rank {rank} of {world_size} cannot connect ({reason}); start all with torchrun') from None
+            raise InputError(f'rank {rank} of {world_size} cannot connect ({reason}); start it with torchrun') from None
     return rank, world_size, device
 
 
@@ -220,6 +222,16 @@ def check_same_on_all_ranks(values):
         if differing:
             fix = 'use the same settings, files and versions on all machines'
             raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')
+
+
+def wrap_ddp(model):
+    """Returns the model under DDP, which starts all ranks with the weights of rank 0."""
+    device = model.signatures.device
+    options = dict(device_ids=[device] if device.type == 'cuda' else None)
+    # the buffers never change; torch 2.11 has the older name
+    names = inspect.signature(DDP).parameters
+    options['forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers'] = False
+    return DDP(model, gradient_as_bucket_view=True, **options)
 
 
 def all_reduce(tensor):
