@@ -1,25 +1,25 @@
 """
-Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. The defaults train a 100M H4B16K.
+Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. Without settings: the paper's 100M H4B16K.
 
-    $ python train.py config/mhf_tiny.py                                  # one process: GPU if there is one, else CPU
+    $ python train.py config/mhf_tiny.py                                  # one process: a GPU if available, else a CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
     $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-    one command that starts a run and goes on with it (for the variable see pytorch/pytorch issue 135712):
+    one command that starts a run and resumes it (for the variable see pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
-It needs the bins that prepare.py makes with the same config. prepare.py's docstring tells how text becomes a loss. It
-writes out_dir/ckpt.pt (the newest), ckpt_best.pt, the last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and
-Ctrl-C finish the step, write a checkpoint and exit with 143 and 130. A resumed run reads the batches that the straight
-run would have read, in the same order. On a CPU, and with --deterministic on a GPU (seen on an H100, not compiled), it
-ends with the same bits. Without it, a GPU's atomic adds (attention, embedding) round differently in every run.
+Reads the bins that prepare.py writes with the same config. Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the
+last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
+143 and 130. The global batch at a step depends only on (seed, step), so a run can resume on any number of processes. On
+a CPU, and with --deterministic on a GPU, a resumed run ends with the same bits as an uninterrupted one.
 """
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,36 +35,42 @@ import torch
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure
-from mhf import plot
-from mhf.bins import Verified, block_indices, frequencies, open_bins, prefetch
-from mhf.checkpoint import Checkpoints, check_data, check_settings
-from mhf.cost import check_memory
-from mhf.device import pick_compile, pick_dtype, use_device
-from mhf.distributed import World, explain_crashes
+from mhf.checkpoint import Checkpoints, check_resume
+from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
-from mhf.meta import SPLITS, checked_table, data_folder, identity, load_meta
 from mhf.released import check_vocabulary, init_model
+from mhf.runtime import (
+    all_reduce,
+    check_same_on_all_ranks,
+    cleanup,
+    init_distributed,
+    peak_flops,
+    pick_compile,
+    pick_dtype,
+    wrap_ddp,
+)
 from model import MHF, MHFConfig
 
 # output
 out_dir = 'out'
-eval_interval = 1000  # steps between validations; each also writes a checkpoint
-init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | a released folder, hub id, other out_dir
-auto_resume = False  # resume where out_dir has a checkpoint, else init_from: for a cluster that repeats its command
-keep_checkpoints = (
-    2  # of the newest checkpoints, under names with their step; if ckpt.pt is damaged, the one before is resumed
-)
-wandb = False  # also log to Weights & Biases, where it is installed; WANDB_PROJECT and WANDB_NAME name project and run
+eval_interval = 1000  # steps between validations; each also saves a checkpoint
+log_interval = 10  # steps between printed lines; log.jsonl has every step
+keep_checkpoints = 2  # numbered checkpoints to keep; if ckpt.pt does not load, the run resumes from the one before
+wandb = False  # also log to Weights & Biases; WANDB_PROJECT and WANDB_NAME name project and run
 # data, as in prepare.py
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''
 tokenizer = 'mistral'
-data_format = 'signatures'  # what they hold: signatures | ids
+data_format = 'signatures'  # signatures | ids
+# initialization
+init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | an out_dir, released folder or hub id
+auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for a cluster that repeats its command
+seed = 42  # of the weights and of the order of the data
 # batch
-batch_size = 256  # sequences per update, over all processes; gradient accumulation follows from it
+batch_size = 256  # sequences per step, over all processes; gradient accumulation follows from it
 micro_batch_size = 8  # sequences per process and forward pass
 block_size = 2048  # T, tokens per sequence
-# model
+# model: the paper's 100M H4B16K
 num_layers = 12
 num_heads = 12
 num_kv_heads = 2
@@ -75,118 +81,100 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B
 num_lsh = 0
 single_id = False
-by_frequency = (
-    False  # for studies: frequent tokens have buckets of their own (hashing.frequency_table); data_format=ids
-)
-ablation = ''  # of the method, for studies: mean_gate | hard_embeddings | no_cascade
-loss = 'exact'  # exact: -log P(w), the distribution that is sampled from | product: the paper's, its coordinates summed
-encoder_init = 'orthogonal'  # how Ws begins: orthogonal | identity | normal, the paper's (study/RESULTS.md)
-embedding_scale = 8.0  # Ws begins so many times as large, and Standard's rows of E enter so; the paper's is 1.0
-# optimizer: AdamW, linear warm-up, cosine to 0
+ablation = ''  # mean_gate | hard_embeddings | no_cascade
+loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
+encoder_init = 'normal'  # of W_s: normal, std 0.02 | orthogonal
+embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
+# optimizer: AdamW, linear warm-up, cosine decay to 0
 learning_rate = 5e-4  # the maximum
-embedding_lr_mult = 1.0  # E learns at so many times this rate
-embedding_std = 0.02  # for studies: of E, drawn
-max_steps = 20000  # updates
+embedding_lr_mult = 1.0  # learning rate of E, relative to the other parameters'
+max_steps = 20000
 warmup_steps = 2000
-lr_decay_steps = 0  # length of the schedule; 0 is max_steps
-weight_decay = 0.1  # on every parameter of two or more dimensions
+lr_decay_steps = 0  # length of the schedule; 0: max_steps
+weight_decay = 0.1  # of parameters with two or more dimensions
 beta1 = 0.9
 beta2 = 0.999
-grad_clip = 1.0  # norm over all parameters; 0 is off
-unfrozen_end_layers = 0  # of the first and of the last layers, the others are frozen; 0 trains all of them
-seed = 42  # of the weights and of the order of the data
-# system; None is the best that is there
-device = None  # cuda | cuda:1 | cpu | mps
-dtype = None  # bfloat16 | float32, of the matrix products; parameters and optimizer are float32
-compile = None  # torch.compile, which needs a C compiler
-deterministic = False  # on a GPU, too, each run has the same bits: slower
-plain = False  # trains model.py as it stands, by autograd: slower and larger, for changing it
-activation_checkpointing = False  # keeps only the inputs of the blocks, whose forward is computed twice; same gradients
-timeout = 600  # seconds that processes wait for each other
+grad_clip = 1.0  # norm over all parameters; 0: off
+unfrozen_end_layers = 0  # train only the first and last n layers, and all that is no layer; 0: all layers
+# system
+device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
+dtype = None  # bfloat16 | float32, of matrix products; None: the faster one. Parameters and optimizer are float32
+compile = None  # torch.compile, which needs a C compiler; None: on a GPU
+kernels = False  # Triton kernels of the exact loss, not yet measured on a GPU
+deterministic = False  # bit-reproducible on a GPU, slower
+plain = False  # train model.MHF instead of the fused model: slower and larger, for changing it
+activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# A resumed run may change these settings, and no others. Its text stays (meta.identity): dataset, data_dir and bins may
-# name another place or another kind of bins with the same text. It keeps its dtype unless another is asked for.
+# A resumed run may change these settings only. dataset, data_dir and data_format may name another place or format of
+# the same data. The precision stays unless another is requested.
 FREE_ON_RESUME = (
-    'out_dir', 'eval_interval', 'init_from', 'auto_resume', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir', 'data_format',
-    'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip',
-    'device', 'dtype', 'compile', 'deterministic', 'plain', 'activation_checkpointing', 'timeout',
+    'out_dir', 'eval_interval', 'log_interval', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir', 'data_format',
+    'init_from', 'auto_resume', 'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps',
+    'grad_clip', 'device', 'dtype', 'compile', 'kernels', 'deterministic', 'plain', 'activation_checkpointing',
 )  # fmt: skip
 
 # -----------------------------------------------------------------------------
-# processes and device
+# setup: settings and processes
 
-sys.stdout.reconfigure(line_buffering=True)  # a file or a pipe, too, gets every line when it is printed
-world = World()
-master = world.rank == 0
-out = Path(out_dir)
-Model = MHF if plain else FusedMHF
-checkpoints = Checkpoints(out_dir, keep_checkpoints, writes=master)
-device = use_device(device, deterministic)
-explain_crashes(world, checkpoints, device, micro_batch_size)
-device_type = torch.device(device).type
-
-# -----------------------------------------------------------------------------
-# checks: the settings here, then the data and the model, all before anything is written
-
+sys.stdout.reconfigure(line_buffering=True)  # a redirected log receives every line at once
 check_numbers(
     config,
-    above_zero='batch_size micro_batch_size block_size max_steps eval_interval timeout learning_rate embedding_lr_mult',
+    above_zero='batch_size micro_batch_size block_size max_steps eval_interval log_interval learning_rate '
+    'embedding_lr_mult',
     not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep_checkpoints unfrozen_end_layers',
     below=dict(seed=2**64, beta1=1, beta2=1),
 )
-compile, no_compiler = pick_compile(compile, device)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
-    raise InputError(f'warmup_steps={warmup_steps} leaves nothing of the {schedule_steps} steps of the schedule')
-accumulation = world.accumulation(batch_size, micro_batch_size)
+    raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
 if wandb and not importlib.util.find_spec('wandb'):
     raise InputError('wandb=True, but it is not installed: pip install wandb')
+rank, world_size, device = init_distributed(device, deterministic)
+master = rank == 0
+device_type = torch.device(device).type
+compile = pick_compile(compile, device)
+accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
+if remainder:
+    product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
+    raise InputError(f'batch_size={batch_size}: must be a multiple of {product}; use a smaller micro_batch_size')
+tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
-# the bins; the processes meet and agree
+# setup: data and model
 
-starts_from_model = init_from not in ('scratch', 'resume')
-if auto_resume and checkpoints.there():
-    init_from = 'resume'
-meta = load_meta(config)
-train_tokens = open_bins(config, meta, 'train')
-val_tokens = open_bins(config, meta, 'val')
-num_blocks = (len(train_tokens) - 1) // block_size
+train_bins, val_bins, meta = open_bins(config)
+num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
-    raise InputError(f'block_size={block_size}: {data_folder(config)} has {len(train_tokens):,} training tokens')
-verified = Verified((train_tokens, val_tokens), world.rank, world.size)  # in a thread, while training runs
-if world.distributed:
-    world.meet(device, timeout)
-    mine = {k: v for k, v in config.items() if k not in ('out_dir', 'data_dir')}  # a machine may have its own paths
-    mine |= dict(init_from=init_from, device=device_type, torch=torch.__version__, tokenizer=meta['tokenizer_sha256'])
-    world.agree(mine | {f'{split} bins': meta['splits'][split]['sha256'] for split in SPLITS})
+    raise InputError(f'block_size={block_size}: {data_folder(config)} has only {len(train_bins):,} training tokens')
 
-# -----------------------------------------------------------------------------
-# the model: from scratch, from the newest checkpoint, or from a folder or the hub
-
-model, ckpt = world.together(lambda: init_model(init_from, checkpoints, Model))
+Model = MHF if plain else FusedMHF
+checkpoints = Checkpoints(out_dir, keep_checkpoints, writes=master)
+resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
+model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
 source = checkpoints.last_path or init_from
-if world.distributed:
-    world.agree(dict(checkpoint=checkpoints.last_digest))
-# a resumed run keeps its precision; a CPU's is measured, and what process 0 measured counts
-dtype, why_dtype = world.of_first(pick_dtype(dtype or (ckpt and ckpt['config'].get('dtype')), device))
-if starts_from_model:
-    # its architecture counts, but the context and the loss are ours to choose
+first_step = ckpt['step'] if ckpt else 0
+best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
+# machines may have paths of their own
+same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
+same_on_all_ranks |= {'resume': resume, 'checkpoint step': first_step, 'device type': device_type}
+same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data': val_bins.fingerprint}
+check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
+
+run_config = config
+if init_from not in ('scratch', 'resume'):  # the model's architecture counts, but our context and loss
     architecture = asdict(model.config) | dict(block_size=block_size, loss=loss)
-    config |= {name: value for name, value in architecture.items() if name in config}
+    run_config = config | {name: value for name, value in architecture.items() if name in config}
+table = get_table(run_config, meta)
+data = data_identity(meta, table, train_bins)
 if ckpt:
-    check_settings(ckpt, source, config, FREE_ON_RESUME)
-table = checked_table(config, meta, frequencies(train_tokens, meta['vocab_size']) if by_frequency else None)
-data = identity(meta, table)
-start_step = ckpt['step'] if ckpt else 0
-best_val = ckpt['best_val'] if ckpt else math.inf
-if ckpt:
-    check_data(ckpt, source, data, out_dir)
-    if start_step >= max_steps and not auto_resume:
-        raise InputError(f'{source} is at step {start_step} already; max_steps={max_steps} leaves nothing to do')
-    if start_step >= max_steps:
-        print(f'{source} is at step {start_step} of {max_steps}: done')
+    fixed = {name: value for name, value in run_config.items() if name not in FREE_ON_RESUME}
+    check_resume(ckpt, source, fixed, data)
+    if first_step >= max_steps and not auto_resume:
+        raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
+    if first_step >= max_steps:
+        print(f'{source} is at step {first_step} of {max_steps}: done')
+        cleanup()
         sys.exit()
 if model:
     check_vocabulary(model, source, meta, table)
@@ -194,296 +182,280 @@ if model:
     model.config.loss = loss
 else:
     torch.manual_seed(seed)
-    architecture = {name: value for name, value in config.items() if name in MHFConfig.__annotations__}
-    architecture = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **architecture)
-    with torch.device(device):  # a GPU draws other numbers than a CPU
-        model = Model(architecture, table, meta['unused_ids'])
-check_memory(model, device, micro_batch_size, accumulation, activation_checkpointing)
-verified.wait(10)
+    fields = {name: value for name, value in config.items() if name in MHFConfig.__annotations__}
+    model_config = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **fields)
+    with torch.device(device):  # a GPU draws other random numbers than a CPU
+        model = Model(model_config, table, meta['unused_ids'])
+        model.init_weights()
 checkpoints.make_folder()
 
-# -----------------------------------------------------------------------------
-# compile, DDP; the optimizer
-
+dtype = pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
+raw_model.use_kernels = kernels
 if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
-model = world.wrap(raw_model)
-E = raw_model.embed.weight
-trained = [p for p in model.parameters() if p.requires_grad]
-matrices = [p for p in trained if p.dim() >= 2 and (p is not E or embedding_lr_mult == 1)]
-others = [p for p in trained if p.dim() < 2]
-groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)]
-if embedding_lr_mult != 1:
-    groups.insert(0, dict(params=[E], weight_decay=weight_decay, rate=embedding_lr_mult))
-optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
+model = wrap_ddp(raw_model) if world_size > 1 else raw_model
+trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
+
+# -----------------------------------------------------------------------------
+# setup: optimizer
+
+
+def configure_optimizer():
+    """AdamW with weight decay on matrices only, and a learning-rate multiplier for E."""
+    E = raw_model.embed.weight
+    trained = [p for p in raw_model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2 and p is not E]
+    vectors = [p for p in trained if p.dim() < 2]
+    groups = [
+        dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
+        dict(params=matrices, weight_decay=weight_decay, lr_mult=1.0),
+        dict(params=vectors, weight_decay=0.0, lr_mult=1.0),
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
+
+
+optimizer = configure_optimizer()
 if ckpt:
-    try:
-        optimizer.load_state_dict(ckpt['optimizer'])
-    except (ValueError, KeyError, AttributeError) as e:
-        raise InputError(f'{source} has the optimizer of another model ({e})') from None
+    optimizer.load_state_dict(ckpt['optimizer'])
     ckpt = None  # frees its memory
-# One backward on zeros makes every .grad a view of a DDP bucket, so gradients exist once.
-in_buckets = world.distributed and accumulation > 1
-if in_buckets:
-    nothing = torch.zeros(
-        micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=torch.int64, device=device
-    )
+# after one backward pass on zeros, every .grad is a view of a DDP bucket, so gradients exist once
+accumulates_in_buckets = world_size > 1 and accumulation > 1
+if accumulates_in_buckets:
+    zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
     with autocast:
-        model(nothing, nothing).backward()
+        model(zeros, zeros).backward()
     optimizer.zero_grad(set_to_none=False)
 
 # -----------------------------------------------------------------------------
-# the schedule, batches, validation
+# learning rate, batches, validation
 
 
 def get_lr(step):
-    """The rate of the update that leads from `step` to step + 1."""
+    """Learning rate of the update from `step` to step + 1: linear warm-up, then cosine decay to 0."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
-    done = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
-    return learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    progress = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
+    return learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def read_batch(split, starts):
-    """
-    The sequences of block_size + 1 tokens that begin at each of `starts` in the Bins `split`: signatures (n, T + 1, H)
-    or token ids (n, T + 1), int64, in pinned memory if there is a GPU. Raises InputError for a damaged bin.
-    """
-    tokens = np.stack([split[start : start + block_size + 1] for start in starts])
-    limit = raw_model.config.buckets_per_coordinate if tokens.ndim == 3 else raw_model.config.vocab_size
-    if tokens.max() >= limit:
-        raise InputError(f'{data_folder(config)} has the number {tokens.max()}, the model {limit}: a damaged bin')
+def get_batch(bins, starts):
+    """Sequences at the token offsets `starts` -> signatures of inputs and targets, each (n, T, H) int64."""
+    tokens = np.stack([bins[start : start + block_size + 1] for start in starts])
     tokens = torch.from_numpy(tokens.astype(np.int64))
-    return tokens.pin_memory() if device_type == 'cuda' else tokens
-
-
-def inputs_and_targets(tokens):
-    """What read_batch gives -> the signatures of inputs and targets, each (n, T, H), on the device."""
+    if device_type == 'cuda':
+        tokens = tokens.pin_memory()
     tokens = tokens.to(device, non_blocking=True)
     signatures = tokens if tokens.dim() == 3 else raw_model.signatures[tokens]
     return signatures[:, :-1], signatures[:, 1:]
 
 
-def micro_batches():
-    """The micro-batches of this process, from start_step on. A thread runs this, which has a current GPU of its own."""
+def training_batches():
+    """Yields the micro-batches of this rank from first_step on. Runs in a thread, so the CUDA device is set again."""
     if device_type == 'cuda':
         torch.cuda.set_device(device)
-    for step in range(start_step, max_steps):
+    for step in range(first_step, max_steps):
         blocks = block_indices(step, batch_size, num_blocks, seed)
-        for micro in blocks.reshape(accumulation, world.size, micro_batch_size)[:, world.rank]:
-            yield read_batch(train_tokens, micro * block_size)
-
-
-# seconds between two updates of a progress bar: a file keeps all of them
-redraw_interval = 0.2 if sys.stderr.isatty() else 20
+        for micro_batch in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+            yield get_batch(train_bins, micro_batch * block_size)
 
 
 @torch.no_grad()
 def evaluate():
-    """Validates on all held-out tokens, in order, shared by the processes: a dict of three numbers."""
-    n = len(val_tokens) - 1
-    starts = list(range(0, n, block_size))
-    whole = n // block_size
-    batches = [starts[k : min(k + micro_batch_size, whole)] for k in range(0, whole, micro_batch_size)]
-    if whole < len(starts):
-        batches.append(starts[whole:])  # the last, shorter block
+    """Validates on all held-out tokens, in order; the ranks share them. Returns a dict for the log."""
+    n = len(val_bins) - 1
+    starts = range(0, n, block_size)
+    complete = n // block_size  # the last block may be shorter
+    batches = [starts[k : min(k + micro_batch_size, complete)] for k in range(0, complete, micro_batch_size)]
+    if complete < len(starts):
+        batches.append(starts[complete:])
     sums = torch.zeros(2, dtype=torch.float64)
-    bar = tqdm(
-        batches[world.rank :: world.size],
-        desc='validate',
-        unit='batch',
-        leave=False,
-        delay=1,
-        disable=not master,
-        mininterval=redraw_interval,
-    )
+    bar = tqdm(batches[rank::world_size], desc='validate', unit='batch', leave=False, disable=None if master else True)
     for batch in bar:
-        x, y = inputs_and_targets(read_batch(val_tokens, batch))
-        with autocast:
-            losses = raw_model.token_losses(x, y)
-        sums += torch.stack([of_tokens.double().sum().cpu() for of_tokens in losses])
-    product, nats = (world.sum(sums, device) / n).tolist()
-    bits = nats * n / math.log(2) / meta['splits']['val']['bytes']
-    return dict(val_loss=product if trains_product else nats, val_nats=nats, val_bpb=bits)
+        x, y = get_batch(val_bins, batch)
+        # smaller batches are not worth a compilation of their own
+        eager = compile and x.shape[:2] != (micro_batch_size, block_size)
+        with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
+            val_loss = raw_model(x, y)
+            nats = raw_model.token_losses(x, y)[1].mean() if trains_product else val_loss
+        sums += torch.stack([val_loss, nats]).double().cpu() * y[..., 0].numel()
+    val_loss, nats = (all_reduce(sums) / n).tolist()
+    result = dict(val_loss=val_loss, val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
+    if device_type == 'cuda':
+        result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
+    return result
 
 
 # -----------------------------------------------------------------------------
-# the log, signals
+# log and signals
+
+log_path = Path(out_dir) / 'log.jsonl'
 
 
-def append_to_log(text):
-    """Appends to log.jsonl: a step that a resumed run repeats has two lines there, and readers keep the last."""
-    try:
-        with open(out / 'log.jsonl', 'a') as f:
-            f.write(text)
-    except OSError as e:  # disk full, or gone
-        raise InputError(f'{out / "log.jsonl"} cannot be written ({e}); {checkpoints.kept()}') from None
+def open_log():
+    """Opens log.jsonl to append to. Drops the lines after first_step, which a resumed run writes again."""
+    log_path.touch()
+    lines = log_path.read_bytes().splitlines(keepends=True)
+    kept = itertools.takewhile(lambda line: line.endswith(b'\n') and json.loads(line)['step'] <= first_step, lines)
+    os.truncate(log_path, sum(map(len, kept)))
+    return open(log_path, 'a', buffering=1)
 
 
 def log(**event):
-    append_to_log(json.dumps(event) + '\n')
+    log_file.write(json.dumps(event) + '\n')
     if wandb:
         wandb_run.log(event, step=event['step'])
 
 
-received = []  # (signal, when)
+def plot_loss():
+    """Draws loss.png from log.jsonl."""
+    from matplotlib.figure import Figure  # slow to import
+
+    curves = dict(loss='training loss', val_loss='validation loss')
+    if trains_product:
+        curves['val_nats'] = 'validation: -log P(w)'
+    events = [json.loads(line) for line in log_path.read_text().splitlines()]
+    figure = Figure(figsize=(8, 5))
+    ax = figure.add_subplot()
+    for key, label in curves.items():
+        points = [(event['tokens'], event[key]) for event in events if key in event]
+        ax.plot(*zip(*points, strict=True), label=label, lw=0.8, marker='' if key == 'loss' else 'o')
+    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{out_dir}: {sum(raw_model.num_params()):,} parameters')
+    ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(Path(out_dir) / 'loss.png', dpi=120, bbox_inches='tight')
 
 
-def stop_after_this_step(signum, frame):
-    """
-    The first signal makes the loop end after its step, a second one stops at once. But a signal within 5 s of the first
-    may come from torchrun, which hands on what its workers have had already.
-    """
+received = []  # (signal, time)
+
+
+def request_stop(signum, frame):
+    """The first signal ends the loop after its step, a second one ends the process at once."""
     now = time.monotonic()
     received.append((signum, now))
-    if len(received) == 1:
-        return
-    from_torchrun = (world.distributed or signum == signal.SIGTERM) and now - received[0][1] < 5
-    if not from_torchrun:
-        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
+    # torchrun forwards signals, so a duplicate within 5 s is ignored
+    forwarded = (world_size > 1 or signum == signal.SIGTERM) and now - received[0][1] < 5
+    if len(received) > 1 and not forwarded:
+        signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 
 
 # -----------------------------------------------------------------------------
-# what is said at the start
+# training loop
 
-c = raw_model.config
-trains_product = c.loss == 'product' and c.num_hashes > 0
-tokens_per_step = batch_size * block_size
+
+def describe_speed(seconds):
+    """Returns the time of a step, tokens/s and, if the GPU's peak is known, MFU as text."""
+    speed = tokens_per_step / seconds
+    text = f'{seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
+    if peak:
+        text += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
+    return text
+
+
 if master:
+    c = raw_model.config
     interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
-    sequences = f'{batch_size} sequences = {world.size} process(es) x {micro_batch_size} x {accumulation}'
-    print(f'{device}, {dtype}, compile={compile}; {sequences}')
-    if why_dtype:
-        print(f'dtype={dtype}: {why_dtype}')
-    if device_type == 'cuda' and no_compiler:
-        print(f'not compiled: {no_compiler}')
-    if plain:
-        print('the plain model')
+    frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
+    if frozen:
+        print(f'{frozen:,} parameters are frozen: the layers between the first and the last {unfrozen_end_layers}')
+    if trains_product:
+        print('P(w) will be overconfident, because the product loss does not train it; --loss=exact trains it')
+    sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
+    print(f'{device}, {dtype}, compile={compile}, plain={plain}; {sequences}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(config)}')
-    if unfrozen_end_layers:
-        frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
-        print(
-            f'{frozen:,} parameters are frozen: all layers but the first {unfrozen_end_layers} and the last {unfrozen_end_layers}'
-        )
-    if init_from == 'resume':
-        print(f'resumed at step {start_step}')
-    log_path = out / 'log.jsonl'
-    if log_path.is_file() and not log_path.read_bytes().endswith(b'\n'):
-        append_to_log('\n')  # a crash left half a line
-    else:
-        append_to_log('')
+    if resume:
+        print(f'resumed at step {first_step}')
+    log_file = open_log()
     if wandb:
         project = os.environ.get('WANDB_PROJECT', 'multihashformer')
-        name = os.environ.get('WANDB_NAME', out.name)
+        name = os.environ.get('WANDB_NAME', Path(out_dir).name)
         wandb_run = importlib.import_module('wandb').init(project=project, name=name, config=config)
 for signum in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signum, stop_after_this_step)
+    signal.signal(signum, request_stop)
+peak = peak_flops(device) if dtype == 'bfloat16' else None
+step_seconds = []  # without validation and saving
+batches = prefetch(training_batches())
+bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
+for step in range(first_step, max_steps):
+    checkpoints.raise_if_failed()
+    start = time.perf_counter()
+    lr = get_lr(step)
+    for group in optimizer.param_groups:
+        group['lr'] = lr * group['lr_mult']
+    loss_sum = torch.zeros((), device=device)
+    for k in range(accumulation):
+        x, y = next(batches)
+        if accumulates_in_buckets:  # gradients are exchanged once per step
+            model.require_backward_grad_sync = k == accumulation - 1
+        with autocast:  # micro-batches have the same size, so the mean of their means is the mean over all tokens
+            micro_loss = model(x, y) / accumulation
+        micro_loss.backward()
+        loss_sum += micro_loss.detach()
+    stop_signal = received[0][0] if received else 0
+    shared = all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
+    mean_loss, any_signal = shared.tolist()
+    if any_signal and not stop_signal:
+        stop_signal = signal.SIGTERM  # another rank received it
+    if not math.isfinite(mean_loss + grad_norm):
+        values = f'loss {mean_loss}, gradient norm {grad_norm}'
+        raise InputError(f'step {step}: {values}; stopped before the update; {checkpoints.resume_hint()}')
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not accumulates_in_buckets)
+    step_seconds.append(time.perf_counter() - start)
+
+    done = step + 1
+    tokens = done * tokens_per_step
+    bar.update()
+    if master:
+        tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
+        log(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
+        if done % log_interval == 0 or done == max_steps:
+            speed = describe_speed(statistics.median(step_seconds[-log_interval:]))
+            tqdm.write(f'step {done}/{max_steps}: loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {speed}')
+    validates = done % eval_interval == 0 or done == max_steps
+    is_best = False
+    if validates:
+        result = evaluate()
+        is_best = result['val_loss'] < best_val_loss
+        best_val_loss = min(best_val_loss, result['val_loss'])
+    if validates and master:
+        log(step=done, tokens=tokens, **result)
+        line = 'validation loss {val_loss:.4f}, {val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
+        tqdm.write(f'step {done}: {line.format(**result)}{" (best)" if is_best else ""}')
+    if validates or stop_signal:
+        state = dict(
+            model=raw_model.state_dict(),
+            model_config=asdict(raw_model.config),
+            optimizer=optimizer.state_dict(),
+            config=run_config | dict(dtype=dtype),
+            step=done,
+            best_val_loss=best_val_loss,
+            data=data,
+        )
+        checkpoints.save(state, is_best)
+    if stop_signal:
+        break
 
 # -----------------------------------------------------------------------------
-# the loop
+# summary
 
-# the bar appears after the first step
-bar = tqdm(
-    total=max_steps,
-    initial=start_step,
-    unit='step',
-    desc='train',
-    delay=1,
-    disable=not master,
-    mininterval=redraw_interval,
-)
-speeds = []
-batches = prefetch(micro_batches())
-with bar:
-    for step in range(start_step, max_steps):
-        checkpoints.raise_if_failed()
-        if verified.damage:
-            raise InputError(f'{verified.damage}; stopped at step {step}, {checkpoints.kept()}')
-        began = time.perf_counter()
-        lr = get_lr(step)
-        for group in optimizer.param_groups:
-            group['lr'] = lr * group.get('rate', 1)
-        mean_loss = torch.zeros((), device=device)
-        for k in range(accumulation):
-            x, y = inputs_and_targets(next(batches))
-            if in_buckets:  # gradients are exchanged once per update
-                model.require_backward_grad_sync = k == accumulation - 1
-            with autocast:  # micro-batches are equally long, so the mean of their means is the mean over all tokens
-                micro_loss = model(x, y) / accumulation
-            micro_loss.backward()
-            mean_loss += micro_loss.detach()
-        stopping = received[0][0] if received else 0
-        shared = world.sum(torch.stack([mean_loss / world.size, mean_loss.new_full((), stopping)]))
-        norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
-        mean_loss, others_stop = shared.tolist()
-        if others_stop and not stopping:
-            stopping = signal.SIGTERM
-        if not math.isfinite(mean_loss + norm):
-            wrong = f'loss {mean_loss}, gradient norm {norm}'
-            raise InputError(f'step {step}: {wrong}; stopped before the update, {checkpoints.kept()}')
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not in_buckets)
-        speeds.append(tokens_per_step / (time.perf_counter() - began))
-
-        done = step + 1
-        tokens = done * tokens_per_step
-        validating = done % eval_interval == 0 or done == max_steps
-        best = False
-        if master:
-            speed = round(speeds[-1], 1)
-            log(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=norm, tokens_per_s=speed)
-            bar.set_postfix_str(f'loss {mean_loss:.3f}, {speeds[-1]:,.0f} tokens/s', refresh=False)
-            bar.update()
-            # from now on there is a bar, whose last line is also ended in a file
-            bar.delay = 0
-        if validating:
-            result = evaluate()
-            if device_type == 'cuda':
-                result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
-            best = result['val_loss'] < best_val
-            best_val = min(best_val, result['val_loss'])
-            if master:
-                log(step=done, tokens=tokens, **result)
-                # with the exact loss both are one number
-                numbers = 'validation loss {val_loss:.4f}, ' if trains_product else 'validation: '
-                numbers += '{val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
-                if best:
-                    numbers += ' (best)'
-                bar.write(f'step {done}: {numbers.format(**result)}')
-        if validating or stopping:
-            state = dict(
-                model=raw_model.state_dict(),
-                model_config=asdict(raw_model.config),
-                optimizer=optimizer.state_dict(),
-                config=config | dict(dtype=dtype),
-                step=done,
-                best_val=best_val,
-                data=data,
-            )
-            checkpoints.save(state, best)
-        if stopping:
-            break
-    checkpoints.wait()
-
-# -----------------------------------------------------------------------------
-# the last line
-
-world.leave()
+bar.close()
+checkpoints.wait()
+cleanup()
 if done < max_steps:
     if master:
-        print(f'stopped by signal {stopping}; {checkpoints.kept()}', file=sys.stderr)
-    sys.exit(128 + stopping)
+        print(f'stopped by signal {stop_signal:d}; {checkpoints.resume_hint()}', file=sys.stderr)
+    sys.exit(128 + stop_signal)
 if master:
-    steady = speeds[min(5, len(speeds) - 1) :]  # without warm-up
-    print(f'{statistics.harmonic_mean(steady):,.0f} tokens/s; {out}/ckpt.pt, log.jsonl, loss.png')
-    title = f'{out_dir}: {sum(raw_model.num_params()):,} parameters'
-    plot.loss_curve(plot.read_log(out / 'log.jsonl'), title, out / 'loss.png')
+    seconds = statistics.mean(step_seconds[min(5, len(step_seconds) - 1) :])  # without warm-up
+    print(f'{describe_speed(seconds)}; {out_dir}/ckpt.pt, log.jsonl, loss.png')
+    plot_loss()

@@ -35,13 +35,13 @@ from conftest import (
     write_jsonl,
     write_released,
 )
+from mhf.device import pick_dtype
 
 import configurator
 from hashing import signature_table, token_ids
 from mhf import device
 from mhf.bins import block_indices
 from mhf.checkpoint import checked_digest, load_checkpoint
-from mhf.device import pick_dtype
 from mhf.meta import read_meta
 from model import MHF, MHFConfig
 
