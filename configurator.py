@@ -1,15 +1,14 @@
 """
-The settings of a script: its own defaults, then config files, then --key=value on the command line.
+Settings of a script: its defaults, overridden by config files, overridden by --key=value on the command line.
 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
 A script's settings are its lower-case globals that are numbers, strings, True, False or None when it calls
 
-    config = configure(globals())     # sets these globals anew; an imported script keeps its defaults
+    config = configure(globals())     # sets these globals; an imported script keeps its defaults
 
-Config files are Python and run as such. They may assign the settings of all scripts here, so one file serves all; names
-that begin with _ are the file's own. A variant of a config begins with `from config.mhf_1b import *`. Unknown names,
-missing values and wrong types are refused, all of them at once. Bad input of any kind is an InputError.
+Config files are Python. One file may set the settings of all scripts; names that start with _ are the file's own. A
+variant of a config starts with `from config.mhf_1b import *`. Unknown names, missing values and wrong types are errors.
 """
 
 import ast
@@ -47,15 +46,15 @@ def install_excepthook():
 
 
 def did_you_mean(word, known):
-    """'; did you mean X?' for the known word nearest to `word`, or ''."""
+    """Returns '; did you mean X?' for the known word nearest to `word`, or ''."""
     near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ''
 
 
 def check_numbers(settings, above_zero='', not_negative='', below=None):
     """
-    Raises InputError where a setting is outside its range. above_zero and not_negative are names, separated by spaces;
-    below is {name: limit} of settings from 0 to below a limit.
+    Raises InputError if a setting is out of range. above_zero and not_negative: names, separated by spaces; below:
+    {name: limit} of settings from 0 to below a limit.
     """
     for name in above_zero.split():
         if not 0 < settings[name] < math.inf:
@@ -68,23 +67,24 @@ def check_numbers(settings, above_zero='', not_negative='', below=None):
             raise InputError(f'{name}={settings[name]}: must be from 0 to below {limit}')
 
 
-def head_of(script):
-    """The lines `name = value` of a script's settings, with their comments: all down to its configure(globals())."""
+def settings_source(script):
+    """Returns the lines `name = value` of a script's settings, with their comments."""
     above, _, _ = (HERE / script).read_text(encoding='utf-8').partition('\nconfig = configure(')
-    first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE)
-    return above[first.start() :]
+    return above[re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start() :]
 
 
 @functools.cache
 def settings_of(script):
-    """{name: default} of a script's settings, without running the rest of the script."""
+    """Returns {name: default} of a script's settings, without running the rest of the script."""
     settings = {}
-    exec(head_of(script), {}, settings)
+    exec(settings_source(script), {}, settings)
     return settings
 
 
-def converted(key, value, default):
-    """`value` as the type of `default`, or InputError. A default of None takes anything: the script checks it."""
+def coerce(key, value, default):
+    """Returns `value` as the type of `default`, with ~/ expanded. A default of None takes any type."""
+    if isinstance(value, str) and isinstance(default, str | None):
+        return re.sub(r'(^|,)~/', rf'\1{Path.home()}/', value)
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
@@ -95,49 +95,54 @@ def converted(key, value, default):
     raise InputError(f'{key}={value!r} is {type(value).__name__}, expected {type(default).__name__} (like {default!r})')
 
 
-def parsed(text, default):
-    """The value of --key=text: the text itself if the default is one, else a Python literal, else the text."""
+def parse_value(text, default):
+    """Returns the value of --key=text: a Python literal, or the text itself if it is none or the default is text."""
     if isinstance(default, str):
         return text
-    literal = {'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text)
     try:
-        return ast.literal_eval(literal)
+        return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 
 
+def parse_flag(argument, script, defaults):
+    """Returns {key: value} of an argument --key=value, or --key of a setting that is True or False or None."""
+    key, equals, text = argument[2:].partition('=')
+    if key not in defaults:
+        owner = next((other for other in SCRIPTS if key in settings_of(other)), None)
+        hint = f' ({owner} has it)' if owner else did_you_mean(key, defaults)
+        raise InputError(f"unknown setting '--{key}' of {script}{hint}")
+    if equals:
+        return {key: parse_value(text, defaults[key])}
+    if isinstance(defaults[key], bool | None):
+        return {key: True}
+    raise InputError(f'--{key} needs a value: --{key}=...')
+
+
 def read_config(path):
-    """The settings that the config file `path` makes, checked. Raises InputError with every problem in it."""
-    here = HERE / path
-    file = Path(path) if Path(path).is_file() else here
+    """Returns {name: value} of a config file. Raises InputError for its errors and for all unknown names."""
+    file = Path(path) if Path(path).is_file() else HERE / path
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
         raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
     scope = {'__file__': str(file)}
     try:
         exec(compile(file.read_text(encoding='utf-8'), str(file), 'exec'), scope)
-    # whatever the file's own code raises
-    except Exception as e:
+    except Exception as e:  # the file may raise any
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(file)]
         line = lines[-1] if lines else getattr(e, 'lineno', None)
-        raise InputError(f'{path}, line {line}: {type(e).__name__}: {" ".join(str(e).split())}') from None
+        raise InputError(f'{path}, line {line}: {type(e).__name__}: {e}') from None
+    settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     known = {name for script in SCRIPTS for name in settings_of(script)}
-    settings = {}
-    unknown = []
-    for key, value in scope.items():
-        if key.startswith('_') or isinstance(value, types.ModuleType):
-            continue
-        settings[key] = value
-        if key not in known:
-            unknown.append(f"unknown setting '{key}'{did_you_mean(key, known)}")
+    unknown = [f"unknown setting '{key}'{did_you_mean(key, known)}" for key in settings if key not in known]
     if unknown:
         raise InputError(f'{path}: {", and ".join(unknown)}')
     return settings
 
 
 def print_help(scope):
-    """Prints a script's docstring and its settings: a comment above settings begins a group of them."""
-    settings = re.sub(r'^(\w+) = ', r'--\1=', head_of(Path(scope['__file__']).name), flags=re.MULTILINE)
+    """Prints a script's docstring and its settings, in their groups."""
+    settings = re.sub(r'^(\w+) = ', r'--\1=', settings_source(Path(scope['__file__']).name), flags=re.MULTILINE)
     groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
     print(scope['__doc__'].strip())
     print('\nsettings:\n')
@@ -146,57 +151,31 @@ def print_help(scope):
 
 def configure(scope):
     """
-    Overrides the settings among the globals `scope` of a script from the command line; returns them all as a dict. A
-    script that is imported keeps its defaults. Raises InputError with every problem.
+    Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
+    settings as a dict. Raises one InputError with all problems.
     """
-    script = Path(scope['__file__']).name
-    types_of_settings = (bool, int, float, str, type(None))
     defaults = {}
     for key, value in scope.items():
-        if key.islower() and not key.startswith('_') and isinstance(value, types_of_settings):
+        if key.islower() and not key.startswith('_') and isinstance(value, bool | int | float | str | None):
             defaults[key] = value
-    argv = []
-    if scope['__name__'] == '__main__':
-        argv = sys.argv[1:]
-        install_excepthook()
-    if '--help' in argv or '-h' in argv:
+    if scope['__name__'] != '__main__':
+        return defaults
+    install_excepthook()
+    arguments = sys.argv[1:]
+    if '--help' in arguments or '-h' in arguments:
         print_help(scope)
         sys.exit(0)
     settings = dict(defaults)
     problems = []
-    for arg in argv:
-        is_setting = arg.startswith('--')
+    for argument in sorted(arguments, key=lambda argument: argument.startswith('--')):  # config files first
         try:
-            given = from_argument(arg, script, defaults) if is_setting else read_config(arg)
+            is_flag = argument.startswith('--')
+            given = parse_flag(argument, Path(scope['__file__']).name, defaults) if is_flag else read_config(argument)
+            # a config file also has the settings of other scripts
+            settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
         except InputError as e:
             problems.append(str(e))
-            continue
-        for key, value in given.items():
-            # a config file also has the settings of other scripts
-            if key not in defaults:
-                continue
-            try:
-                settings[key] = converted(key, value, defaults[key])
-            except InputError as e:
-                problems.append(str(e) if is_setting else f'{arg}: {e}')
     if problems:
         raise InputError(', and '.join(problems))
     scope.update(settings)
     return settings
-
-
-def from_argument(arg, script, defaults):
-    """{key: value} of one --key=value. Raises InputError for a key that the script has not."""
-    key, equals, text = arg[2:].partition('=')
-    if key not in defaults:
-        hint = did_you_mean(key, defaults)
-        for other in SCRIPTS:
-            if key in settings_of(other):
-                hint = f' ({other} has it)'
-                break
-        raise InputError(f"unknown setting '--{key}' of {script}{hint}")
-    if equals:
-        return {key: parsed(text, defaults[key])}
-    if isinstance(defaults[key], (bool, type(None))):
-        return {key: True}
-    raise InputError(f'--{key} needs a value: --{key}=...')
