@@ -273,17 +273,19 @@ def evaluate():
     batches = [starts[k : min(k + micro_batch_size, complete)] for k in range(0, complete, micro_batch_size)]
     if complete < len(starts):
         batches.append(starts[complete:])
-    sums = torch.zeros(2, dtype=torch.float64)
+    losses = ('product', 'exact') if trains_product else ('exact',)
+    sums = torch.zeros(len(losses), dtype=torch.float64)
     bar = tqdm(batches[rank::world_size], desc='validate', unit='batch', leave=False, disable=None if master else True)
     for batch in bar:
         x, y = get_batch(val_bins, batch)
         # smaller batches are not worth a compilation of their own
         eager = compile and x.shape[:2] != (micro_batch_size, block_size)
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
-            val_loss = raw_model(x, y)
-            nats = raw_model.token_losses(x, y)[1].mean() if trains_product else val_loss
-        sums += torch.stack([val_loss, nats]).double().cpu() * y[..., 0].numel()
-    val_loss, nats = (all_reduce(sums) / n).tolist()
+            token_losses = raw_model.token_losses(x, y, losses)
+        sums += torch.stack([token_loss.double().sum().cpu() for token_loss in token_losses])
+    means = (all_reduce(sums) / n).tolist()
+    val_loss = means[0]
+    nats = means[-1]  # -log P(w), the same value unless the run trains the product loss
     result = dict(val_loss=val_loss, val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
     if device_type == 'cuda':
         result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6

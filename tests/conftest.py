@@ -226,6 +226,9 @@ hidden_size = _d
 intermediate_size = 64
 num_hashes = 3
 num_buckets = 256
+loss = 'exact'
+encoder_init = 'orthogonal'
+embedding_scale = 8.0
 block_size = 64
 batch_size = 8
 micro_batch_size = 4
@@ -324,14 +327,6 @@ def weights(folder, out='out'):
     import torch
 
     return torch.load(folder / out / 'ckpt.pt', weights_only=True)
-
-
-def save_edited(state, path):
-    """Writes a checkpoint that was changed, without the digest beside it."""
-    import torch
-
-    torch.save(state, path)
-    path.with_name(f'{path.name}.sha256').unlink(missing_ok=True)
 
 
 def assert_same(a, b):
