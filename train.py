@@ -198,6 +198,7 @@ if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
+    torch._dynamo.config.optimize_ddp = False  # one graph, although DDP then exchanges gradients at its end
 model = wrap_ddp(raw_model) if world_size > 1 else raw_model
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
