@@ -140,7 +140,9 @@ class Checkpoints:
         return [path for path in (self.newest, *self.numbered()) if path.exists()]
 
     def make_folder(self):
-        """Creates out_dir. Raises InputError if it is not writable."""
+        """Creates out_dir, on the rank that writes. Raises InputError if it is not writable."""
+        if not self.writes:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.temporary.unlink(missing_ok=True)  # a killed run left it
@@ -172,7 +174,6 @@ class Checkpoints:
         """Copies the state to the host and starts to write it, after the previous write has ended."""
         self.wait()
         if not self.writes:
-            # the optimizer's state may be gathered from all ranks one day; today rank 0 has all of it
             self.last_path = self.newest
             self.last_step = state['step']
             return

@@ -505,7 +505,7 @@ def test_any_world_size_sees_the_same_batches(quick):
     agents = [start(*short, '--out_dir=nodes', cwd=quick, torchrun=[*nodes, f'--node_rank={k}']) for k in (0, 1)]
     more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--auto_resume', '--out_dir=micro')
     done = wait_all([*agents, *ranks(2, *short, '--out_dir=two', cwd=quick), *ranks(4, *more, cwd=quick)])
-    assert [code for code, *_ in done] == 8 * [0], done
+    assert [code for code, *_ in done] == 8 * [0], [errors for _, _, errors in done]
     for out in ('micro', 'two', 'nodes'):
         for step, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
             assert step == pytest.approx(alone, rel=1e-4), out
@@ -561,7 +561,7 @@ def test_ranks_must_agree(quick, tmp_path):
     old = "import torch; torch.__version__ = '2.0.1'"
     first = start(*args, cwd=quick, RANK='0', **told)
     (code, _, errors), rest = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **told)])
-    assert code == 1 and errors.startswith('error: rank 1 has ') and errors.count('\n') == 1, errors
+    assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
     expected = ('seed=7 (rank 0: 42)', 'checkpoint step=16 (rank 0: 24)', 'training data=', 'torch version=2.0.1')
     assert all(difference in errors for difference in expected), errors
     # under torchrun one line is enough
