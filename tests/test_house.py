@@ -1,4 +1,4 @@
-"""The house: imports point one way, scripts -> mhf/ -> model, hashing -> configurator, without a circle."""
+"""Imports point one way, scripts -> mhf/ -> model, hashing -> configurator, without a cycle."""
 
 import ast
 
@@ -15,7 +15,7 @@ def imported(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # from mhf import plot: a module; from mhf.bins import Bins: not one
+            # from mhf import kernels: a module; from mhf.data import Bins: not one
             names |= {f'{node.module}.{alias.name}' for alias in node.names} | {node.module}
     there = {'.'.join(file.relative_to(REPO).with_suffix('').parts) for file in REPO.glob('[!.]*/*.py')}
     there |= {file.stem for file in REPO.glob('*.py')}
@@ -23,7 +23,7 @@ def imported(path):
 
 
 def test_imports_point_one_way():
-    """A file imports a script, model.py needs mhf/, or two files of mhf/ need each other: none can be read alone."""
+    """No file imports a script, model.py does not need mhf/, and no two files of mhf/ need each other."""
     for name, allowed in GROUND.items():
         assert imported(REPO / f'{name}.py') <= allowed, name
     needs = {}
@@ -33,5 +33,5 @@ def test_imports_point_one_way():
             needs[f'mhf.{path.stem}'] = {name for name in imported(path) if name not in GROUND}
     while needs:
         alone = {name for name, others in needs.items() if not others & needs.keys()}
-        assert alone, f'a circle among {sorted(needs)}, or something that is not in mhf/'
+        assert alone, f'a cycle among {sorted(needs)}, or something that is not in mhf/'
         needs = {name: others for name, others in needs.items() if name not in alone}
