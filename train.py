@@ -44,6 +44,7 @@ from mhf.runtime import (
     check_same_on_all_ranks,
     cleanup,
     init_distributed,
+    no_triton,
     peak_flops,
     pick_compile,
     pick_dtype,
@@ -134,6 +135,8 @@ rank, world_size, device = init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
 compile = pick_compile(compile, device)
+if kernels and device_type == 'cuda' and no_triton():
+    raise InputError(f'kernels=True: {no_triton()}; or omit --kernels')
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
@@ -173,7 +176,8 @@ if ckpt:
     if first_step >= max_steps and not auto_resume:
         raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
     if first_step >= max_steps:
-        print(f'{source} is at step {first_step} of {max_steps}: done')
+        if master:
+            print(f'{source} is at step {first_step} of {max_steps}: done')
         cleanup()
         sys.exit()
 if model:
@@ -187,10 +191,9 @@ else:
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = Model(model_config, table, meta['unused_ids'])
         model.init_weights()
-checkpoints.make_folder()
-
 dtype = pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
+checkpoints.make_folder()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
 raw_model.use_kernels = kernels

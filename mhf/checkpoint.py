@@ -8,7 +8,6 @@ file.
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -26,26 +25,6 @@ from mhf.fused import FusedMHF
 from model import MHFConfig
 
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data')
-
-
-def digest_of_state(state):
-    """The SHA-256 of nested dicts and lists of tensors, numbers and strings."""
-    digest = hashlib.sha256()
-
-    def feed(x):
-        if isinstance(x, torch.Tensor):
-            digest.update(f'{x.dtype} {tuple(x.shape)}'.encode())
-            digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        elif isinstance(x, (dict, list, tuple)):
-            digest.update(f'{type(x).__name__} {len(x)}'.encode())
-            for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-                digest.update(repr(key).encode())
-                feed(value)
-        else:
-            digest.update(repr(x).encode())
-
-    feed(state)
-    return digest.hexdigest()
 
 
 def map_tensors(change, state):
