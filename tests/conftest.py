@@ -1,6 +1,6 @@
 """
-What the tests of the scripts share. Above all run(): it runs a script as a user does, but in a child forked from a
-process that has imported torch and its like already. Else 3 seconds of imports would be most of each test's time.
+Helpers for the tests of the scripts. run() runs a script as a user does, but in a child forked from a process that has
+already imported torch and other libraries: 3 seconds of imports would otherwise dominate each test.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 
 
 def __getattr__(name):
-    """What test_mhf.py has for all tests; it imports torch and our modules, so only when a test asks for it."""
+    """Returns a helper of test_mhf.py, which imports torch and our modules, so only when a test uses it."""
     if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'tiles', 'write_released'):
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
@@ -42,9 +42,9 @@ def __getattr__(name):
 # -----------------------------------------------------------------------------
 # scripts
 
-# variables of every script; the fork server needs them when it starts, because libraries read them at their import
+# variables of every script; libraries read them at their import, so the fork server needs them, too
 ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
-# the libraries that the scripts import; our own files are not among them, so that every child reads these anew
+# the libraries that the scripts import; every child imports our own modules itself
 PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
     safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
@@ -54,11 +54,11 @@ PRELOADED = """
 
 
 def fork_server():
-    """The context whose processes are forked from one that has imported PRELOADED; the first call starts that one."""
+    """Returns a context whose processes are forked from one that has imported PRELOADED."""
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # what torchrun sets is not for the scripts
+        # torchrun's variables are not for the scripts
         for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
             patch.delenv(name, raising=False)
         for name, value in ENVIRONMENT.items():
@@ -102,7 +102,7 @@ def child(script, args, cwd, environment, patch, output):
 
 
 class Forked:
-    """A script in a forked child, used as a subprocess.Popen is, but not from several threads."""
+    """A script in a forked child, with the interface of subprocess.Popen, but not thread-safe."""
 
     def __init__(self, script, args, cwd, environment, patch):
         self.output = tempfile.TemporaryDirectory()
@@ -138,9 +138,8 @@ class Forked:
 
 def start(script, *args, cwd, torchrun=None, patch='', **environment):
     """
-    A script that runs, 'train.py' or a module like 'study.sweep', in a process group of its own. `patch` is Python that
-    the child runs first and may change our modules. With `torchrun`, a list of torchrun's arguments, only torchrun
-    itself is forked, its workers begin anew.
+    Starts a script, 'train.py' or a module like 'study.sweep', in a process group of its own. `patch` is Python that the
+    child runs first, to change our modules. With `torchrun`, a list of torchrun's arguments, only torchrun is forked.
     """
     if torchrun is not None:
         command = [*torchrun, str(REPO / script), *args]
@@ -152,7 +151,7 @@ def start(script, *args, cwd, torchrun=None, patch='', **environment):
 
 def started(script, *args, cwd, wait_for, **options):
     """
-    A script that runs and has written the file `wait_for`, or has ended without it. `options` are the other arguments
+    Starts a script and waits until it has written the file `wait_for`, or has ended. `options` are the other arguments
     of start().
     """
     process = start(script, *args, cwd=cwd, **options)
@@ -163,7 +162,7 @@ def started(script, *args, cwd, wait_for, **options):
 
 
 def run(script, *args, cwd, timeout=300, **options):
-    """A script that has ended: .returncode, .stdout, .stderr. `options` are the other arguments of start()."""
+    """Runs a script to its end: .returncode, .stdout, .stderr. `options` are the other arguments of start()."""
     process = start(script, *args, cwd=cwd, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -174,19 +173,19 @@ def run(script, *args, cwd, timeout=300, **options):
 
 
 def ok(*args, **options):
-    """What run() gives, of a script that must succeed."""
+    """run() of a script that must succeed."""
     done = run(*args, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
 def ranks(number, script, *args, cwd, **options):
-    """Starts so many processes of one run, forked, with the variables that torchrun would set: a list of Forked."""
+    """Starts `number` processes of one run with the variables that torchrun would set. Returns a list of Forked."""
     variables = dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
     return [start(script, *args, cwd=cwd, **variables, **options, RANK=str(rank)) for rank in range(number)]
 
 
-# a patch that does {do} in the {n}-th forward pass of training
+# a patch that runs {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
 from mhf.fused import FusedMHF
@@ -244,7 +243,7 @@ num_samples = 2
 
 
 def library_texts(size=math.inf):
-    """About `size` characters of the standard library, real text that every machine has: a text for each module."""
+    """About `size` characters of the standard library, which every machine has: a text for each module."""
     texts = []
     for path in sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py')):
         if size < 0:
@@ -275,7 +274,7 @@ def mistral():
 
 
 def small_run(folder, texts, more=''):
-    """Makes documents, a config, bins and a trained checkpoint in a folder, and returns it."""
+    """Creates documents, a config, bins and a trained checkpoint in a folder, and returns it."""
     write_jsonl(folder / 'docs.jsonl', texts)
     (folder / 'cfg.py').write_text(CONFIG + more)
     ok('prepare.py', 'cfg.py', cwd=folder)
@@ -290,7 +289,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def few(tmp_path_factory):
-    """Like `trained`, with steps that take a fifth of the time: 24 of them are three epochs of a little text."""
+    """Like `trained`, with steps of a fifth of the time; 24 of them are three epochs of a small corpus."""
     texts = [text[:1200] for text in real_documents()[:3]]
     more = 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
     return small_run(tmp_path_factory.mktemp('few'), texts, more)
@@ -307,30 +306,26 @@ def quick(few, tmp_path):
 
 
 def events(folder, out='out'):
-    """The lines of a run's log without those that a crash cut off; of a step that is there twice, the last."""
-    kept = {}
-    for line in (folder / out / 'log.jsonl').read_text().splitlines():
-        if line.endswith('}'):
-            event = json.loads(line)
-            kept[event.get('step'), 'loss' in event] = event
-    return list(kept.values())
+    """The events of a run's log, without a line that a crash cut off."""
+    lines = (folder / out / 'log.jsonl').read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith('}')]
 
 
 def steps(folder, out='out'):
-    """What a run's log says about each update."""
+    """The training events of a run's log, without their speed."""
     keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm')
     return [{k: e[k] for k in keys} for e in events(folder, out) if 'loss' in e]
 
 
 def weights(folder, out='out'):
-    """What is in a run's newest checkpoint."""
+    """The contents of a run's newest checkpoint."""
     import torch
 
     return torch.load(folder / out / 'ckpt.pt', weights_only=True)
 
 
 def assert_same(a, b):
-    """Asserts that two nests of tensors and values are equal in every bit."""
+    """Asserts that nested tensors and values are equal in every bit."""
     import torch
 
     assert type(a) is type(b)
@@ -345,7 +340,7 @@ def assert_same(a, b):
 
 
 def damaged(draw, raw):
-    """`raw` cut off, with bytes changed, put in or taken out, or other bytes; `draw` is of hypothesis' st.data()."""
+    """Returns `raw` truncated, with bytes changed, inserted or removed, or other bytes; `draw` is of st.data()."""
     damage = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other']))
     at = draw(st.integers(0, len(raw) - 1))
     piece = draw(st.binary(min_size=1, max_size=40))
@@ -367,24 +362,6 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-
-
-def edited(draw, value):
-    """A nest of dicts and lists with one place changed, or taken out."""
-    inner = []  # keys of the places in it
-    if isinstance(value, dict):
-        inner = list(value)
-    elif isinstance(value, list):
-        inner = list(range(len(value)))
-    if not inner or draw(st.integers(0, 3)) == 0:
-        return draw(JSON_VALUES)
-    key = draw(st.sampled_from(inner))
-    new = value.copy()
-    if draw(st.integers(0, 5)) == 0:
-        del new[key]
-    else:
-        new[key] = edited(draw, value[key])
-    return new
 
 
 def snapshot(folder):

@@ -1,7 +1,6 @@
 """train.py: the loop, resuming, processes, signals and kills. Most runs are of `few`, a second for 24 steps."""
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import time
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -41,7 +39,7 @@ from mhf import runtime
 from mhf.checkpoint import load_checkpoint
 from mhf.data import block_indices
 from mhf.runtime import pick_dtype
-from model import MHF, MHFConfig
+from model import MHFConfig
 
 
 def until(step):
@@ -195,16 +193,6 @@ def test_initialization(quick):
         assert all(torch.allclose(other[name], weight, atol=1e-6) for name, weight in after[0].items())
 
 
-def test_orthogonal_initialization_runs_on_the_cpu(monkeypatch):
-    """The QR decomposition of the initialization runs on the CPU, because mps has none."""
-    devices = []
-    qr = torch.linalg.qr
-    monkeypatch.setattr(torch.linalg, 'qr', lambda x: devices.append(x.device.type) or qr(x))
-    with torch.device('meta'):
-        MHF(MHFConfig(vocab_size=9, num_layers=1, encoder_init='orthogonal')).init_weights()
-    assert devices == ['cpu']
-
-
 def test_a_resumed_run_keeps_its_precision(quick):
     """Without --dtype a resumed run keeps the precision of its checkpoint."""
     args = ('cfg.py', '--out_dir=b', '--auto_resume', '--compile=False')
@@ -225,24 +213,6 @@ def test_the_precision_of_a_cpu_is_measured(monkeypatch, capsys, bfloat16, float
     assert pick_dtype(None, 'cpu') == faster and 'GFLOP/s in float32' in capsys.readouterr().err
     assert max(sizes) == (256 if bfloat16 == 1 else 512)
     assert pick_dtype('float32', 'cpu') == 'float32' and not capsys.readouterr().err
-
-
-def test_a_busy_cpu_does_not_disturb_the_measurement(monkeypatch):
-    """The fastest of 16 products counts, on one thread, and the number of threads is restored."""
-    seconds = [9.0] * 11 + [0.5] + [9.0] * 4
-    clock = itertools.accumulate(itertools.chain.from_iterable((1.0, each) for each in seconds))
-    threads = []
-
-    def perf_counter():
-        threads.append(torch.get_num_threads())
-        return next(clock)
-
-    monkeypatch.setattr(runtime, 'time', SimpleNamespace(perf_counter=perf_counter))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    assert runtime.matmul_flops(torch.float32, 4) == 2 * 4**3 / 0.5
-    assert set(threads) == {1} and torch.get_num_threads() == 2
-    torch.set_num_threads(before)
 
 
 def test_batches_are_a_permutation_without_replacement():
@@ -322,7 +292,6 @@ def test_resume_is_exact(quick, compiled):
     log.write_text(before + json.dumps(dict(step=first + 1, loss=9.0)) + '\n{"step": 13, "lo')
     ok('train.py', *args, cwd=quick)
     assert log.read_text().startswith(before)
-    assert [json.loads(line) for line in log.read_text().splitlines()] == events(quick, 'b')
     assert steps(quick, 'b') == steps(quick, uninterrupted)
     a = weights(quick, uninterrupted)
     b = weights(quick, 'b')
