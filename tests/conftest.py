@@ -138,8 +138,8 @@ class Forked:
 
 def start(script, *args, cwd, torchrun=None, patch='', **environment):
     """
-    Starts a script, 'train.py' or a module like 'study.sweep', in a process group of its own. `patch` is Python that the
-    child runs first, to change our modules. With `torchrun`, a list of torchrun's arguments, only torchrun is forked.
+    Starts a script, 'train.py' or a module like 'study.sweep', in a process group of its own. The child first runs
+    `patch`, Python that changes our modules. With `torchrun`, a list of torchrun's arguments, only torchrun is forked.
     """
     if torchrun is not None:
         command = [*torchrun, str(REPO / script), *args]

@@ -517,6 +517,17 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
     assert [s['loss'] for s in steps(quick, 'b')] == pytest.approx([s['loss'] for s in steps(quick)[:3]], rel=1e-4)
 
 
+def test_rank_0_chooses_the_precision(quick):
+    """Without --dtype only rank 0 measures its CPU, and all ranks use its choice."""
+    rates = 'from mhf import runtime\nruntime.matmul_flops = lambda dtype, size: {}'
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--dtype=None', '--compile=False', *until(2))
+    told = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE='2')
+    patches = [rates.format('dtype.itemsize % 4 + 1.0'), rates.format('1 / 0')]
+    done = wait_all([start(*args, cwd=quick, RANK=str(k), patch=patches[k], **told) for k in (0, 1)])
+    assert [code for code, *_ in done] == [0, 0] and done[0][2].count('dtype=bfloat16: ') == 1, done
+    assert weights(quick, 'b')['config']['dtype'] == 'bfloat16' and 'dtype' not in done[1][2]
+
+
 def test_ranks_must_agree(quick, tmp_path):
     """Ranks with another checkpoint, corpus, setting or torch end with one line that names the difference."""
     other = shutil.copytree(quick, tmp_path / 'other')
