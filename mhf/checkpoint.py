@@ -180,8 +180,6 @@ class Checkpoints:
             self.temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-                f.flush()
-                os.fsync(f.fileno())
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import FUZZ, REPO, assert_same, damaged, ok, random_model, ranks, relative, run, snapshot, steps, weights
+from conftest import FUZZ, REPO, assert_same, damaged, ok, random_model, ranks, run, snapshot, steps, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
     checkpoints.save(dict(step=1), is_best=True)
     checkpoints.wait()
     names = ('ckpt.pt', 'ckpt_best.pt', 'ckpt_000001.pt')
-    assert calls == ['file', *(call for name in names for call in (name, 'folder'))]
+    assert calls == [call for name in names for call in ('file', name, 'folder')]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
@@ -165,7 +165,7 @@ def assert_read_back(m, folder):
         left_out |= {'num_buckets', 'num_lsh', 'bottleneck'}
     ours, theirs = ({k: v for k, v in asdict(x.config).items() if k not in left_out} for x in (m, back))
     assert ours == theirs
-    with pytest.raises(InputError, match='there already'):
+    with pytest.raises(InputError, match='already exists'):
         save_pretrained(m, folder, 'mistral')
 
 
@@ -181,20 +181,11 @@ def test_export(quick):
     assert_read_back(load_checkpoint(quick / 'out/ckpt.pt')[0], quick / 'released')
 
 
-def test_an_exported_standard_model_is_a_qwen3(tmp_path):
-    """Other tools cannot read a Standard model, or read another one, of which rows of E do not enter louder."""
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.arange(20)[None]
-    for scale in (4.0, 1.0):
-        m = random_model(num_hashes=0, embedding_scale=scale, dtype=torch.float32)
-        folder = tmp_path / f'times{scale}'
-        save_pretrained(m, folder, 'mistral')
-        theirs = AutoModelForCausalLM.from_pretrained(folder)(ids).logits.log_softmax(-1)
-        assert relative(theirs, m.log_probs(ids)) < 1e-4
-    assert_read_back(m, folder)
+def test_an_untied_head_is_not_exported(tmp_path):
+    """A tensor without a name in the released format is an error."""
+    m = random_model(num_hashes=0, dtype=torch.float32)
     m.head = torch.nn.Parameter(m.embed.weight + 1)
-    with pytest.raises(InputError, match='head has no name'):  # it would be lost without a word
+    with pytest.raises(InputError, match='head has no name'):
         save_pretrained(m, tmp_path / 'untied', 'mistral')
     assert not (tmp_path / 'untied').exists()
 
