@@ -38,7 +38,7 @@ from configurator import InputError, check_numbers, configure
 from mhf.checkpoint import Checkpoints, check_resume
 from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
-from mhf.released import check_vocabulary, init_model
+from mhf.released import check_vocabulary, init_model, make_config
 from mhf.runtime import (
     all_reduce,
     check_same_on_all_ranks,
@@ -50,7 +50,7 @@ from mhf.runtime import (
     pick_dtype,
     wrap_ddp,
 )
-from model import MHF, MHFConfig
+from model import MHF
 
 # output
 out_dir = 'out'
@@ -186,8 +186,7 @@ if model:
     model.config.loss = loss
 else:
     torch.manual_seed(seed)
-    fields = {name: value for name, value in config.items() if name in MHFConfig.__annotations__}
-    model_config = MHFConfig(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'], **fields)
+    model_config = make_config(config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = Model(model_config, table, meta['unused_ids'])
         model.init_weights()
