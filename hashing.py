@@ -9,7 +9,6 @@ Signatures: what turns the *string* of a token into hash IDs (section 3 of the p
 """
 
 import hashlib
-import math
 
 import mmh3
 import numpy as np
@@ -75,42 +74,6 @@ def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True
     table = np.concatenate([table, rows])
     if num_lsh < H:
         _rehash(table, V, tokens, B)
-    return table
-
-
-def frequency_table(tokens, frequencies, num_hashes, num_buckets, pad_id=None):
-    """
-    A departure from the paper: the signatures of signature_table, but tokens share buckets only with tokens that are
-    about as frequent, so that a rare one does not learn from what a frequent one needs. Of n = B - 1 buckets a
-    coordinate, the n/4 most frequent tokens have one each, alone and the same in every coordinate; the next 3n/4 tokens
-    are hashed to the next 3n/8 buckets. Of the other tokens, those of frequency 0 are hashed to the last n/64 buckets,
-    or as many as they need, where a model learns for all of them that they do not occur; the rest have the buckets
-    between. Frequencies: of each token, any numbers (V,).
-    Returns (V, H) uint16. Raises InputError as signature_table does, and for B below 8.
-    """
-    if num_buckets < 8:
-        raise InputError(f'num_buckets={num_buckets}: must be 8 or more to give tokens buckets by their frequency')
-    table = signature_table(tokens, num_hashes, num_buckets, pad_id=pad_id)
-    real = np.flatnonzero(table.any(axis=1))
-    frequencies = np.asarray(frequencies)
-    most_frequent_first = real[np.argsort(-frequencies[real], kind='stable')]
-    buckets = num_buckets - 1
-    alone = buckets // 4
-    middle = 1 + alone + (buckets - alone) // 2
-    table[most_frequent_first[:alone]] = 1 + np.arange(min(alone, len(real)))[:, None]
-    others = most_frequent_first[buckets:]
-    seen = frequencies[others] > 0
-    # each prefix has room for `buckets` of them; together the prefixes have twice the room that they need
-    needed = math.ceil((2 * np.sum(~seen) / buckets) ** (1 / max(1, num_hashes - 1)))
-    of_unseen = max(middle + 1, num_buckets - max(1, buckets // 64, needed))
-    for ids, first, end in (
-        (most_frequent_first[alone:buckets], 1 + alone, middle),
-        (others[seen], middle, of_unseen),
-        (others[~seen], of_unseen, num_buckets),
-    ):
-        for j in range(num_hashes):
-            table[ids, j] = [first + mmh3.hash128(tokens[i], j) % (end - first) for i in ids]
-    _rehash(table, 0, tokens, num_buckets)
     return table
 
 

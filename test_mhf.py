@@ -7,7 +7,6 @@ MHF_STRICT=1 a skip is a failure.
 """
 
 import importlib.util
-import itertools
 import json
 import lzma
 import math
@@ -15,7 +14,6 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from random import Random
 
 # The kernels of kernels.py run in Triton's interpreter here: the CPU stands for a GPU. Triton reads this once.
 os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -24,7 +22,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import configurator
 import model as model_module
 from configurator import InputError
-from hashing import extend_table, fingerprint, frequency_table, signature_table
+from hashing import extend_table, fingerprint, signature_table
 from mhf import fused
 from mhf.checkpoint import build_on_meta
 from mhf.fused import FusedMHF, Tiles
@@ -117,31 +115,6 @@ def test_table_invariants(old, new, H, B):
     real = [i for i, w in enumerate(old + new) if w is not None and i != pad]
     assert len(set(map(tuple, longer[real].tolist()))) == len(real)
     assert (longer[real] > 0).all() and longer.sum() == longer[real].sum()
-
-
-@settings(max_examples=120, deadline=None)
-@given(st.lists(word, min_size=20, max_size=60), st.integers(1, 4), st.sampled_from([8, 12, 30, 65536]), st.randoms())
-@example([str(i) for i in range(60)], 3, 30, Random(0))
-def test_frequent_tokens_have_buckets_of_their_own(tokens, H, B, random):
-    """A frequent token shares its buckets, or a rare or absent one shares a frequent one's, by a table by frequency."""
-    pad = 0
-    frequencies = [random.choice((0, random.randrange(1000))) for _ in tokens]
-    try:
-        table = frequency_table(tokens, frequencies, H, B, pad)
-    except InputError as e:
-        assert 'is full' in str(e)
-        return
-    real = [i for i, w in enumerate(tokens) if w is not None and i != pad]
-    assert len(set(map(tuple, table[real].tolist()))) == len(real)
-    assert (table[real] > 0).all() and table.sum() == table[real].sum() and (table < B).all()
-    by_frequency = sorted(real, key=lambda i: -frequencies[i])
-    n = B - 1
-    bands = [by_frequency[: n // 4], by_frequency[n // 4 : n]]
-    bands += [[i for i in by_frequency[n:] if bool(frequencies[i]) == occurs] for occurs in (True, False)]
-    for j in range(H - 1):
-        assert len(set(table[bands[0], j].tolist())) == len(bands[0])
-        for a, b in itertools.combinations(bands, 2):
-            assert not np.intersect1d(table[a, j], table[b, j]).size
 
 
 def test_single_id_has_one_value():
