@@ -27,7 +27,7 @@ from configurator import InputError, did_you_mean, read_config
 
 LOSSES = ('exact', 'product')
 ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
-ENCODER_INITS = ('normal', 'identity', 'orthogonal')
+ENCODER_INITS = ('normal', 'orthogonal')
 
 
 @dataclass
@@ -47,7 +47,7 @@ class MHFConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     embedding_std: float = 0.02  # of E, drawn
-    encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | identity | orthogonal
+    encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | orthogonal
     # a token enters the residual stream so many times as large: Ws begins so, Standard's row is multiplied by it
     embedding_scale: float = 1.0
     pad_id: int = 2  # the token whose signature is all zero
@@ -190,11 +190,9 @@ class HashEncoder(nn.Module):
     def begin(self, c):
         """
         Ws as training from scratch begins, once all weights are drawn. Drawn small, as the paper's, it makes a token
-        enter the residual stream far below the deviation of E. The identity lets the mean of the k_i pass, and an
+        enter the residual stream far below the deviation of E. An
         orthogonal Ws turns it away from the rows that the tied head compares it with.
         """
-        if c.encoder_init == 'identity':
-            self.out.weight.zero_().fill_diagonal_(1)
         if c.encoder_init == 'orthogonal':
             # drawn on the CPU, for not every device has the QR decomposition (pytorch/pytorch issue 141287)
             W = torch.empty(self.out.weight.shape, device='cpu')
