@@ -46,7 +46,6 @@ class MHFConfig:
     bottleneck: int = 64  # z, of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
-    embedding_std: float = 0.02  # of E, drawn
     encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | orthogonal
     # a token enters the residual stream so many times as large: Ws begins so, Standard's row is multiplied by it
     embedding_scale: float = 1.0
@@ -297,7 +296,7 @@ class MHF(nn.Module):
         self.hash_decoder = HashDecoder(c)  # the Standard model's has no mixer: it is a tied head
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(m.weight, std=c.embedding_std if m is self.embed else 0.02)
+                nn.init.normal_(m.weight, std=0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
         if self.encoder:
