@@ -1,29 +1,24 @@
 """
-MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash IDs instead of a row of an embedding matrix.
+MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash ids instead of a row of an embedding matrix.
 
     signature (H ids) -> Hash Encoder -> vector -> Qwen3-style decoder -> h -> Hash Decoder -> H x B bucket logits
 
-The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: it is the special
-case of one coordinate, V buckets and the token id as signature, without gate and cascade.
+The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: one coordinate, V
+buckets and the token id as signature, without gate and cascade.
 
-Everything here is plain: it computes what the formulas say, and autograd makes the gradients. It trains (train.py
---plain), gives log P and generates text, slowly. mhf/fused.py has the same numbers fast, mhf/generate.py the same text;
-tests hold each against this file.
+This file computes the formulas directly and leaves gradients to autograd. mhf/fused.py and mhf/generate.py compute the
+same losses and text faster; tests compare both with this file.
 
-    $ python model.py          # prints every config's parameter counts
+    $ python model.py          # prints the parameter counts of every config
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
-from configurator import InputError, did_you_mean, read_config
 
 LOSSES = ('exact', 'product')
 ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
@@ -32,6 +27,8 @@ ENCODER_INITS = ('normal', 'orthogonal')
 
 @dataclass
 class MHFConfig:
+    """The defaults are the paper's 100M H4B16K."""
+
     vocab_size: int = 32768  # V
     block_size: int = 2048  # T, the longest context
     num_layers: int = 12
@@ -42,46 +39,47 @@ class MHFConfig:
     intermediate_size: int = 2560
     num_hashes: int = 4  # H; 0 is the Standard model
     num_buckets: int = 16384  # B
-    num_lsh: int = 0  # how the table was made; the model itself only reads the table
+    num_lsh: int = 0  # num_lsh and single_id describe the signature table, which the model only reads
+    single_id: bool = False
     bottleneck: int = 64  # z, of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
-    encoder_init: str = 'normal'  # how Ws begins: normal (the paper's, deviation 0.02) | orthogonal
-    # a token enters the residual stream so many times as large: Ws begins so, Standard's row is multiplied by it
-    embedding_scale: float = 1.0
+    encoder_init: str = 'normal'  # of W_s: normal (std 0.02) | orthogonal
+    embedding_scale: float = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
     pad_id: int = 2  # the token whose signature is all zero
-    loss: str = 'exact'  # exact: -log P(w); product: the paper's sum over coordinates
-    # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the likeliest bucket's row; no_cascade: every c_i is h
+    loss: str = 'product'  # product: the paper's sum over coordinates | exact: -log P(w)
+    # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the row of the likeliest bucket; no_cascade: every c_i is h
     ablation: str = ''
 
     def __post_init__(self):
-        if self.loss not in LOSSES:
-            raise InputError(f"loss='{self.loss}': must be one of {', '.join(LOSSES)}{did_you_mean(self.loss, LOSSES)}")
-        if self.ablation not in ABLATIONS or self.ablation and not self.num_hashes:
-            known = f'must be one of {", ".join(ABLATIONS[1:])}, and num_hashes above 0'
-            raise InputError(f"ablation='{self.ablation}': {known}{did_you_mean(self.ablation, ABLATIONS)}")
-        if self.encoder_init not in ENCODER_INITS:
-            known = f'must be one of {", ".join(ENCODER_INITS)}{did_you_mean(self.encoder_init, ENCODER_INITS)}'
-            raise InputError(f"encoder_init='{self.encoder_init}': {known}")
-        may_be_zero = 'num_hashes', 'num_lsh', 'pad_id'
-        for key, least in asdict(self).items():
-            if key not in may_be_zero and not isinstance(least, str) and not least > 0:
-                raise InputError(f'{key}={least}: must be above 0')
+        for key, known in (('loss', LOSSES), ('ablation', ABLATIONS), ('encoder_init', ENCODER_INITS)):
+            value = getattr(self, key)
+            if value not in known:
+                raise ValueError(f"{key}='{value}': must be one of {', '.join(filter(None, known))}")
+        if self.ablation and not self.num_hashes:
+            raise ValueError(f"ablation='{self.ablation}' needs a MultiHashFormer: set num_hashes above 0")
+        may_be_zero = ('num_hashes', 'num_lsh', 'pad_id', 'single_id')
+        for key, value in asdict(self).items():
+            if key not in may_be_zero and not isinstance(value, str) and not value > 0:
+                raise ValueError(f'{key}={value}: must be above 0')
         if self.num_heads % self.num_kv_heads:
-            raise InputError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
+            raise ValueError(f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}')
         if self.head_dim % 2:
-            raise InputError(f'head_dim={self.head_dim}: rotary embeddings need an even number')
+            raise ValueError(f'head_dim={self.head_dim}: rotary embeddings need an even number')
 
     @property
-    def num_coordinates(self):  # ids of a signature: H, or 1 for the Standard model
+    def num_coordinates(self):
+        """Ids per signature: H, or 1 for the Standard model."""
         return self.num_hashes or 1
 
     @property
-    def buckets_per_coordinate(self):  # rows of the embedding per coordinate: B, or V for the Standard model
+    def buckets_per_coordinate(self):
+        """Embedding rows per coordinate: B, or V for the Standard model."""
         return self.num_buckets if self.num_hashes else self.vocab_size
 
 
 def upcast(x):
+    """Converts to float32, unless x is already float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -112,7 +110,7 @@ def rotate(x, rope):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention without biases; queries and keys are normalised per head, then rotated."""
+    """Grouped-query causal attention without biases; queries and keys are normalized per head, then rotated."""
 
     def __init__(self, c):
         super().__init__()
@@ -132,12 +130,15 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
         k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
         if cache is not None:  # (2, N, kv_heads, positions, head_dim)
-            k, v = (kept.index_copy_(2, positions, new) for kept, new in zip(cache, (k, v), strict=True))
-        if T == 1:  # a group's query heads are rows of their one key head
+            k = cache[0].index_copy_(2, positions, k)
+            v = cache[1].index_copy_(2, positions, v)
+        if T == 1:  # the query heads of a group become rows of its key head
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
-        if mask is not None:  # the fast kernels for masks have no groups
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        if mask is not None:  # the fast kernels with masks do not support groups
+            groups = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None)
         return self.o_proj(y.transpose(1, 2).reshape(N, T, -1))
 
@@ -167,12 +168,12 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# the method, the paper's section 3: signature -> vector, and hidden state -> signature
+# Hash Encoder and Hash Decoder (section 3 of the paper)
 
 
 class HashEncoder(nn.Module):
     """
-    Gated sum of a signature's H bucket vectors k_i = E[i*B + s_i]:
+    Gated sum of the H bucket vectors k_i = E[i*B + s_i] of a signature:
 
         a_i = W2 SiLU(W1 k_i + b1) + b2      alpha = softmax over i of a_i      e = Ws (sum_i alpha_i k_i) + bs
     """
@@ -186,14 +187,10 @@ class HashEncoder(nn.Module):
         self.out = nn.Linear(d, d)
 
     @torch.no_grad()
-    def begin(self, c):
-        """
-        Ws as training from scratch begins, once all weights are drawn. Drawn small, as the paper's, it makes a token
-        enter the residual stream far below the deviation of E. An
-        orthogonal Ws turns it away from the rows that the tied head compares it with.
-        """
+    def init_weights(self, c):
+        """Initialize W_s. All other weights are initialized by MHF.init_weights."""
         if c.encoder_init == 'orthogonal':
-            # drawn on the CPU, for not every device has the QR decomposition (pytorch/pytorch issue 141287)
+            # on the CPU, because not every device has the QR decomposition (pytorch/pytorch issue 141287)
             W = torch.empty(self.out.weight.shape, device='cpu')
             nn.init.orthogonal_(W)
             self.out.weight.copy_(W)
@@ -208,7 +205,7 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    A cascade of H - 1 mixers over E, which gives the bucket logits o_i of each coordinate.
+    A cascade of H - 1 mixers over E, which computes the bucket logits o_i of each coordinate:
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + Wup_i SiLU(Wdn_i [c_i ; e_i] + bdn_i) + bup_i
@@ -237,126 +234,150 @@ class HashDecoder(nn.ModuleList):
 
 
 # -----------------------------------------------------------------------------
-# the losses of each token, (n,), in nats
+# losses per position, (n,), in nats
 
 
 def token_logits(o, signatures, token_mask):
     """
-    Bucket logits o, list of H (n, B); signatures (V, H); token_mask (V,) bool -> token logits sum_i o_i[s_i(w)] (n, V),
-    float32 or better, -inf for ids that are no token. Their softmax is P(w): the normalisers of the coordinates are the
-    same for every w and cancel.
+    Computes the logits of P(w), sum_i o_i[s_i(w)]. The normalizers of the coordinates cancel.
+
+    Args: o, list of H (n, B); signatures (V, H); token_mask (V,) bool.
+    Returns: (n, V), float32 or better, -inf for ids without a token.
     """
     scores = sum(upcast(o_i)[:, s_i] for o_i, s_i in zip(o, signatures.T, strict=True))
     return scores.masked_fill(~token_mask, -torch.inf)
 
 
 def product_loss(o, y):
-    """The paper's: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i], p_i = softmax(o_i)."""
+    """The paper's loss: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i] with p_i = softmax(o_i)."""
     return sum(F.cross_entropy(upcast(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
 
 
 def exact_loss(o, y, signatures, token_mask):
-    """-log P(y) of the distribution that is sampled from. The logsumexp normalises P over the vocabulary."""
+    """-log P(y). The logsumexp normalizes P over the vocabulary."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
     return token_logits(o, signatures, token_mask).logsumexp(dim=1) - target[:, 0]
 
 
 def validate_table(c, table=None, unused_ids=()):
-    """(V, H) int64 signatures and (V,) bool, which ids are tokens. Raises InputError for another config's table."""
+    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table is of another config."""
     shape = (c.vocab_size, c.num_coordinates)
     if c.num_hashes == 0:
         table = np.arange(c.vocab_size)[:, None]
     table = np.zeros(shape, np.int64) if table is None else np.asarray(table, np.int64)
     if table.shape != shape or table.max() >= c.buckets_per_coordinate:
-        ours = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets_per_coordinate}'
-        raise InputError(f'the table has shape {table.shape} and largest bucket {table.max()}, the model {ours}')
+        expected = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets_per_coordinate}'
+        raise ValueError(f'the table has shape {table.shape} and largest bucket {table.max()}, the model {expected}')
     token_mask = table.any(axis=1) | (c.num_hashes == 0)
     token_mask[c.pad_id : c.pad_id + 1] = True
     token_mask[list(unused_ids)] = False
     return table, token_mask
 
 
+# -----------------------------------------------------------------------------
+# the model
+
+
 class MHF(nn.Module):
     """
-    table: (V, H) integer array, the signature of every token id (hashing.signature_table); not used by the Standard
-    model.
-    unused_ids: ids that are no token (holes of a tiktoken encoding); they get probability 0. All-zero rows other than
-    pad_id's are unused_ids by definition.
+    MultiHashFormer, or the Standard model. Call init_weights() to train from scratch.
+
+    Args:
+        table: (V, H) integers, the signature of every token id (hashing.signature_table); ignored by the Standard model
+        unused_ids: ids without a token (gaps of a tiktoken encoding), whose probability is 0; all-zero rows of the
+            table other than pad_id's are unused, too
     """
 
     def __init__(self, config, table=None, unused_ids=()):
         super().__init__()
         self.config = c = config
-        H = c.num_coordinates
-        B = c.buckets_per_coordinate
-        self.embed = nn.Embedding(H * B, c.hidden_size)  # E: coordinate i's bucket b is row i*B + b
+        rows = c.num_coordinates * c.buckets_per_coordinate
+        # nn.Embedding would draw normal numbers; on the meta device that imports torch's compiler (1.4 s)
+        on_meta = torch.get_default_device().type == 'meta'
+        E = torch.empty(rows, c.hidden_size) if on_meta else None
+        self.embed = nn.Embedding(rows, c.hidden_size, _weight=E)  # E: coordinate i's bucket b is row i*B + b
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.hash_decoder = HashDecoder(c)  # the Standard model's has no mixer: it is a tied head
+        self.hash_decoder = HashDecoder(c)  # without mixers for the Standard model, where it is the tied head
+        # keep only the inputs of the blocks and recompute the rest in backward
+        self.activation_checkpointing = False
+        self.set_vocabulary(*validate_table(c, table, unused_ids))
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Initialize for training from scratch: weights N(0, 0.02), biases 0, and W_s as config.encoder_init says."""
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(m.weight, std=0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
         if self.encoder:
-            self.encoder.begin(c)
-
-        # keep only the inputs of the blocks, and compute the rest again in backward
-        self.activation_checkpointing = False
-        self.set_vocabulary(*validate_table(c, table, unused_ids))
+            self.encoder.init_weights(self.config)
 
     @property
     def head_weight(self):
         """
-        E as the Hash Decoder reads it, (H*B, d): the embedding's, so the head is tied. To untie it, make a second
-        nn.Embedding of this size in __init__, which draws it, and return its weight here. AdamW then treats it as any
-        matrix. The released format (mhf/released.py) has no name for it, and expand.py does not grow it.
+        E as the Hash Decoder reads it, (H*B, d). The head is tied. To untie it, create a second nn.Embedding of this
+        size in __init__ and return its weight here; the released format and expand.py do not support that.
         """
         return self.embed.weight
 
     def num_params(self):
-        """(embedding interface, decoder): E, hash encoder and decoder; the layers and the final norm. E counts once."""
+        """(embedding interface, decoder): E, hash encoder and hash decoder; layers and final norm. Counts E once."""
         decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
         return sum(p.numel() for p in self.parameters()) - decoder, decoder
 
-    # ---- the vocabulary
+    def estimate_flops(self):
+        """
+        Training FLOPs per token at full context: 2 per multiply-add of the matrix products, x 3 for forward and
+        backward. Causal attention counts half. Recomputation and table lookups do not count.
+        """
+        c = self.config
+        d = c.hidden_size
+        width = c.num_heads * c.head_dim
+        layer = 2 * d * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
+        attention = 2 * width * (c.block_size + 1)
+        forward = c.num_layers * (layer + attention) + 2 * c.num_coordinates * c.buckets_per_coordinate * d
+        if c.num_hashes:
+            encoder = c.num_hashes * 2 * c.bottleneck * (d + 1) + 2 * d * d
+            soft_embedding_and_mixer = 2 * c.num_buckets * d + 2 * 3 * d * c.bottleneck
+            forward += encoder + len(self.hash_decoder) * soft_embedding_and_mixer
+        return 3 * forward
+
+    # ---- vocabulary
 
     def set_vocabulary(self, signatures, token_mask):
-        """Takes a table from validate_table: (V, H) int64 and (V,) bool, which the checkpoint keeps."""
+        """Registers the result of validate_table, (V, H) int64 and (V,) bool, as buffers of the state_dict."""
         device = self.embed.weight.device
         self.register_buffer('signatures', torch.tensor(signatures, device=device))
         self.register_buffer('token_mask', torch.tensor(token_mask, device=device))
 
     def replace_vocabulary(self, table, pad_id, unused_ids=()):
         """
-        Takes the table (V', H) of a larger, or of any other vocabulary: a MultiHashFormer gets no new parameter, its
-        optimizer stays good, and a token whose row is the same keeps its signature. A Standard model must have been
-        given its new rows of E before (expand.py).
+        Replaces the table by one (V', H) of another vocabulary. A MultiHashFormer keeps its parameters, so an optimizer
+        stays valid. The E of a Standard model must already have V' rows (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
         self.set_vocabulary(*validate_table(self.config, table, unused_ids))
 
-    def embedding_rows(self, signatures):
-        """Signatures (..., H) -> their rows of E (..., H)."""
-        H = self.config.num_coordinates
-        B = self.config.buckets_per_coordinate
-        return signatures + torch.arange(0, H * B, B, device=signatures.device)
-
-    # ---- signatures in, loss out
+    # ---- signatures to loss
 
     def hidden_states(self, x, cache=None, states=None, positions=None, mask=None):
         """
-        x (N, T, H) signatures -> h (N, T, d), after the final norm.
+        Signatures x (N, T, H) -> h (N, T, d), after the final norm.
 
-        states: a list that receives each block's input (N, T, d).
-        positions (N, T) and mask (N, 1, T, T), bool, what each token attends to: both take the place of 0, 1, ... and
-        the causal triangle.
-        cache (layers, 2, N, kv_heads, length, head_dim): takes keys and values at positions (T,); all of it is attended
-        to, or what the mask says.
+        Args:
+            cache: (layers, 2, N, kv_heads, length, head_dim); stores keys and values at positions (T,)
+            states: a list, to which the input (N, T, d) of each block is appended
+            positions: (N, T), instead of 0, 1, ...
+            mask: (N, 1, T, T) bool, what each position attends to, instead of all earlier ones
         """
-        k = F.embedding(self.embedding_rows(x), self.embed.weight)  # (N, T, H, d)
-        # the residual stream stays in the parameters' precision, whatever autocast does to the encoder
+        H = self.config.num_coordinates
+        B = self.config.buckets_per_coordinate
+        rows = x + torch.arange(0, H * B, B, device=x.device)
+        k = F.embedding(rows, self.embed.weight)  # (N, T, H, d)
+        # the residual stream keeps the precision of the parameters under autocast
         e = self.encoder(k).to(k.dtype) if self.encoder else k.squeeze(2) * self.config.embedding_scale
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -372,31 +393,32 @@ class MHF(nn.Module):
 
     def forward(self, x, y):
         """
-        Signatures x, y (N, T, H) -> the mean loss over all tokens, nats: -log P(y), or the paper's sum_i -log p_i[y_i]
-        (config.loss); for Standard the ordinary cross-entropy. Raises InputError where there is no target.
+        Signatures x, y (N, T, H) -> mean loss over all positions, in nats: the loss that config.loss names; for the
+        Standard model the cross-entropy. Raises ValueError if there is no target.
         """
         if x.shape != y.shape or not y.numel():
             shapes = f'inputs {tuple(x.shape)} and targets {tuple(y.shape)}'
-            raise InputError(f'{shapes}: both must be (N, T, H), none of them 0')
+            raise ValueError(f'{shapes}: both must be (N, T, H), and none of them 0')
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
+    def loss_per_position(self, o, y, loss):
+        """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
+        # both losses of the Standard model are its cross-entropy, but only exact_loss masks unused ids
+        if loss == 'product' and self.config.num_hashes:
+            return product_loss(o, y)
+        return exact_loss(o, y, self.signatures, self.token_mask)
+
     def head_loss(self, h, y):
-        """h (n, d), target signatures y (n, H) -> the sum over tokens of the loss, nats."""
-        o = self.hash_decoder(h, self.head_weight)
-        # Standard's one coordinate is its vocabulary: both losses are the same, but only the exact one leaves out unused_ids
-        if self.config.loss == 'product' and self.config.num_hashes:
-            return product_loss(o, y).sum()
-        return exact_loss(o, y, self.signatures, self.token_mask).sum()
+        """h (n, d), target signatures y (n, H) -> sum of the loss over positions, in nats."""
+        return self.loss_per_position(self.hash_decoder(h, self.head_weight), y, self.config.loss).sum()
 
     @torch.no_grad()
-    def token_losses(self, x, y):
-        """Signatures x, y (N, T, H) -> two (N, T), nats, float32 or better: the paper's loss, and -log P(y)."""
+    def token_losses(self, x, y, losses=('product', 'exact')):
+        """Signatures x, y (N, T, H) -> for each of the named losses (N, T), in nats, float32 or better."""
         o = self.hash_decoder(self.hidden_states(x).flatten(0, 1), self.head_weight)
-        exact = exact_loss(o, y.flatten(0, 1), self.signatures, self.token_mask)
-        product = product_loss(o, y.flatten(0, 1)) if self.config.num_hashes else exact
-        return product.view(x.shape[:2]), exact.view(x.shape[:2])
+        return [self.loss_per_position(o, y.flatten(0, 1), loss).view(x.shape[:2]) for loss in losses]
 
-    # ---- probabilities, text
+    # ---- probabilities and text
 
     @torch.no_grad()
     def bucket_logits(self, ids):
@@ -411,22 +433,22 @@ class MHF(nn.Module):
 
     @torch.no_grad()
     def log_probs(self, ids):
-        """Token ids (N, T) -> log P(next token) (N, T, V), normalised over real tokens, float32 or better."""
+        """Token ids (N, T) -> log P(next token) (N, T, V), normalized over all tokens, float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
         return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
         """
-        Token ids (N, T) -> (N, T + max_new_tokens), sampled from P(w). Every token is computed from the whole context,
-        whose older half is dropped when it is full.
+        Token ids (N, T) -> (N, T + max_new_tokens), sampled from P(w). Recomputes the complete context for every token.
+        Drops the older half of the context when it is full.
         """
         T = ids.shape[1]
-        begin = max(0, T - self.config.block_size)
+        start = max(0, T - self.config.block_size)
         for end in range(T, T + max_new_tokens):
-            if end - begin > self.config.block_size:
-                begin = end - (self.config.block_size // 2 + 1)
-            h = self.hidden_states(self.signatures[ids[:, begin:]])[:, -1]
+            if end - start > self.config.block_size:
+                start = end - (self.config.block_size // 2 + 1)
+            h = self.hidden_states(self.signatures[ids[:, start:]])[:, -1]
             logits = self.next_token_logits(h)
             noise = torch.empty_like(logits).exponential_(generator=generator) if temperature else None
             token = sample_token(logits, temperature, top_k, top_p, noise)
@@ -436,41 +458,53 @@ class MHF(nn.Module):
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     """
-    Logits (N, V) -> sampled ids (N,). temperature 0 is greedy; top_k keeps the k likeliest tokens, top_p the fewest
-    whose probability reaches p. noise (N, V): of the exponential distribution; None draws it. Raises InputError for
-    settings that mean nothing.
+    Samples one token id per row: logits (N, V) -> (N,).
+
+    Args:
+        temperature: 0 is greedy
+        top_k: sample among the k likeliest tokens
+        top_p: sample among the fewest tokens whose probability reaches p
+        noise: (N, V), exponentially distributed; drawn if None
+    Raises ValueError for settings out of range.
     """
     V = logits.shape[-1]
     if not temperature >= 0:
-        raise InputError(f'temperature={temperature}: must be 0 (greedy) or above')
+        raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above')
     if top_k is not None and not 1 <= top_k <= V:
-        raise InputError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
+        raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
     if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f'top_p={top_p}: must be above 0 and at most 1')
+        raise ValueError(f'top_p={top_p}: must be above 0 and at most 1')
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    # here sampling normalises P over the vocabulary, or a power of P
+    # normalizes P, or a power of P, over the vocabulary
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the token that reaches top_p stays
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # keeps the token that reaches top_p
         p = torch.zeros_like(p).scatter(1, order, ordered)
-    # multinomial does the same, but a GPU would have to wait for its checks of p
+    # equivalent to multinomial, whose checks of p would synchronize a GPU
     return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
 
 
-if __name__ == '__main__':
-    if sys.argv[1:]:
-        raise InputError(f'{sys.argv[1]}: model.py counts the parameters of config/*.py and has no settings')
+def print_parameter_counts():
+    """Prints a table of the configs in config/ that train from scratch."""
+    from pathlib import Path
+
+    from configurator import read_config
+
     print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         settings = read_config(path)
-        if 'init_from' in settings:  # goes on from a model of another config
+        if 'init_from' in settings:
             continue
         fields = {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
-        with torch.device('meta'):  # shapes without numbers
+        with torch.device('meta'):  # shapes without data
             interface, decoder = MHF(MHFConfig(**fields)).num_params()
         print(f'{path.stem:<20}{interface:>21,}{decoder:>16,}{interface + decoder:>16,}')
+
+
+if __name__ == '__main__':
+    print_parameter_counts()
