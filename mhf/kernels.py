@@ -1,21 +1,19 @@
 """
-The exact loss's sums over the vocabulary as kernels for a GPU, in Triton. The operator fused.lookups calls them.
-model.exact_loss is the same in plain PyTorch; without Triton, fused.py sums in columns.
+The exact loss's sums over the vocabulary as Triton kernels. fused.vocab_logsumexp calls them; model.exact_loss is the
+same in plain PyTorch.
 
-    lay_out      bucket logits o_i (n, B)  ->  the same in blocks of tokens, where each bucket is a row
-    normalise    sum_i o_i[s_i(w)] of every word w  ->  the token logits, their maximum and their logsumexp
-    derive       the sum of P(w) over the words of each bucket, less 1 at the target  ->  dL/do_i, written over o_i
+    transpose    bucket logits o_i (n, B)  ->  the same in blocks of positions, where each bucket is a row
+    logsumexp    sum_i o_i[s_i(w)] for every token id w  ->  token logits, their maximum and their logsumexp
+    backward     sum of P(w) over the tokens of each bucket, minus 1 at the target  ->  dL/do_i, which overwrites o_i
 
-A word is an entry of the vocabulary here, and a token is a place in the batch.
+A gather is fast where it reads contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block
+of 64 positions they are a row of 64: logsumexp adds H rows to the token logits of an id and stores these as a row in
+float32, and backward gathers the rows of a bucket's tokens. The programs of a block run before those of the next block,
+so that its rows stay in the L2 cache.
 
-A gather runs at the speed of memory only where the numbers that it reads lie side by side. In (n, B) the logits of one
-bucket lie B numbers apart. In a block of 64 tokens they are a row of 64 numbers: normalise adds H rows to the token
-logits of a word and keeps these as a row in float32, and derive gathers the rows of a bucket's words. All programs of a
-block run before those of the next, so a block's rows stay in the L2 cache.
-
-Nothing is summed by atomic adds, so the same input gives the same bits. Offsets into what grows with n are 64-bit.
-Block sizes come from compiling for sm_90 and counting (tests/compile_kernels.py). No GPU has measured them yet;
-`python -m study.kernels` names the fastest on one.
+There are no atomic adds, so equal inputs give equal bits. Offsets into what grows with n are 64-bit. Block sizes come
+from compiling for sm_90 and counting registers (tests/compile_kernels.py). No GPU has measured them yet;
+study/kernels.py finds the fastest ones on a GPU.
 """
 
 from typing import NamedTuple
@@ -24,19 +22,18 @@ import torch
 import triton
 import triton.language as tl
 
-# exp2 is one instruction of a GPU, exp is five
-LOG2_OF_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction of a GPU, exp is five
 
 
 class Sizes(NamedTuple):
-    """What one program works on, and its warps (32 threads each). All are powers of 2."""
+    """What one program processes, and its warps (32 threads each). All are powers of two."""
 
-    tokens: int = 64  # of a block
-    words: int = 64  # of a program of normalise
-    buckets: int = 16  # of a program of derive
-    lay_out_warps: int = 4
-    normalise_warps: int = 4
-    derive_warps: int = 2
+    positions: int = 64  # of a block
+    tokens: int = 64  # of a program of logsumexp
+    buckets: int = 16  # of a program of backward
+    transpose_warps: int = 4
+    logsumexp_warps: int = 4
+    backward_warps: int = 2
 
 
 SIZES = Sizes()
@@ -44,140 +41,135 @@ SIZES = Sizes()
 
 def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
     """
-    o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; with `inverse` they are overwritten by the
-    gradient of -log P(y).
-    y (n, H) int64, the target's signature.
-    rows (V, H) int32, the signatures as rows of E; token_mask (V,) bool.
-    inverse: (ids, begins), int32, where the words of row r of E are ids[begins[r] : begins[r + 1]]; () for no gradient.
+    Args:
+        o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; with `inverse` they are overwritten by
+            the gradient of -log P(y)
+        y: (n, H) int64, the signatures of the targets
+        rows: (V, H) int32, the signatures as rows of E
+        token_mask: (V,) bool
+        inverse: [ids, offsets], int32, where row r of E belongs to the tokens ids[offsets[r] : offsets[r + 1]]; [] for
+            no gradient
 
-    Returns three (n,), float32 or better: the token logit of y, the largest token logit, and their logsumexp, so that
-    log P(y) = token logit - logsumexp.
+    Returns: the token logit of y, the largest token logit and their logsumexp, three (n,), float32 or better. The first
+        minus the last is log P(y).
     """
     assert all(o_i.is_contiguous() for o_i in o)
     y = y.contiguous()
     accumulate = torch.promote_types(o[0].dtype, torch.float32)
-    targets = zip(o, y.split(1, dim=1), strict=True)
-    target = sum(o_i.gather(1, y_i).to(accumulate) for o_i, y_i in targets)
-    # Triton launches on the current GPU, which need not be the one where the logits are
+    target = sum(o_i.gather(1, y_i).to(accumulate) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
+    # Triton launches on the current GPU, which may be another one than that of the logits
     with torch.cuda.device_of(o[0]):
-        laid_out = lay_out(o, sizes)
-        logits, largest, logsumexp = normalise(laid_out, rows, token_mask, bool(inverse), sizes)
+        transposed = transpose(o, sizes)
+        logits, largest, lse = logsumexp(transposed, rows, token_mask, bool(inverse), sizes)
         if inverse:
-            derive(logits, logsumexp, y, inverse, o, sizes)
+            backward(o, y, logits, lse, inverse, sizes)
     n = len(y)
-    return target[:, 0], largest[:n], logsumexp[:n]
+    return target[:, 0], largest[:n], lse[:n]
 
 
-def lay_out(o, sizes=SIZES):
-    """Bucket logits, H of (n, B) -> the same as (blocks, H*B, tokens of a block); 0 beyond n."""
+def transpose(o, sizes=SIZES):
+    """Bucket logits, H of (n, B) -> (blocks, H*B, positions of a block), 0 beyond n."""
     H = len(o)
     n, B = o[0].shape
-    blocks = triton.cdiv(n, sizes.tokens)
-    laid_out = o[0].new_empty(blocks, H * B, sizes.tokens)
-    grid = triton.cdiv(B, sizes.tokens), blocks
-    lay_out_kernel[grid](tuple(o), laid_out, n, B, H, sizes.tokens, num_warps=sizes.lay_out_warps)
-    return laid_out
+    T = sizes.positions
+    blocks = triton.cdiv(n, T)
+    transposed = o[0].new_empty(blocks, H * B, T)
+    grid = (triton.cdiv(B, T), blocks)
+    transpose_kernel[grid](tuple(o), transposed, n, B, H, T, num_warps=sizes.transpose_warps)
+    return transposed
 
 
-def normalise(laid_out, rows, token_mask, keep, sizes=SIZES):
+def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     """
-    laid_out (blocks, H*B, T) of lay_out, rows and token_mask as above -> the token logits (blocks, V, T), or None unless
-    `keep`; of every token the largest one, and their logsumexp, (blocks * T,). Logits are float32 or better; those of
-    ids that are no token are left as they were in memory.
+    Args: transposed (blocks, H*B, T) from transpose; rows and token_mask as above.
+    Returns: the token logits (blocks, V, T), undefined for unused ids, or None unless keep_logits; for every position
+        the largest one and their logsumexp, (blocks * T,). All are float32 or better.
     """
-    blocks, buckets, T = laid_out.shape
+    blocks, num_rows, T = transposed.shape
     V, H = rows.shape
-    accumulate = torch.promote_types(laid_out.dtype, torch.float32)
-    logits = laid_out.new_empty(blocks, V, T, dtype=accumulate) if keep else None
-    tiles = triton.cdiv(V, sizes.words)
-    largest = laid_out.new_empty(tiles, blocks * T, dtype=accumulate)
-    logsumexp = torch.empty_like(largest)
-    table = rows, token_mask
-    results = logits, largest, logsumexp
-    shape = H, T, sizes.words
-    normalise_kernel[tiles, blocks](laid_out, table, results, V, buckets, shape, num_warps=sizes.normalise_warps)
-    return logits, largest.amax(0), logsumexp.logsumexp(0)
+    accumulate = torch.promote_types(transposed.dtype, torch.float32)
+    logits = transposed.new_empty(blocks, V, T, dtype=accumulate) if keep_logits else None
+    grid = (triton.cdiv(V, sizes.tokens), blocks)
+    largest = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
+    lse = torch.empty_like(largest)
+    logsumexp_kernel[grid](
+        transposed, rows, token_mask, logits, largest, lse, V, num_rows, H, T, sizes.tokens,
+        num_warps=sizes.logsumexp_warps,
+    )  # fmt: skip
+    return logits, largest.amax(0), lse.logsumexp(0)
 
 
-def derive(logits, logsumexp, y, inverse, o, sizes=SIZES):
-    """logits and logsumexp of normalise, y and inverse as above -> the gradient of -log P(y), over o, H of (n, B)."""
+def backward(o, y, logits, lse, inverse, sizes=SIZES):
+    """Overwrites o, H of (n, B), by the gradient of -log P(y); logits and lse from logsumexp, the others as above."""
+    ids, offsets = inverse
     H = len(o)
     n, B = o[0].shape
     blocks, V, T = logits.shape
-    grid = triton.cdiv(B, sizes.buckets), H, blocks
-    normalised = logits, logsumexp
-    shape = H, T, sizes.buckets
-    derive_kernel[grid](normalised, tuple(inverse), y, tuple(o), (n, V, B), shape, num_warps=sizes.derive_warps)
+    grid = (triton.cdiv(B, sizes.buckets), H, blocks)
+    backward_kernel[grid](
+        tuple(o), y, logits, lse, ids, offsets, n, V, B, H, T, sizes.buckets, num_warps=sizes.backward_warps
+    )
 
 
 @triton.jit
-def lay_out_kernel(o, laid_out, n, B, H: tl.constexpr, T: tl.constexpr):
+def transpose_kernel(o, transposed, n, B, H: tl.constexpr, T: tl.constexpr):
     bucket = tl.program_id(0) * T + tl.arange(0, T)
     block = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, T)
-    token = block * T + column
-    exists = (token < n)[:, None] & (bucket < B)
+    position = block * T + column
+    exists = (position < n)[:, None] & (bucket < B)
     for i in tl.static_range(H):
-        x = tl.load(o[i] + (token[:, None] * B + bucket), mask=exists, other=0)  # (tokens, buckets)
+        x = tl.load(o[i] + (position[:, None] * B + bucket), mask=exists, other=0)  # (positions, buckets)
         row = (block * H + i) * B + bucket
-        tl.store(laid_out + (row[:, None] * T + column), x.T, mask=(bucket < B)[:, None])
+        tl.store(transposed + (row[:, None] * T + column), x.T, mask=(bucket < B)[:, None])
 
 
 @triton.jit
-def normalise_kernel(laid_out, table, results, V, buckets, shape: tl.constexpr):
-    rows, token_mask = table
-    logits, largest, logsumexp = results
-    H: tl.constexpr = shape[0]
-    T: tl.constexpr = shape[1]
-    W: tl.constexpr = shape[2]  # words of this program
-    word = tl.program_id(0) * W + tl.arange(0, W)
+def logsumexp_kernel(
+    transposed, rows, token_mask, logits, largest, lse, V, num_rows, H: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+):
+    token = tl.program_id(0) * W + tl.arange(0, W)
     block = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, T)
-    real = tl.load(token_mask + word, mask=word < V, other=0) != 0
+    used = tl.load(token_mask + token, mask=token < V, other=0) != 0
     logit = 0.0
     for i in tl.static_range(H):
-        row = block * buckets + tl.load(rows + word * H + i, mask=real, other=0)
-        # a word that is no token has a logit of -inf, and so no share of the sum
-        x = tl.load(laid_out + (row[:, None] * T + column), mask=real[:, None], other=-float('inf'))
-        x = x.to(logsumexp.dtype.element_ty)  # (words, tokens)
+        row = block * num_rows + tl.load(rows + token * H + i, mask=used, other=0)
+        # an unused id has a logit of -inf, which adds nothing to the sum
+        x = tl.load(transposed + (row[:, None] * T + column), mask=used[:, None], other=-float('inf'))
+        x = x.to(lse.dtype.element_ty)  # (tokens, positions)
         logit = logit + x if i else x
     if logits is not None:
-        tl.store(logits + ((block * V + word)[:, None] * T + column), logit, mask=real[:, None])
-    # finite, also where none of the words is a token
+        tl.store(logits + ((block * V + token)[:, None] * T + column), logit, mask=used[:, None])
+    # finite, also where all ids are unused
     top = tl.maximum(tl.max(logit, 0), -1e30)
-    total = tl.sum(tl.exp2((logit - top) * LOG2_OF_E), 0)
+    total = tl.sum(tl.exp2((logit - top) * LOG2_E), 0)
     place = (tl.program_id(0) * tl.num_programs(1) + block) * T + column
     tl.store(largest + place, top)
-    tl.store(logsumexp + place, top + tl.log(total))
+    tl.store(lse + place, top + tl.log(total))
 
 
 @triton.jit
-def derive_kernel(normalised, inverse, y, gradient, counts, shape: tl.constexpr):
-    logits, logsumexp = normalised
-    ids, begins = inverse
-    n, V, B = counts
-    H: tl.constexpr = shape[0]
-    T: tl.constexpr = shape[1]
-    R: tl.constexpr = shape[2]  # buckets of this program
+def backward_kernel(o, y, logits, lse, ids, offsets, n, V, B, H: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
     bucket = tl.program_id(0) * R + tl.arange(0, R)
     coordinate = tl.program_id(1)
     block = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, T)
-    token = block * T + column
+    position = block * T + column
     row = coordinate * B + bucket
-    begin = tl.load(begins + row, mask=bucket < B, other=0)
-    end = tl.load(begins + row + 1, mask=bucket < B, other=0)
-    normaliser = tl.load(logsumexp + token) * LOG2_OF_E
-    target = tl.load(y + (token * H + coordinate), mask=token < n, other=-1)
-    total = -(bucket[:, None] == target).to(normaliser.dtype)  # (buckets, tokens)
-    # as often as the longest of these buckets has words
-    for k in range(tl.max(end - begin)):
-        real = begin + k < end
-        word = block * V + tl.load(ids + begin + k, mask=real, other=0)
-        logit = tl.load(logits + (word[:, None] * T + column), mask=real[:, None], other=-float('inf'))
-        total += tl.exp2(logit * LOG2_OF_E - normaliser)
-    exists = (token < n)[:, None] & (bucket < B)
+    start = tl.load(offsets + row, mask=bucket < B, other=0)
+    end = tl.load(offsets + row + 1, mask=bucket < B, other=0)
+    normalizer = tl.load(lse + position) * LOG2_E
+    target = tl.load(y + (position * H + coordinate), mask=position < n, other=-1)
+    total = -(bucket[:, None] == target).to(normalizer.dtype)  # (buckets, positions)
+    # as many iterations as the largest of these buckets has tokens
+    for k in range(tl.max(end - start)):
+        used = start + k < end
+        token = block * V + tl.load(ids + start + k, mask=used, other=0)
+        logit = tl.load(logits + (token[:, None] * T + column), mask=used[:, None], other=-float('inf'))
+        total += tl.exp2(logit * LOG2_E - normalizer)
+    exists = (position < n)[:, None] & (bucket < B)
     for i in tl.static_range(H):
         if i == coordinate:
-            place = token[:, None] * B + bucket
-            tl.store(gradient[i] + place, total.T.to(gradient[i].dtype.element_ty), mask=exists)
+            place = position[:, None] * B + bucket
+            tl.store(o[i] + place, total.T.to(o[i].dtype.element_ty), mask=exists)
