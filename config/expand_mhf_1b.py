@@ -3,19 +3,20 @@
 # Their bins take 67 GB, with --data_format=ids 16.8 GB.
 from config.mhf_1b import *
 
-# a model trained here; the released one: --before=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
-before = 'out/mhf_1b'
-# expand.py writes the grown model and the tokenizer, train.py starts from them
-init_from = 'out/mhf_1b_grown'
+# trained here; released: --source_model=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
+source_model = 'out/mhf_1b'
+# expand.py writes the grown model and the tokenizer; train.py starts from them
+output_dir = 'out/mhf_1b_grown'
+init_from = output_dir
 tokenizer = 'out/tokenizer/ar_zh_hi.model'
 out_dir = 'out/expand_mhf_1b'
-base = 'mistral'
-texts = 'fineweb-2:arb_Arab,fineweb-2:cmn_Hani,fineweb-2:hin_Deva'
-dataset = ','.join(f'{_source}@2.1e9' for _source in (*texts.split(','), 'fineweb-edu:sample-10BT'))
-# the same as expand.py's, so that the documents that it holds out are not trained on
+base_tokenizer = 'mistral'
+corpora = 'fineweb-2:arb_Arab,fineweb-2:cmn_Hani,fineweb-2:hin_Deva'
+dataset = ','.join(f'{_source}@2.1e9' for _source in (*corpora.split(','), 'fineweb-edu:sample-10BT'))
+# as in expand.py, so that its held-out documents are not in the training data
 val_fraction = 0.05
 
-# trains the first two and the last two layers; E, hash encoder and decoder, and the final norm always train
+# train the first two and the last two layers; E, hash encoder, hash decoder and the final norm are always trained
 unfrozen_end_layers = 2
 max_steps = 16000
 warmup_steps = 800

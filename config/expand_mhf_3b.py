@@ -1,9 +1,10 @@
 # The paper's 3B H4B16K expanded; the released model:
-# --before=klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32@checkpoint-200000
+# --source_model=klein9692/hf_qwen3_3b-model_16384_4_0_64_twe_32@checkpoint-200000
 from config.expand_mhf_1b import *
 
-before = 'out/mhf_3b'
-init_from = 'out/mhf_3b_grown'
+source_model = 'out/mhf_3b'
+output_dir = 'out/mhf_3b_grown'
+init_from = output_dir
 out_dir = 'out/expand_mhf_3b'
 num_layers = 36
 num_kv_heads = 2

@@ -1,7 +1,6 @@
 # The paper's 100M H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
 # Ablations are one override away: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id (then --out_dir too).
 # 20,000 steps x 256 sequences x 2,048 tokens = 10.5 B tokens; their bins take 84 GB, with --data_format=ids 21 GB.
-# The rest is train.py's defaults.
 out_dir = 'out/mhf_100m'
 dataset = 'fineweb-edu:sample-10BT'
 tokenizer = 'mistral'
@@ -18,13 +17,8 @@ num_buckets = 16384
 
 block_size = 2048
 batch_size = 256
-# per GPU; make it smaller where memory is short: the update stays the same
+# per GPU; reduce it if memory is short: the update stays the same
 micro_batch_size = 8
-# the paper's; 'exact' trains the distribution that is sampled from
-loss = 'product'
-# as in the paper; train.py's defaults let a token enter louder
-encoder_init = 'normal'
-embedding_scale = 1.0
 learning_rate = 5e-4
 max_steps = 20000
 warmup_steps = 2000

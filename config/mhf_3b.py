@@ -17,11 +17,8 @@ num_buckets = 16384
 block_size = 2048
 batch_size = 256
 micro_batch_size = 8
-# 80 GB of memory hold only 1 sequence without it
+# without it only micro_batch_size=1 fits in 80 GB
 activation_checkpointing = True
-loss = 'product'
-encoder_init = 'normal'
-embedding_scale = 1.0
 learning_rate = 2e-4
 max_steps = 200000
 warmup_steps = 2000

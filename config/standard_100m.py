@@ -3,4 +3,3 @@ from config.mhf_100m import *
 
 out_dir = 'out/standard_100m'
 num_hashes = 0
-loss = 'exact'

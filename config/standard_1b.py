@@ -3,4 +3,3 @@ from config.mhf_1b import *
 
 out_dir = 'out/standard_1b'
 num_hashes = 0
-loss = 'exact'

@@ -3,4 +3,3 @@ from config.mhf_3b import *
 
 out_dir = 'out/standard_3b'
 num_hashes = 0
-loss = 'exact'
