@@ -1,9 +1,9 @@
 """
-The method, in-process and in seconds:  pytest -rs test_mhf.py
+Tests of the method, in-process and in seconds:  pytest -rs test_mhf.py
 
-Golden tables and logits, parity with Qwen3, the two heads held together, the cache, and the invariants of signatures.
-tests/ has the rest, by script. Tests that need the project's shared/ folder beside the clone skip without it; with
-MHF_STRICT=1 a skip is a failure.
+Golden tables and logits, parity with Qwen3, plain and fused heads, the KV cache, and invariants of signatures. tests/
+contains the tests of the scripts. Tests that need the project's shared/ folder next to the clone are skipped without
+it; with MHF_STRICT=1 a skip is a failure.
 """
 
 import importlib.util
@@ -12,10 +12,12 @@ import lzma
 import math
 import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-# The kernels of kernels.py run in Triton's interpreter here: the CPU stands for a GPU. Triton reads this once.
+# kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
 os.environ.setdefault('TRITON_INTERPRET', '1')
 
 import numpy as np
@@ -27,7 +29,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import configurator
 import model as model_module
@@ -35,8 +40,8 @@ from configurator import InputError
 from hashing import extend_table, fingerprint, signature_table
 from mhf import fused
 from mhf.checkpoint import build_on_meta
-from mhf.fused import FusedMHF, Tiles
-from mhf.generate import Writer
+from mhf.fused import ChunkSizes, FusedMHF, chunk_sizes
+from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
 from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, validate_table
@@ -76,7 +81,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize('H, B', GOLDEN)
 def test_golden_tables(mistral, H, B):
-    """A wrong hash, modulus, seed or first seed of the rehash, or tokenizer: no released checkpoint reads its input."""
+    """Tables equal the golden ones, which released checkpoints were trained with, also where rows are rehashed."""
     table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
     assert fingerprint(table) == GOLDEN[H, B]
     if (H, B) == (2, 1024):
@@ -86,7 +91,7 @@ def test_golden_tables(mistral, H, B):
 
 @pytest.mark.parametrize('name, num_lsh', [('H3B10624', 0), ('H4B16384', 0), ('H4B1024_lsh2_first2000', 2)])
 def test_golden_table_files(mistral, name, num_lsh):
-    """The same, row by row; or the trigrams, projections, signs or their order are off in the LSH ablation."""
+    """Every row equals the golden one, also with LSH."""
     golden = np.load(shared(f'golden/signature_table_{name}.npy'))
     H, B = map(int, re.match(r'H(\d+)B(\d+)', name).groups())
     table = signature_table(mistral.tokens[: len(golden)], H, B, num_lsh, mistral.pad)
@@ -94,7 +99,7 @@ def test_golden_table_files(mistral, name, num_lsh):
 
 
 def test_lsh_everywhere_keeps_collisions():
-    """num_lsh == H has nothing to rehash: it loops or refuses, or similar strings may not share a signature."""
+    """With num_lsh == H there is nothing to rehash, so equal strings share a signature."""
     table = signature_table(['aaaa', 'aaaaa', b'aaaa', 'xyz', 'ab', ''], 2, 64, num_lsh=2)
     assert table.shape == (6, 2) and table.min() >= 1 and (table[0] == table[2]).all()
 
@@ -106,7 +111,7 @@ words = st.lists(word, max_size=60)
 @settings(max_examples=60, deadline=None)
 @given(words, words, st.integers(1, 4), st.sampled_from([300, 65536]))
 def test_table_invariants(old, new, H, B):
-    """Two tokens share a signature, bucket 0 is hashed to, or registering more tokens moves an old one."""
+    """Signatures are unique, never use bucket 0, and do not change when tokens are added."""
     pad = 0 if old else None
     table = signature_table(old, H, B, pad_id=pad)
     longer = extend_table(table, new, B, pad_id=pad)
@@ -118,7 +123,7 @@ def test_table_invariants(old, new, H, B):
 
 
 def test_single_id_has_one_value():
-    """Single-ID is one hash (seed 0) on all coordinates, and its collisions stay."""
+    """Single-ID uses one hash (seed 0) on all coordinates and keeps collisions."""
     tokens = [str(i) for i in range(100)]
     table = signature_table(tokens, 4, 32, unique=False, pad_id=3)
     assert (table == table[:, :1]).all() and len(np.unique(table[:, 0])) < 33 and not table[3].any()
@@ -126,7 +131,7 @@ def test_single_id_has_one_value():
 
 
 def test_a_prefix_fills_to_the_last_place():
-    """A full prefix must hold all B - 1 entries and then say so, not loop forever or lose room."""
+    """A prefix holds B - 1 tokens; one more is an error."""
     tokens = [str(i) for i in range(40)]
     assert sorted(signature_table(tokens[:39], 1, 40)[:, 0]) == list(range(1, 40))
     with pytest.raises(InputError, match='prefix .* is full'):
@@ -135,7 +140,7 @@ def test_a_prefix_fills_to_the_last_place():
 
 @pytest.mark.parametrize('H, B, num_lsh', [(0, 16, 0), (2, 1, 0), (2, 65537, 0), (2, 16, 3), (2, 16, -1)])
 def test_table_refuses(H, B, num_lsh):
-    """Arguments that cannot be meant must not give a table."""
+    """Arguments out of range are refused."""
     with pytest.raises(InputError, match='num_'):
         signature_table(['a'], H, B, num_lsh)
 
@@ -146,7 +151,7 @@ SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عر�
 
 @pytest.mark.parametrize('name, V, bos, pad', [('mistral', 32768, 1, 2), ('tekken', 131072, 1, 11)])
 def test_tokenizers_round_trip(name, V, bos, pad):
-    """decode(encode(x)) != x, special tokens read out of plain text, or entries in another order than the paper's."""
+    """decode(encode(x)) == x, text is never encoded as special tokens, and ids are in the paper's order."""
     tok = get_tokenizer(name)
     assert (len(tok.tokens), tok.bos, tok.pad) == (V, bos, pad)
     ids = tok.encode(SAYINGS)
@@ -158,7 +163,7 @@ def test_tokenizers_round_trip(name, V, bos, pad):
 @pytest.mark.parametrize('name', ['mistral', 'tekken'])
 @pytest.mark.parametrize('file', ['ar', 'zh', 'hi', 'fineweb_300'])
 def test_tokenizers_round_trip_on_real_text(name, file):
-    """The same on real Arabic, Chinese, Hindi and web documents."""
+    """decode(encode(x)) == x on real Arabic, Chinese, Hindi and web documents."""
     with lzma.open(shared(f'data/text/{file}.jsonl.xz'), 'rt', encoding='utf-8') as lines:
         texts = [json.loads(next(lines))['text'] for _ in range(200)]
     tok = get_tokenizer(name)
@@ -166,7 +171,7 @@ def test_tokenizers_round_trip_on_real_text(name, file):
 
 
 def test_tiktoken_path(monkeypatch):
-    """A tiktoken encoding: raw bytes are not its tokens, end of text not bos and pad, or a gap has a probability."""
+    """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and gaps of probability 0."""
     # ids 0..255 bytes, 256 'th', 257 'the', a gap, 260 end of text
     ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257}
     handmade = tiktoken.Encoding('x', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260})
@@ -189,50 +194,44 @@ def offline(*_, **__):
     raise OSError('no\nnetwork')
 
 
-def test_tokenizer_that_cannot_be_downloaded(monkeypatch):
-    """Without a network the user sees requests' traceback instead of one line."""
-    monkeypatch.setattr(tiktoken, 'get_encoding', offline)
-    with pytest.raises(InputError, match=r"^tokenizer 'gpt2' could not be loaded \(OSError: no network.*mistral$"):
-        get_tokenizer('gpt2')
-
-
 # -----------------------------------------------------------------------------
 # model.py
 
 TINY = MHFConfig(
     vocab_size=300, block_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=32,
-    intermediate_size=48, num_hashes=3, num_buckets=40, bottleneck=8,
+    intermediate_size=48, num_hashes=3, num_buckets=40, bottleneck=8, loss='exact',
 )  # fmt: skip
 
 
 def random_model(seed=0, dtype=torch.float64, **changes):
-    """A model whose weights are all large enough to matter."""
+    """A FusedMHF whose weights are all large enough to matter."""
     torch.manual_seed(seed)
     c = replace(TINY, **changes)
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
     m = FusedMHF(c, table).to(dtype)
+    m.chunk_sizes = sizes()
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
     return m
 
 
 def plain_twin(m):
-    """The plain model of the same weights and the same vocabulary."""
+    """The plain model with the same weights and vocabulary."""
     twin = MHF(m.config).to(m.embed.weight)
     twin.load_state_dict(m.state_dict())
     return twin
 
 
-def tiles(device='cpu', chunk=10**6):
-    """The Tiles of a device that need not be there, with chunks of so many tokens."""
-    if device == 'cuda':
-        return Tiles(chunk, block=chunk, columns=512, kernels=True)
-    return Tiles(chunk, block=64, columns=32, kernels=False)
+def sizes(chunk=10**6, use_kernels=False):
+    """ChunkSizes of a CPU, or with use_kernels of a GPU, which need not exist."""
+    if use_kernels:
+        return ChunkSizes(chunk, block=chunk, columns=512, use_kernels=True)
+    return ChunkSizes(chunk, block=64, columns=32)
 
 
 def write_released(folder, m, shards=1, **extra):
-    """A model in the authors' format, from a table of names of its own."""
+    """Writes a model in the authors' format, independently of mhf/released.py."""
     c = m.config
     weights = {}
     for name, tensor in m.state_dict().items():
@@ -265,7 +264,7 @@ def write_released(folder, m, shards=1, **extra):
 
 
 def test_golden_forward():
-    """Any error in encoder, backbone, cascade or renormalisation: released checkpoints would compute something else."""
+    """Bucket logits, hidden states and log P equal the released code's."""
     expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
     m = from_pretrained(shared('golden/tiny_a')).double()
     ids = expect['input_ids']
@@ -276,7 +275,7 @@ def test_golden_forward():
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-8), (torch.float32, 1e-4)])
 def test_golden_training(dtype, tolerance):
-    """An error in a gradient, the loss, the weight decay groups or the clipping."""
+    """Losses and gradient norms of 20 training steps equal the released code's."""
     expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
     m = from_pretrained(shared('golden/tiny_a')).to(dtype)
     matrices = dict(params=[p for p in m.parameters() if p.dim() >= 2], weight_decay=0.1)
@@ -293,7 +292,7 @@ def test_golden_training(dtype, tolerance):
 
 
 class Naive:
-    """The method once more in numpy, position by position, from tensors of the released layout (SPEC, 3 to 5)."""
+    """A second implementation of the method in numpy, position by position, on tensors in the released format."""
 
     def __init__(self, weights, config):
         self.w = weights
@@ -380,7 +379,7 @@ OTHERS = [
 
 @pytest.mark.parametrize('changes, shards', OTHERS)
 def test_other_released_models(tmp_path, changes, shards):
-    """Only the golden model loads: other H, B, GQA ratios, num_lsh, RoPE bases or shards give other numbers."""
+    """Released models of other sizes, RoPE bases and shards equal a second implementation in numpy."""
     m = random_model(**changes)
     nested = dict(rope_theta=None, rope_parameters=dict(rope_theta=m.config.rope_theta)) if shards > 1 else {}
     folder = write_released(tmp_path / 'm', m, shards, **nested)
@@ -397,7 +396,7 @@ def test_other_released_models(tmp_path, changes, shards):
 
 
 def test_from_the_hub(tmp_path, monkeypatch):
-    """A hub id must be fetched at the given revision, without code or pickles, and an unreachable hub is one line."""
+    """A hub id is fetched at its revision, without code or pickles; an unreachable hub is an error of one line."""
     import huggingface_hub
 
     folder = write_released(tmp_path / 'm', random_model())
@@ -417,7 +416,7 @@ def test_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_released_models_that_are_refused(tmp_path):
-    """A checkpoint of another architecture is loaded as if it were ours, and samples nonsense."""
+    """Checkpoints of another architecture are refused."""
     m = random_model()
     for key, value in dict(lsh_only_embed=True, attention_bias=True, num_hidden_layers=3, hidden_size=16).items():
         with pytest.raises(InputError, match=f'{key}|disagree'):
@@ -439,9 +438,7 @@ def test_released_models_that_are_refused(tmp_path):
 
 @pytest.mark.parametrize('heads, kv_heads', [(4, 2), (6, 1), (3, 3)])
 def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
-    """Our backbone or Standard baseline is not Qwen3: every comparison with it would be void."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """The Standard model equals transformers' Qwen3: logits, log P and loss."""
     torch.manual_seed(0)
     theirs = Qwen3ForCausalLM(Qwen3Config(
         vocab_size=200, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=heads,
@@ -462,7 +459,7 @@ def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
 
 @pytest.mark.parametrize('path', sorted(REPO.glob('config/*.py')), ids=lambda p: p.stem)
 def test_parameter_counts(path):
-    """A config or the model has parameters that the paper's formula does not, or E is counted twice."""
+    """Parameter counts follow the paper's formula, and E is counted once."""
     s = configurator.read_config(path)
     c = MHFConfig(**{k: v for k, v in s.items() if k in MHFConfig.__annotations__})
     d = c.hidden_size
@@ -488,7 +485,7 @@ def loss_and_gradients(m, loss):
 
 
 def plain_loss_and_gradients(m, x, y):
-    """Loss and gradients of the plain twin, by autograd."""
+    """Loss and gradients of the plain twin, from autograd."""
     twin = plain_twin(m)
     return loss_and_gradients(twin, twin(x, y))
 
@@ -500,14 +497,14 @@ KINDS += [dict(ablation=name) for name in ABLATIONS[1:]]
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs the package triton')
 
 
-@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=needs_triton)])
+@pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize('loss', ['exact', 'product'])
 @pytest.mark.parametrize('changes', KINDS)
-def test_fast_head_equals_plain(loss, changes, device):
-    """A chunk is lost or counted twice, or a formula of the gradients by hand is wrong, in a CPU's form or a GPU's."""
+def test_fused_equals_plain(loss, changes, use_kernels):
+    """Plain and fused models have equal losses, gradients and predictions in float64, in columns and with kernels."""
     m = random_model(loss=loss, **changes)
-    # the interpreter takes as long for one token as for a block of 64
-    m.tiles = tiles(device, chunk=50 if device == 'cuda' else 7)
+    # the interpreter takes as long for one position as for a block of 64
+    m.chunk_sizes = sizes(50 if use_kernels else 7, use_kernels)
     if m.config.num_hashes == 0:
         # two ids that are no token
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
@@ -537,7 +534,7 @@ def test_fast_head_equals_plain(loss, changes, device):
 
 
 def test_ablations_are_what_they_are_called(tmp_path):
-    """An ablation of the study measures something else than its name says, or is exported as if it were the method."""
+    """Ablations compute what they are named after, and are not exported."""
     m = random_model(ablation='mean_gate')
     k = torch.randn(2, 5, 3, 32, dtype=torch.float64)
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
@@ -551,33 +548,96 @@ def test_ablations_are_what_they_are_called(tmp_path):
     m = random_model(ablation='no_cascade')
     assert torch.allclose(torch.cat(m.hash_decoder(h, m.head_weight), dim=1), h @ m.head_weight.T, rtol=1e-12)
     ids = torch.randint(3, 300, (2, 7))
-    assert torch.equal(written(m, ids, 9), m.generate(ids, 9, temperature=0))
-    with pytest.raises(InputError, match='no ablation=no_cascade'):
+    assert torch.equal(continued(m, ids, 9), m.generate(ids, 9, temperature=0))
+    with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
         save_pretrained(m, tmp_path / 'released', 'mistral')
     for wrong in (dict(ablation='mean_gates'), dict(ablation='mean_gate', num_hashes=0)):
-        with pytest.raises(InputError, match='^ablation='):
+        with pytest.raises(ValueError, match='^ablation='):
             MHFConfig(**wrong)
 
 
-def test_how_loud_a_standard_model_reads(tmp_path):
-    """embedding_scale changes Standard's head, or not what its decoder reads; or an export loses it."""
+def test_embedding_scale_of_standard(tmp_path):
+    """embedding_scale multiplies the input rows but not the head; an export keeps it, and transformers refuses it."""
     m = random_model(num_hashes=0, embedding_scale=3.0)
-    louder = random_model(num_hashes=0)
-    louder.load_state_dict(m.state_dict())
+    scaled = random_model(num_hashes=0)
+    scaled.load_state_dict(m.state_dict())
     with torch.no_grad():
-        louder.embed.weight.mul_(3)
+        scaled.embed.weight.mul_(3)
     ids = torch.randint(0, 300, (2, 7))
     h = m.hidden_states(m.signatures[ids])
-    assert torch.allclose(h, louder.hidden_states(m.signatures[ids]), rtol=1e-12)
+    assert torch.allclose(h, scaled.hidden_states(m.signatures[ids]), rtol=1e-12)
     assert torch.allclose(m.log_probs(ids), (h @ m.embed.weight.T).log_softmax(-1), rtol=1e-12)
+    m.float()
     save_pretrained(m, tmp_path / 'released', 'mistral')
-    exported = from_pretrained(tmp_path / 'released').double()
-    assert exported.config.embedding_scale == 1
-    assert torch.allclose(exported.log_probs(ids), m.log_probs(ids), rtol=0, atol=1e-5)
+    exported = from_pretrained(tmp_path / 'released')
+    assert exported.config.embedding_scale == 3
+    assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
+    with pytest.raises(ValueError, match='mhf_standard'):
+        AutoConfig.from_pretrained(tmp_path / 'released')
+
+
+def test_standard_is_exported_as_qwen3(tmp_path):
+    """transformers loads an exported Standard model with embedding_scale 1 and computes the same logits."""
+    m = random_model(num_hashes=0, dtype=torch.float32)
+    save_pretrained(m, tmp_path / 'released', 'mistral')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'released')
+    ids = torch.randint(0, 300, (2, 7))
+    assert relative(m.bucket_logits(ids)[:, :, 0], theirs(ids).logits) < 1e-5
+
+
+@pytest.mark.parametrize('H, single_id', [(1, True), (1, False), (3, True), (3, False)])
+def test_single_id_survives_an_export(tmp_path, H, single_id):
+    """single_id is exported, and inferred from the table of a model in the authors' format, which lacks it."""
+    m = random_model(num_hashes=H, num_buckets=400, single_id=single_id, dtype=torch.float32)
+    tokens = [f'w{i}' for i in range(300)]
+    m.replace_vocabulary(signature_table(tokens, H, 400, pad_id=2, unique=not single_id), pad_id=2)
+    save_pretrained(m, tmp_path / 'ours', 'mistral')
+    for folder in (tmp_path / 'ours', write_released(tmp_path / 'authors', m)):
+        assert from_pretrained(folder).config.single_id == single_id
+
+
+@pytest.mark.parametrize('encoder_init', ['normal', 'orthogonal'])
+def test_init_weights(encoder_init):
+    """Weights are N(0, 0.02) and biases 0; W_s is normal or orthogonal, multiplied by embedding_scale."""
+    m = MHF(replace(TINY, hidden_size=128, num_buckets=999, encoder_init=encoder_init, embedding_scale=4.0))
+    m.init_weights()
+    W = m.encoder.out.weight.detach()
+    for name, p in m.named_parameters():
+        if p is not m.encoder.out.weight:
+            std = 0.02 if p.dim() == 2 else 0
+            assert p.std(correction=0).item() == pytest.approx(std, rel=0.15), name
+    if encoder_init == 'orthogonal':
+        assert torch.allclose(W @ W.T, 16 * torch.eye(128), atol=1e-4)
+    else:
+        assert W.std().item() == pytest.approx(4 * 0.02, rel=0.05)
+
+
+def test_loading_draws_no_weights():
+    """A model on the meta device is built without random draws, which would import torch's compiler, 1.4 s."""
+    program = """
+import sys, torch
+from mhf.checkpoint import build_on_meta
+from model import MHFConfig
+build_on_meta(MHFConfig(num_layers=1))
+sys.exit('torch._dynamo' in sys.modules)
+"""
+    assert subprocess.run([sys.executable, '-c', program], cwd=REPO).returncode == 0
+
+
+def test_estimated_flops():
+    """estimate_flops equals the counted FLOPs of a training step, less the masked half of attention."""
+    m = plain_twin(random_model(dtype=torch.float32, loss='product'))
+    T = m.config.block_size
+    x = m.signatures[torch.randint(0, 300, (1, T))]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        m(x, x).backward()
+    c = m.config
+    masked_half = 3 * 2 * c.num_layers * c.num_heads * c.head_dim * (T - 1)
+    assert m.estimate_flops() + masked_half == pytest.approx(counter.get_total_flops() / T, rel=0.01)
 
 
 def test_plain_losses_are_the_formulas():
-    """The plain losses, which all else is compared with, are not SPEC section 6: token by token, bucket by bucket."""
+    """The plain losses equal the formulas, computed token by token and bucket by bucket."""
     m = random_model(vocab_size=50, num_buckets=12)
     ids = torch.randint(0, 50, (1, 6))
     # H of (n, B)
@@ -594,10 +654,10 @@ def test_plain_losses_are_the_formulas():
         )
 
 
-def test_lean_head_gradcheck():
-    """The gradients do not belong to the loss: they are not its finite differences."""
+def test_fused_head_gradcheck():
+    """Gradients of the fused head equal finite differences; a second backward pass is refused."""
     m = random_model(vocab_size=30, num_buckets=12)
-    m.tiles = tiles(chunk=4)
+    m.chunk_sizes = sizes(chunk=4)
     y = m.signatures[torch.randint(0, 30, (6,))]
     h = torch.randn(6, m.config.hidden_size, dtype=torch.float64, requires_grad=True)
     step = 1e-5 * torch.randn_like(h)
@@ -611,8 +671,8 @@ def test_lean_head_gradcheck():
 
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_lean_head_in_bfloat16(loss):
-    """Under autocast the lean head rounds where the plain one does not (the one-hot term, the sums over chunks)."""
+def test_fused_head_in_bfloat16(loss):
+    """Under autocast the fused head is as exact as the plain one."""
     m = random_model(dtype=torch.float32, loss=loss)
     s = m.signatures[torch.randint(0, 300, (8, 33))]
     x = s[:, :-1]
@@ -620,44 +680,51 @@ def test_lean_head_in_bfloat16(loss):
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
     m.float()
-    m.tiles = tiles(chunk=50)
+    m.chunk_sizes = sizes(chunk=50)
     with torch.autocast('cpu', torch.bfloat16):
-        lean = loss_and_gradients(m, m(x, y))
+        ours = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
     for name in ('embed.weight', 'hash_decoder.0.0.weight', 'norm.weight'):
-        error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (lean, plain)]
-        print(f'{loss}, {name}: relative error lean {error[0]:.2e}, plain {error[1]:.2e}')
+        error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (ours, plain)]
+        print(f'{loss}, {name}: relative error fused {error[0]:.2e}, plain {error[1]:.2e}')
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
 
 @needs_triton
-def test_lean_head_composes():
-    """torch.compile, or a chunk larger than the batch, changes the gradients; a graph is made for every chunk."""
+def test_fused_head_compiles():
+    """Compiled gradients equal the plain ones, and all chunks share one graph."""
     m = random_model()
     s = m.signatures[torch.randint(0, 300, (2, 9))]
     x = s[:, :-1]
     y = s[:, 1:]
     plain = plain_loss_and_gradients(m, x, y)
     graphs = CompileCounterWithBackend('aot_eager')
-    for device, chunk in (('cpu', 10**6), ('cuda', 5)):
-        m.tiles = tiles(device, chunk)
-        if device == 'cuda':
+    for chunk, use_kernels in ((10**6, False), (5, True)):
+        m.chunk_sizes = sizes(chunk, use_kernels)
+        if use_kernels:
             m.compile(backend=graphs)
-        lean = loss_and_gradients(m, m(x, y))
-        assert all((lean[k] - plain[k]).abs().max() < 1e-10 for k in plain)
-    # one that normalises over the vocabulary, for four chunks
-    assert sum('mhf.kernels' in graph.code for graph in graphs.graphs) == 1
+        fused_head = loss_and_gradients(m, m(x, y))
+        assert all((fused_head[k] - plain[k]).abs().max() < 1e-10 for k in plain)
+    # one that normalizes over the vocabulary, for four chunks
+    assert sum('vocab_logsumexp' in graph.code for graph in graphs.graphs) == 1
+    # validation uses the compiled body
+    num_graphs = len(graphs.graphs)
+    assert torch.allclose(m.token_losses(x, y, ('exact',))[0].mean(), plain['loss'], rtol=1e-12)
+    assert len(graphs.graphs) == num_graphs + 1
 
 
-def test_compiling_measures_no_memory(monkeypatch):
-    """A chunk of the head is as large as the memory that is free before a step has taken its own: a GPU runs out."""
-    m = random_model()
-    monkeypatch.setattr(fused, 'tiles_for', None)
-    m.compile(backend='eager')
+def test_chunk_sizes():
+    """A chunk depends on the config and the device type alone: a power of two within the limits."""
+    demo = MHFConfig(num_hashes=3, num_buckets=2048)
+    large = MHFConfig(vocab_size=131072)
+    standard = MHFConfig(num_hashes=0)
+    chunks = [chunk_sizes(device, c).chunk for device in ('cpu', 'cuda') for c in (demo, MHFConfig(), large, standard)]
+    assert chunks == [1024, 512, 512, 1024, 4096, 4096, 2048, 4096]
+    assert not chunk_sizes('cuda', demo).use_kernels and chunk_sizes('cuda', demo, True).use_kernels
 
 
 class Reductions(TorchDispatchMode):
-    """Notes what reduces more than 2^20 numbers, and whether over rows of contiguous ones."""
+    """Records reductions of more than 2^20 elements, and whether they run over contiguous rows."""
 
     def __init__(self):
         super().__init__()
@@ -676,11 +743,11 @@ class Reductions(TorchDispatchMode):
 
 @pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)])
 def test_a_gpu_reduces_over_rows(monkeypatch, changes):
-    """A softmax over columns is back: on CUDA, it would run on one of 132 multiprocessors."""
-    # what the kernels do is no operator of torch's, and takes the interpreter half a minute
-    monkeypatch.setattr(fused, 'lookups', lambda o, y, *_: o[0].new_zeros(3, len(y)))
+    """On a GPU, large reductions run over rows: CUDA's softmax over columns would use one multiprocessor."""
+    # the kernels are not torch operators, and the interpreter takes half a minute
+    monkeypatch.setattr(fused, 'vocab_logsumexp', lambda o, y, *_: o[0].new_zeros(3, len(y)))
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.tiles = tiles('cuda')
+    m.chunk_sizes = sizes(use_kernels=True)
     ids = torch.randint(0, 5000, (2, 256))
     x = m.signatures[ids]
 
@@ -705,31 +772,31 @@ def test_a_gpu_reduces_over_rows(monkeypatch, changes):
 
 
 def test_activation_checkpointing():
-    """Activations are kept although they need not be, or computed again to another gradient."""
+    """Activation checkpointing recomputes the blocks and does not change a gradient."""
     m = random_model()
     calls = []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-    m.tiles = tiles(chunk=5)
+    m.chunk_sizes = sizes(chunk=5)
     x = m.signatures[torch.arange(20)[None]]
-    straight = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
+    expected = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 1
     m.activation_checkpointing = True
     again = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
-    assert len(calls) == 3 and all(torch.equal(straight[k], again[k]) for k in straight)
+    assert len(calls) == 3 and all(torch.equal(expected[k], again[k]) for k in expected)
 
 
 def test_no_target_is_refused():
-    """A batch without targets gives a loss of NaN, which would reach the weights."""
+    """A batch without targets, or with other shapes, is refused."""
     m = random_model()
     x = m.signatures[torch.zeros(2, 0, dtype=torch.long)]
-    with pytest.raises(InputError, match=r'targets \(2, 0, 3\)'):
+    with pytest.raises(ValueError, match=r'targets \(2, 0, 3\)'):
         m(x, x)
-    with pytest.raises(InputError, match='inputs'):
+    with pytest.raises(ValueError, match='inputs'):
         m(m.signatures[None, :4], m.signatures[None, :3])
 
 
 def test_vocabulary_grows_under_an_optimizer():
-    """New tokens cost a parameter, or the optimizer made before them no longer trains the model."""
+    """New tokens add no parameters, and an existing optimizer trains them."""
     tokens = [f'piece{i}' for i in range(300)]
     m = random_model()
     old = m.signatures.numpy()
@@ -749,13 +816,13 @@ def test_vocabulary_grows_under_an_optimizer():
     assert torch.equal(m.signatures[:300], torch.tensor(old, dtype=torch.long))
     m.replace_vocabulary(new, m.config.pad_id, unused_ids=[7])
     assert not m.token_mask[7] and m.token_mask[399]
-    with pytest.raises(InputError, match='largest bucket'):
+    with pytest.raises(ValueError, match='largest bucket'):
         m.replace_vocabulary(new + 40, m.config.pad_id)
 
 
 @pytest.mark.parametrize('H', [0, 1, 3])
 def test_log_probs_are_the_renormalised_product(H):
-    """P(w) is not the product of its buckets' probabilities, renormalised over the real tokens, or of an old table."""
+    """P(w) is the product of its buckets' probabilities, renormalized over the tokens of the current table."""
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
     if H:
@@ -769,7 +836,7 @@ def test_log_probs_are_the_renormalised_product(H):
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
-    m.tiles = tiles(chunk=3)
+    m.chunk_sizes = sizes(chunk=3)
     paper, exact = m.token_losses(x, y)
     assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     m.config.loss = 'product'
@@ -777,7 +844,7 @@ def test_log_probs_are_the_renormalised_product(H):
 
 
 def test_norms_and_angles_keep_float32():
-    """Norms or RoPE angles are computed in less than float32: under bfloat16, positions beyond 256 would blur."""
+    """Norms and RoPE angles are computed in float32 under bfloat16."""
     m = random_model(dtype=torch.float32, block_size=600)
     x = m.signatures[torch.randint(0, 300, (1, 600))]
     h = m.hidden_states(x)
@@ -796,50 +863,49 @@ def test_norms_and_angles_keep_float32():
     assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
-def written(m, ids, max_new_tokens, writer=None, lengths=None, generator=None, **options):
-    """What a Writer makes of token ids (N, T), by default the likeliest tokens: (N, T + max_new_tokens)."""
-    writer = writer or Writer(m, **dict(temperature=0) | options)
-    tokens = writer.stream(ids, max_new_tokens, generator, lengths)
+def continued(m, ids, max_new_tokens, engine=None, lengths=None, generator=None, **options):
+    """Token ids (N, T) continued by an Engine, greedily by default: (N, T + max_new_tokens)."""
+    engine = engine or Engine(m, **dict(temperature=0) | options)
+    tokens = engine.stream(ids, max_new_tokens, generator, lengths)
     return torch.cat([ids, *[token[:, None] for token in tokens]], dim=1)
 
 
 @pytest.mark.parametrize('H, groups', [(3, 2), (0, 1), (1, 4)])
 def test_cached_generation_equals_uncached(H, groups):
-    """The KV cache: a wrong position, an off-by-one, or what happens when the context is full."""
+    """Generation with the KV cache equals generation without it, also past a full context."""
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40, num_kv_heads=4 // groups)
     # the context has 24
     for length in (1, 5, 23, 24, 40):
         ids = torch.randint(0, 300, (3, length))
-        cached = written(m, ids, 40)
+        cached = continued(m, ids, 40)
         assert torch.equal(cached, m.generate(ids, 40, temperature=0))
         assert torch.equal(cached[:, :length], ids) and cached.shape == (3, length + 40)
         options = dict(temperature=0.9, top_k=40, top_p=0.9)
-        drawn = written(m, ids, 40, generator=torch.Generator().manual_seed(1), **options)
+        drawn = continued(m, ids, 40, generator=torch.Generator().manual_seed(1), **options)
         assert torch.equal(drawn, m.generate(ids, 40, generator=torch.Generator().manual_seed(1), **options))
     ids = start = torch.randint(0, 300, (2, 4))
     # within the context it is plain arg max
     for _ in range(20):
         ids = torch.cat([ids, m.log_probs(ids)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(written(m, start, 20), ids)
+    assert torch.equal(continued(m, start, 20), ids)
 
 
 @pytest.mark.parametrize('H', [3, 0])
 def test_padded_generation(H):
-    """What stands before a shorter prompt of a batch changes its text, with the cache, without it, or in one graph."""
+    """Padding before a shorter prompt does not change its text, with a compiled step or without."""
     m = random_model(num_hashes=H)
     prompts = [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
     alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
     lengths = torch.tensor([9, 1, 4])
-    one_shape = Writer(m, temperature=0)
-    one_shape.cache = one_shape.new_cache(3, 24)
-    # what a graph would be
-    one_shape.graph = one_shape.next_token
+    compiled = Engine(m, temperature=0)
+    compiled.cache = compiled.new_cache(3, 24)
+    compiled.compiled_step = compiled.next_token
     for padding in (0, 7):
         ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=padding) for p in prompts])
-        for writer in (None, one_shape):
-            assert torch.equal(written(m, ids, 15, writer, lengths)[:, 9:], alone)
+        for engine in (None, compiled):
+            assert torch.equal(continued(m, ids, 15, engine, lengths)[:, 9:], alone)
     # past a full context, whose older half all rows drop at the same time
-    said = written(m, ids, 40, lengths=lengths)
+    said = continued(m, ids, 40, lengths=lengths)
     begin = 0
     for end in range(9, 49):
         begin = end - 13 if end - begin > 24 else begin
@@ -850,8 +916,8 @@ def test_padded_generation(H):
 
 def test_one_graph_for_every_token(monkeypatch):
     """
-    The compiled step is compiled again for a longer prompt, a later token or another stream, says something else than
-    no cache does, or writes to memory that CUDA graphs do not know as fixed: those would be left out in silence.
+    One compiled step serves all prompts, positions and streams, generates the same text, and writes only to memory that
+    CUDA graphs know as static: they silently skip other graphs.
     """
     graphs = []
     compile = torch.compile
@@ -864,23 +930,23 @@ def test_one_graph_for_every_token(monkeypatch):
     backend = aot_autograd(fw_compiler=without_code)
     monkeypatch.setattr(torch, 'compile', lambda f, mode, **options: compile(f, backend=backend, **options))
     m = random_model(num_layers=1)
-    writer = Writer(m, temperature=0)
-    writer.compile(2, 64)
+    engine = Engine(m, temperature=0)
+    engine.compile(2, 64)
     # the context has 24
     for length in (1, 5, 24, 30):
         ids = torch.randint(0, 300, (2, length))
-        assert torch.equal(written(m, ids, 34, writer), m.generate(ids, 34, temperature=0))
+        assert torch.equal(continued(m, ids, 34, engine), m.generate(ids, 34, temperature=0))
     assert graphs == [set()]
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
-    writer = Writer(m, **options)
-    writer.compile(2, 64)
-    drawn = written(m, ids, 9, writer, generator=torch.Generator().manual_seed(1))
+    engine = Engine(m, **options)
+    engine.compile(2, 64)
+    drawn = continued(m, ids, 9, engine, generator=torch.Generator().manual_seed(1))
     expected = m.generate(ids, 9, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, expected) and len(graphs) == 2
 
 
 def test_sampling_follows_p():
-    """Sampling is from something else than P(w); top_k, top_p or temperature cut wrongly."""
+    """Samples follow P(w), as top_k, top_p and temperature restrict it."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
     g = torch.Generator().manual_seed(0)
 

@@ -1,10 +1,10 @@
 """
-Compiles the kernels of kernels.py for an H100 (sm_90) on a machine that has no GPU, which finds what Triton's
-interpreter cannot: types that do not fit, registers that spill, 32-bit offsets.
+Compiles the kernels of kernels.py for an H100 (sm_90) on a machine without a GPU. This finds errors that Triton's
+interpreter cannot: wrong types, spilled registers, 32-bit offsets.
 
-    $ python -m tests.compile_kernels       # what a run meets: three precisions, H from 1 to 4, odd widths
+    $ python -m tests.compile_kernels                           # three precisions, H from 1 to 4, odd widths
     $ python -m tests.compile_kernels --sizes=64,32,8,4,4,1     # other kernels.Sizes
-    $ python -m tests.compile_kernels --quick                   # what the tests take
+    $ python -m tests.compile_kernels --quick                   # the selection for the tests
 """
 
 import argparse
@@ -28,7 +28,7 @@ TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
 
 
 class H100:
-    """The little that compiling asks of a GPU's driver."""
+    """The parts of a GPU driver that compilation needs."""
 
     @staticmethod
     def get_current_target():
@@ -44,7 +44,7 @@ class H100:
 
 
 class Compiles:
-    """In place of a kernel: what would launch it compiles it, and notes the result."""
+    """Replaces a kernel: a launch compiles it and records the result."""
 
     def __init__(self, kernel, compiled):
         self.kernel = kernel
@@ -58,8 +58,8 @@ class Compiles:
 
 
 def check(compiled, options):
-    """One line about a kernel; raises AssertionError for one that spills, or that reads at 32-bit offsets."""
-    # what grows with the tokens of a chunk is addressed by matrices of pointers
+    """Describes a kernel in one line. Raises AssertionError if it spills registers or uses 32-bit offsets."""
+    # tensors that grow with the positions of a chunk are addressed by matrices of pointers
     offsets = re.findall(r'tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>', compiled.asm['ttir'])
     assert offsets and set(offsets) == {'i64'}, (compiled.metadata.name, offsets)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
@@ -85,9 +85,9 @@ def main():
     sizes = kernels.Sizes(*map(int, args.sizes.split(',')))
     driver.set_active(H100())
     compiled = []
-    for name in ('lay_out_kernel', 'normalise_kernel', 'derive_kernel'):
+    for name in ('transpose_kernel', 'logsumexp_kernel', 'backward_kernel'):
         setattr(kernels, name, Compiles(getattr(kernels, name), compiled))
-    # integers that are 1 or multiples of 16 make kernels of their own
+    # Triton specializes kernels for integers that are 1 or multiples of 16
     runs = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 2, 3, 4), (256, 263), (64, 77)))
     if args.quick:
         runs = [(torch.bfloat16, 4, 256, 64), (torch.bfloat16, 3, 263, 1), (torch.float64, 1, 263, 77)]

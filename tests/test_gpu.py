@@ -1,27 +1,25 @@
 """
-What must hold on a GPU, measured against the CPU: `make gpu` says yes or no, and writes what it measured to gpu.json.
-Otherwise what can runs on the CPU, in the form of the head that a GPU takes and with Triton's interpreter, which the
-other tests want; the rest is skipped by name.
+Tests on a GPU, compared with the CPU: `make gpu` runs them, also with the Triton kernels. Without a GPU,
+tests that can run on the CPU use the chunk sizes of a GPU and Triton's interpreter; the others are skipped.
 """
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, plain_twin, random_model, steps, tiles
+from conftest import REPO, plain_twin, random_model, sizes, steps
 from torch._dynamo.utils import ReinplaceCounters
 
 from mhf import fused
+from mhf.fused import ChunkSizes
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
-from study import kernels
+from study import kernels as study_kernels
 
 pytest.importorskip('triton', reason='needs the package triton')
 DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] == '0' else 'cpu'
@@ -30,13 +28,13 @@ KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
 
 
 def distance(ours, theirs):
-    """Relative, of a whole tensor."""
+    """Relative distance of two tensors."""
     a, b = (t.detach().double().cpu() for t in (ours, theirs))
     return ((a - b).norm() / b.norm()).item()
 
 
 def everything(m, ids, autocast=False):
-    """Loss, gradients, log P and both losses of a model, by name."""
+    """Returns {name: tensor} of loss, gradients, log P and both losses of a model."""
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
     m.zero_grad()
@@ -48,18 +46,19 @@ def everything(m, ids, autocast=False):
 
 
 def references(changes):
-    """A model in float64 on the CPU, token ids, and what the plain model makes of them."""
+    """Returns a model in float64 on the CPU, token ids, and the results of the plain model."""
     m = random_model(**changes)
     ids = torch.randint(3, 300, (3, 41))
     return m, ids, everything(plain_twin(m), ids)
 
 
+@pytest.mark.parametrize('use_kernels', [False, True])
 @pytest.mark.parametrize('changes', KINDS)
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-4)])
-def test_the_same_as_on_a_cpu(dtype, tolerance, changes):
-    """Logits, losses or gradients on a GPU are not those of the plain model on a CPU."""
+def test_equals_the_cpu(dtype, tolerance, changes, use_kernels):
+    """Logits, losses and gradients on a GPU equal those of the plain model on a CPU, in columns and with kernels."""
     m, ids, expected = references(changes)
-    m.to(DEVICE, dtype).tiles = tiles('cuda', chunk=50)
+    m.to(DEVICE, dtype).chunk_sizes = ChunkSizes(chunk=50, block=50, columns=512, use_kernels=use_kernels)
     measured = everything(m, ids.to(DEVICE))
     # the gate's last bias has none but for rounding
     wrong = {k: distance(measured[k], t) for k, t in expected.items() if t.norm() > 1e-6}
@@ -68,7 +67,7 @@ def test_the_same_as_on_a_cpu(dtype, tolerance, changes):
 
 @pytest.mark.parametrize('changes', KINDS)
 def test_a_compiled_chunk(changes):
-    """What torch.compile makes of a chunk of the head has other gradients than the plain model."""
+    """A compiled chunk of the head has the gradients of the plain model."""
     if not (shutil.which('g++') or shutil.which('cc')):
         pytest.skip('torch.compile needs a C++ compiler')
     if DEVICE == 'cpu' and changes != KINDS[0]:
@@ -76,47 +75,47 @@ def test_a_compiled_chunk(changes):
     torch._dynamo.reset()
     ReinplaceCounters.clear()
     m, ids, expected = references(changes)
-    m.to(DEVICE, torch.float32).tiles = tiles('cuda', chunk=4096)
+    m.to(DEVICE, torch.float32).chunk_sizes = sizes(chunk=4096, use_kernels=True)
     errors = []
     for m.chunk_gradients in (fused.chunk_gradients, torch.compile(fused.chunk_gradients, fullgraph=True)):
         measured = everything(m, ids.to(DEVICE), autocast=True)
         errors.append({k: distance(measured[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
     eager, compiled = errors
-    # in bfloat16, whose rounding fusing changes
+    # compilation changes the rounding to bfloat16
     assert all(compiled[k] < 1.5 * eager[k] + 1e-3 for k in eager), errors
-    # the kernels write into the bucket logits, and not into a copy of half a GiB
+    # the kernels write to the bucket logits, not to a copy of half a GiB
     assert not ReinplaceCounters.get_total_missed()
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
-    """On a GPU the kernels of kernels.py have another loss or gradient than the sums in columns, or other bits."""
+    """The kernels have the loss and gradient of the sums in columns, and equal bits each time."""
     sizes = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
     V, H, B, n = sizes
-    case = kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
-    measured = kernels.exactness(case)
+    case = study_kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
+    measured = study_kernels.exactness(case)
     assert measured['nll'] < 1e-5 and measured['gradient'] < tolerance and measured['same_bits'], measured
     if DEVICE == 'cuda':
-        assert kernels.peak_memory(case) < 1.1 * sum(kernels.bytes_allocated(case))
+        assert study_kernels.peak_memory(case) < 1.1 * sum(study_kernels.bytes_allocated(case))
 
 
 @on_a_gpu
 def test_more_bucket_logits_than_an_int32_counts():
-    """Of a chunk with more than 2^31 bucket logits, the kernels read or write at the wrong place."""
+    """The kernels are correct for a chunk with more than 2^31 bucket logits."""
     n = 2**15 + 100
     B = 16384
-    case = kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
-    for some in (slice(0, 100), slice(n - 100, n)):
-        o = [o_i[some].clone() for o_i in case.o]
-        expected = fused.exact_nll(o, case.y[some], case.table, kernels.COLUMNS, gradient=True)
+    case = study_kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
+    for part in (slice(0, 100), slice(n - 100, n)):
+        o = [o_i[part].clone() for o_i in case.o]
+        expected = fused.exact_nll(o, case.y[part], case.index, study_kernels.COLUMNS, gradient=True)
         whole = case.copies()
-        nll = fused.exact_nll(whole, case.y, case.table, kernels.KERNELS, gradient=True)
-        assert torch.allclose(nll[some], expected, atol=1e-5)
-        assert all(distance(ours[some], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
+        nll = fused.exact_nll(whole, case.y, case.index, study_kernels.KERNELS, gradient=True)
+        assert torch.allclose(nll[part], expected, atol=1e-5)
+        assert all(distance(ours[part], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
 
 
 def test_products_are_summed_in_float32():
-    """dL/dE, a sum over thousands of chunks, is rounded to bfloat16 at each of them and stands still."""
+    """dL/dE, a sum over thousands of chunks, is accumulated in float32."""
     a = torch.ones(4, 8, dtype=torch.bfloat16, device=DEVICE)
     b = torch.full((4, 6), 2**-9, device=DEVICE)
     total = torch.ones(8, 6, device=DEVICE)
@@ -126,7 +125,7 @@ def test_products_are_summed_in_float32():
 
 
 def test_evaluation():
-    """eval.py's scores on a GPU, with its mask and its batches, are not log P of each continuation on a CPU."""
+    """eval.py's scores on a GPU, with its mask and batches, equal log P of each continuation on a CPU."""
     m = random_model()
     draw = np.random.default_rng(0)
     contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 9)]
@@ -142,11 +141,11 @@ def test_evaluation():
 
 
 # -----------------------------------------------------------------------------
-# the scripts, in processes of their own: the other tests' have no GPU
+# scripts as subprocesses, because those of the other tests see no GPU
 
 
 def script(name, *args, cwd, processes=0, seconds=300):
-    """A script that has ended well -> what it printed."""
+    """Runs a script that must succeed -> its output."""
     run = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes else []
     command = [sys.executable, *run, str(REPO / name), *args]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=seconds)
@@ -155,7 +154,7 @@ def script(name, *args, cwd, processes=0, seconds=300):
 
 
 def losses(folder, *options, processes=0):
-    """Of eight steps after the checkpoint of `trained`."""
+    """Losses of eight steps after the checkpoint of `trained`."""
     name = re.sub(r'\W+', '_', '_'.join(['run', *options]))
     shutil.copytree(folder / 'out', folder / name)
     args = ['cfg.py', f'--out_dir={name}', '--init_from=resume', '--max_steps=32', *options]
@@ -171,15 +170,16 @@ def on_cpu(trained):
 @on_a_gpu
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
-def test_training(copy, on_cpu, dtype, tolerance, compiled):
-    """Steps on a GPU, compiled or not, lead elsewhere than on a CPU."""
-    options = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}']
+@pytest.mark.parametrize('kernels', [False, True])
+def test_training(copy, on_cpu, kernels, dtype, tolerance, compiled):
+    """Training on a GPU follows the losses of a CPU, compiled or not, with kernels or without."""
+    options = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}', f'--kernels={kernels}']
     assert losses(copy, *options) == pytest.approx(on_cpu, rel=tolerance)
 
 
 @on_a_gpu
 def test_deterministic(copy):
-    """With --deterministic a second run on the same GPU has other bits."""
+    """With --deterministic a second run on the same GPU has equal bits."""
     options = ['--device=cuda', '--deterministic', '--compile=False']
     first = losses(copy, *options)
     shutil.rmtree(copy / re.sub(r'\W+', '_', '_'.join(['run', *options])))
@@ -189,7 +189,7 @@ def test_deterministic(copy):
 @on_a_gpu
 @pytest.mark.parametrize('processes', [1, 2])
 def test_several_gpus(copy, on_cpu, processes):
-    """With nccl, one process a GPU, training leads elsewhere than on a CPU."""
+    """With nccl, one process per GPU, training follows the losses of a CPU."""
     if torch.cuda.device_count() < processes:
         pytest.skip(f'needs {processes} GPUs')
     options = ['--device=cuda', '--dtype=float32']
@@ -198,24 +198,8 @@ def test_several_gpus(copy, on_cpu, processes):
 
 @on_a_gpu
 def test_generation(trained):
-    """A captured decode step makes another text than an eager one, or than a CPU."""
+    """A captured decode step generates the text of an eager one and of a CPU."""
     args = ['--out_dir=out', '--temperature=0', '--dtype=float32', '--start=import', '--max_new_tokens=100']
     ways = [['--device=cpu'], ['--device=cuda', '--compile=False'], ['--device=cuda']]
     on_cpu, eager, captured = (script('sample.py', *args, *way, cwd=trained) for way in ways)
     assert on_cpu == eager == captured
-
-
-@on_a_gpu
-def test_what_was_planned():
-    """A step takes other memory than `bench.py --plan` promises; its times are written to gpu.json."""
-    measured = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
-    for options, parts in (('eager', 'train'), ('compiled', 'train,head,generate')):
-        args = ['config/mhf_100m.py', f'--compile={options == "compiled"}', f'--parts={parts}', '--repeats=2', '--json']
-        printed = script('bench.py', *args, cwd=REPO, seconds=500)
-        measured[options] = json.loads(next(line for line in printed.splitlines() if line.startswith('{')))
-    Path('gpu.json').write_text(json.dumps(measured, indent=1) + '\n')
-    for loss in ('exact', 'product', 'Standard'):
-        row = measured['eager']['train'][loss]
-        # the plan is of an eager step; a compiled one keeps less
-        assert row['planned_memory'] == pytest.approx(row['peak_memory'], rel=0.15), loss
-        assert measured['compiled']['train'][loss]['peak_memory'] < 1.15 * row['planned_memory'], loss
