@@ -1,4 +1,4 @@
-"""expand.py: the tokens of new languages, and the models that grow by them; train.py and eval.py go on from those."""
+"""expand.py: tokens of new languages, and models grown by them, which train.py and eval.py accept."""
 
 import json
 import re
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group('expand')
 
 
 def invented_language(first, letters, spaces, seed):
-    """Documents of words that occur as often as words do, in letters from the code point `first` on."""
+    """Returns documents of words with Zipf's frequencies, in letters from the code point `first` on."""
     draw = np.random.default_rng(seed)
     vocabulary = [''.join(chr(first + k) for k in draw.integers(0, letters, draw.integers(2, 6))) for _ in range(1500)]
     p = 1 / np.arange(1, 1501)
@@ -34,7 +34,7 @@ def invented_language(first, letters, spaces, seed):
 
 # of each: the first of its letters, how many there are, whether spaces stand between words, and a seed
 LANGUAGES = dict(ar=(0x621, 26, True, 1), zh=(0x6E00, 400, False, 2), hi=(0x905, 50, True, 3))
-TEXTS = '--texts=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
+TEXTS = '--corpora=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
 
 
 @pytest.fixture(scope='module')
@@ -47,9 +47,11 @@ def expansion(trained, mistral, tmp_path_factory):
     torch.manual_seed(0)
     fields = {k: v for k, v in read_config(folder / 'cfg.py').items() if k in MHFConfig.__annotations__}
     table = signature_table(mistral.tokens, 3, 256, pad_id=mistral.pad)
-    save_pretrained(MHF(MHFConfig(**fields | dict(num_layers=4)), table), folder / 'base', 'mistral')
+    model = MHF(MHFConfig(**fields | dict(num_layers=4)), table)
+    model.init_weights()
+    save_pretrained(model, folder / 'base', 'mistral')
     done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=three.model',
-              '--before=base', '--init_from=grown', cwd=folder)  # fmt: skip
+              '--source_model=base', '--output_dir=grown', cwd=folder)  # fmt: skip
     (folder / 'printed').write_text(done.stdout)
     ok('prepare.py', 'cfg.py', '--dataset=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl', '--tokenizer=three.model',
        '--data_format=ids', '--data_dir=more', cwd=folder)  # fmt: skip
@@ -57,7 +59,7 @@ def expansion(trained, mistral, tmp_path_factory):
 
 
 def test_expanded_tokenizer(expansion, mistral):
-    """New pieces change the old or how English is split, lose text, can never occur, are too few, or save nothing."""
+    """New pieces leave old ids and English unchanged, round-trip, all occur, and save tokens."""
     tok = get_tokenizer(str(expansion / 'three.model'))
     V = len(mistral.tokens)
     assert tok.tokens[:V] == mistral.tokens and len(tok.tokens) == len(set(tok.tokens)) == V + 1200
@@ -82,14 +84,14 @@ def held_out(path):
 
 
 def test_held_out_text_is_not_trained_on(expansion, mistral):
-    """The configs of expansions train on documents of which eval.py says what the expansion brought."""
+    """The held-out documents of expand.py are not in the training data of config/expand_*.py."""
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
         sources = mixture(settings['dataset'])
         each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
         # the same texts, and English
-        assert settings['texts'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
+        assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
        '--data_format=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
@@ -102,7 +104,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
 
 
 def test_the_paper_s_expansions_are_one_epoch():
-    """16,000 steps read some text twice, or the bins are not of 2 bytes a token."""
+    """The paper's expansions read their corpora at most once."""
     for file in (REPO / 'config').glob('expand_*_[13]b*.py'):
         settings = read_config(file)
         tokens = [number for _, number in mixture(settings['dataset'])]
@@ -112,37 +114,37 @@ def test_the_paper_s_expansions_are_one_epoch():
 
 
 def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
-    """The larger tokenizer has pieces, and the model signatures for them, that can never occur."""
+    """A piece that no text is split into is replaced by the next best one."""
     # no merge makes the first without the second
-    monkeypatch.setattr(expand, 'candidates', lambda *_: {'नमस': 0, 'नम': 1})
+    monkeypatch.setattr(expand, 'rank_candidates', lambda *_: {'नमस': 0, 'नम': 1})
     for number, pieces in ((1, ['नम']), (2, ['नमस', 'नम'])):
-        larger, chosen = expand.expanded(mistral, dict(hi=[]), dict(hi=number))
+        larger, chosen = expand.expand_tokenizer(mistral, dict(hi=[]), dict(hi=number))
         assert chosen == dict(hi=pieces) and larger.tokens[32768:] == pieces
 
 
 def test_expand_again_and_on_real_text(expansion, tmp_path):
-    """An expanded tokenizer or model cannot be expanded, the same command gives another one, or too few tokens come."""
+    """Expansion is reproducible, an expanded model can be expanded again, and real corpora yield 15,354 tokens."""
     done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=again.model', cwd=expansion)
     assert '32,768 -> 33,968 tokens\n' in done.stdout
     assert (expansion / 'again.model').read_bytes() == (expansion / 'three.model').read_bytes()
     write_jsonl(expansion / 'el.jsonl', invented_language(0x391, 50, True, 4))
-    done = ok('expand.py', 'cfg.py', '--base=three.model', '--texts=el.jsonl@100000', '--tokenizer=four.model',
-              '--before=grown', '--init_from=grown_again', cwd=expansion)  # fmt: skip
-    number = int(re.search(r'the text gives ([\d,]+) of the 100,000', done.stdout)[1].replace(',', ''))
+    done = ok('expand.py', 'cfg.py', '--base_tokenizer=three.model', '--corpora=el.jsonl@100000', '--tokenizer=four.model',
+              '--source_model=grown', '--output_dir=grown_again', cwd=expansion)  # fmt: skip
+    number = int(re.search(r'the corpus yields ([\d,]+) of the 100,000', done.stdout)[1].replace(',', ''))
     three, four = (get_tokenizer(str(expansion / f'{n}.model')) for n in ('three', 'four'))
     assert four.tokens[: len(three.tokens)] == three.tokens and len(four.tokens) == len(three.tokens) + number
     table = signature_table(four.tokens, 3, 256, pad_id=four.pad)
     assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
     assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
     files = ','.join(str(shared(f'data/text/{n}.jsonl.xz')) for n in LANGUAGES)
-    args = (f'--texts={files}', '--text_bytes=1000000', '--tokenizer=real.model')
+    args = (f'--corpora={files}', '--max_bytes_per_language=1000000', '--tokenizer=real.model')
     done = ok('expand.py', *args, cwd=tmp_path)
     assert '32,768 -> 48,122 tokens' in done.stdout
     assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
 
 
 def test_expand_a_model(expansion, mistral):
-    """The expanded model has another parameter, other old signatures or other logits, or trains what is frozen."""
+    """Expansion adds no parameter and keeps old signatures and logits; training leaves frozen layers unchanged."""
     base, grown = (from_pretrained(expansion / name) for name in ('base', 'grown'))
     assert '32,768 -> 33,968 tokens: 0 new parameters' in (expansion / 'printed').read_text()
     for (name, a), (_, b) in zip(base.named_parameters(), grown.named_parameters(), strict=True):
@@ -173,7 +175,7 @@ def test_expand_a_model(expansion, mistral):
 
 
 def bits_per_byte(folder, model):
-    """What eval.py writes of a model on two texts."""
+    """Returns eval.py's results of a model on two texts."""
     args = ('--tasks=bits_per_byte', '--device=cpu', '--text=three_hi.jsonl,three_docs.jsonl')
     ok('eval.py', model, *args, cwd=folder)
     file = next(folder.glob(f'results/{model.split("=")[1]}/results_*.json'))
@@ -181,13 +183,16 @@ def bits_per_byte(folder, model):
 
 
 def test_expand_a_standard_model(expansion, mistral):
-    """A new row of the Standard model is not the mean of the rows of its token's old pieces, or train.py refuses it."""
-    m = random_model(num_hashes=0, vocab_size=32768, block_size=64, dtype=torch.float32)
+    """A new row of a Standard model is the mean of the rows of its old pieces; embedding_scale and old rows stay."""
+    m = random_model(num_hashes=0, vocab_size=32768, block_size=64, embedding_scale=3.0, dtype=torch.float32)
     save_pretrained(m, expansion / 'standard', 'mistral')
-    done = ok('expand.py', '--before=standard', '--init_from=standard_grown', '--tokenizer=three.model', cwd=expansion)
+    done = ok(
+        'expand.py', '--source_model=standard', '--output_dir=standard_grown', '--tokenizer=three.model', cwd=expansion
+    )
     assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
-    assert 'three.model is used as it is' in done.stdout
+    assert 'using the existing three.model' in done.stdout
     grown = from_pretrained(expansion / 'standard_grown')
+    assert grown.config.embedding_scale == 3
     tok = get_tokenizer(str(expansion / 'three.model'))
     E = grown.embed.weight
     assert torch.equal(E[:32768], m.embed.weight)
@@ -203,7 +208,7 @@ def test_expand_a_standard_model(expansion, mistral):
 
 
 def one_step(folder, init_from, tokenizer, data_dir, *args):
-    """train.py starts from a grown model, and its first update, of learning rate 0, changes nothing."""
+    """Runs one update of train.py with learning rate 0, which must not change the grown model."""
     ok('train.py', 'cfg.py', f'--init_from={init_from}', f'--tokenizer={tokenizer}', f'--data_dir={data_dir}', *args,
        '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', f'--out_dir={init_from}_out', cwd=folder)  # fmt: skip
     state = weights(folder, f'{init_from}_out')['model']
@@ -211,45 +216,33 @@ def one_step(folder, init_from, tokenizer, data_dir, *args):
     assert all(torch.equal(state[k], start[k]) for k in start) and events(folder, f'{init_from}_out')
 
 
-def test_replace_the_whole_vocabulary(expansion):
-    """mistral -> tekken costs or changes a parameter, or train.py refuses it."""
-    done = ok('expand.py', '--before=out', '--init_from=tek', '--whole', '--tokenizer=tekken', cwd=expansion)
-    assert '32,768 -> 131,072 tokens: 0 new parameters' in done.stdout
-    a = weights(expansion)['model']
-    b = from_pretrained(expansion / 'tek').state_dict()
-    assert [k for k in a if not torch.equal(a[k], b[k])] == ['signatures', 'token_mask']
-    ok('prepare.py', 'cfg.py', '--dataset=docs.jsonl', '--tokenizer=tekken', '--data_dir=tekken', cwd=expansion)
-    one_step(expansion, 'tek', 'tekken', 'tekken')
-
-
-@pytest.mark.parametrize('H, num_lsh, unique', [(1, 0, True), (1, 0, False), (3, 0, False), (3, 2, True), (2, 2, True)])
-def test_tables_of_ablations_grow(H, num_lsh, unique):
-    """A model with Single-ID or LSH signatures grows by signatures of another kind."""
+@pytest.mark.parametrize('H, num_lsh, single_id', [(1, 0, True), (3, 0, False), (3, 2, False), (3, 0, True)])
+def test_tables_of_ablations_grow(H, num_lsh, single_id):
+    """A model with Single-ID or LSH signatures grows by signatures of the same kind."""
     old = [f'w{k}' for k in range(200)]
     new = [f'new{k}' for k in range(50)]
-    options = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=unique)
+    c = MHFConfig(num_hashes=H, num_buckets=300, num_lsh=num_lsh, single_id=single_id)
+    options = dict(num_buckets=300, num_lsh=num_lsh, pad_id=2, unique=not single_id)
     table = signature_table(old, H, **options)
-    model = random_model(vocab_size=200, num_hashes=H, num_buckets=300, num_lsh=num_lsh)
-    model.replace_vocabulary(table, pad_id=2)
-    assert (expand.table_like(model, old + new, 2) == extend_table(table, new, **options)).all()
+    assert (expand.make_table(c, old + new) == extend_table(table, new, **options)).all()
 
 
-NEW = ('--texts=ar.jsonl@9', '--tokenizer=new.model', '--init_from=new')
+NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
 
 
-@pytest.mark.parametrize('before', ['grown', 'out --base=three.model', 'bare', 'small'])
-def test_expand_refuses(expansion, before):
-    """A model is grown from a tokenizer that is not its own; see test_bad_input.py for what else is refused."""
-    # released models of which only the weights say what their tokenizers were
-    if before == 'bare':
+@pytest.mark.parametrize('source_model', ['grown', 'out --base_tokenizer=three.model', 'bare', 'small'])
+def test_expand_refuses(expansion, source_model):
+    """A model is not grown from another tokenizer than its own."""
+    # released models without the name of a tokenizer
+    if source_model == 'bare':
         shutil.copytree(expansion / 'grown', expansion / 'bare')
         (expansion / 'bare/tokenizer.model').unlink()
-    if before == 'small':
+    if source_model == 'small':
         save_pretrained(random_model(num_hashes=0, dtype=torch.float32), expansion / 'small', 'mistral')
     files = snapshot(expansion)
-    done = run('expand.py', *NEW, *f'--before={before}'.split(), cwd=expansion)
+    done = run('expand.py', *NEW, *f'--source_model={source_model}'.split(), cwd=expansion)
     assert done.returncode == 1 and snapshot(expansion) == files
-    assert re.fullmatch(r'error: .*whose tokens are not those of base=.*\n', done.stderr), done.stderr
+    assert re.fullmatch(r'error: .*was trained with .*--base_tokenizer\n', done.stderr), done.stderr
 
 
 ENDS = [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error')]
@@ -257,7 +250,7 @@ ENDS = [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error
 
 @pytest.mark.parametrize('error, code, says', ENDS)
 def test_expand_interrupted_while_it_writes(expansion, error, code, says):
-    """What was written before Ctrl-C or a full disk stays, and looks whole."""
+    """Ctrl-C or a full disk leaves no output."""
     patch = f"""
 import safetensors.torch
 def save_file(weights, path, **_):
@@ -266,6 +259,6 @@ def save_file(weights, path, **_):
 safetensors.torch.save_file = save_file
 """
     before = snapshot(expansion)
-    done = run('expand.py', *NEW, '--before=base', cwd=expansion, patch=patch)
+    done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
     assert done.returncode == code and says in done.stderr and len(done.stderr.splitlines()) == 1
     assert snapshot(expansion) == before
