@@ -128,8 +128,8 @@ def test_expand_again_and_on_real_text(expansion, tmp_path):
     assert '32,768 -> 33,968 tokens\n' in done.stdout
     assert (expansion / 'again.model').read_bytes() == (expansion / 'three.model').read_bytes()
     write_jsonl(expansion / 'el.jsonl', invented_language(0x391, 50, True, 4))
-    done = ok('expand.py', 'cfg.py', '--base_tokenizer=three.model', '--corpora=el.jsonl@100000', '--tokenizer=four.model',
-              '--source_model=grown', '--output_dir=grown_again', cwd=expansion)  # fmt: skip
+    done = ok('expand.py', 'cfg.py', '--base_tokenizer=three.model', '--corpora=el.jsonl@100000',
+              '--tokenizer=four.model', '--source_model=grown', '--output_dir=grown_again', cwd=expansion)  # fmt: skip
     number = int(re.search(r'the corpus yields ([\d,]+) of the 100,000', done.stdout)[1].replace(',', ''))
     three, four = (get_tokenizer(str(expansion / f'{n}.model')) for n in ('three', 'four'))
     assert four.tokens[: len(three.tokens)] == three.tokens and len(four.tokens) == len(three.tokens) + number
