@@ -382,9 +382,10 @@ def open_model(out_dir='', released='', tokenizer=''):
 
 def export(out_dir, folder):
     """Writes the newest checkpoint of a run to a new folder in the released format. Raises InputError."""
-    model, ckpt = Checkpoints(out_dir, 0, writes=False).load_latest(FusedMHF)
+    checkpoints = Checkpoints(out_dir, 0, writes=False)
+    model, ckpt = checkpoints.load_latest(FusedMHF)
     save_pretrained(model, folder, ckpt['config']['tokenizer'])
-    print(f'{out_dir}, step {ckpt["step"]} -> {folder}')
+    print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {folder}')
 
 
 if __name__ == '__main__':
