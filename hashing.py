@@ -86,11 +86,9 @@ def rehash_collisions(table, start, tokens, B):
         prefix = key[:-2]
         if i >= start and key in taken:
             if prefix_counts[prefix] == B - 1:
-                full = f'token {tokens[i - start]!r} (id {i}): all {B - 1} signatures of its hash prefix'
-                values = tuple(map(int, table[i, :-1]))
-                raise InputError(
-                    f'{full} {values} are taken, the prefix is full; raise num_buckets={B} or num_hashes={H}'
-                )
+                prefix = tuple(map(int, table[i, :-1]))
+                full = f'token {tokens[i - start]!r} (id {i}): its hash prefix {prefix} is full, all {B - 1} are taken'
+                raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
             # coordinates 0 .. H-1 are hashed with the seeds 0 .. H-1, so the first new seed is H
             seed = H
             while key in taken:

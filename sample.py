@@ -10,6 +10,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 
 import torch
 
@@ -37,6 +38,8 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 # model and prompt
 
+if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
+    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
 check_numbers(config, above_zero='num_samples max_new_tokens', below=dict(seed=2**64))
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
@@ -49,7 +52,7 @@ if start.startswith('FILE:'):
 model, tok, name, _ = open_model(out_dir, released, tokenizer)
 try:
     sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
-except (ValueError, TypeError) as e:
+except ValueError as e:
     raise InputError(e) from None
 print(f'{name}; seed {seed}', file=sys.stderr)
 
