@@ -343,8 +343,8 @@ def remove(paths):
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        elif path.exists():
+            path.unlink()
 
 
 def check_settings(languages, use_existing):
