@@ -84,7 +84,7 @@ def read_tasks(names, lm):
     if lm.rank == 0:
         # the hub may take its time
         print(f'reading {data_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
-    return load_tasks(chosen, data_dir, limit)
+    return load_tasks(chosen, data_dir)
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ or from local files.
 """
 
 import csv
-import itertools
 import logging
 from pathlib import Path
 
@@ -65,10 +64,10 @@ def local_data(name, config, folder):
     return changes, notes
 
 
-def load_tasks(names, folder='', limit=None):
+def load_tasks(names, folder=''):
     """
     Names of the paper's tasks -> {name: lm-eval's task}, {name: [how its data differ from the paper's]}. With a folder
-    the data are local files, and their first `limit` rows are checked. Raises InputError.
+    the data are local files. Raises InputError.
     """
     import datasets
     from lm_eval.tasks import TaskManager
@@ -91,8 +90,6 @@ def load_tasks(names, folder='', limit=None):
             config |= changes
         loaded |= load_one(manager, name, config)
         loaded[name].set_fewshot_seed(1234)
-        if folder:
-            check_rows(loaded[name], limit)
     return loaded, notes
 
 
@@ -116,38 +113,6 @@ def load_one(manager, name, config):
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
         hint = "local files, for --data_dir, have the fields of the hub's"
         raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
-
-
-def check_rows(task, limit):
-    """
-    Raises InputError for a row of a task's local files that lacks a field of the first row, for a row that the task
-    makes no question from, and for too few rows to take the examples before a question from.
-    """
-    files = task.config.dataset_kwargs['data_files']
-    for split, file in files.items():
-        rows = task.dataset[split]
-        for field in rows.column_names:
-            column = rows.data.column(field)
-            if column.null_count and rows[0][field] is not None:
-                number = column.is_null().index(True).as_py() + 1
-                raise InputError(f"{file}, row {number}: no '{field}', which the first row has")
-    scored = files[task.config.test_split]
-    shots_from = files[task.config.fewshot_split]
-    shots = task.config.num_fewshot
-    if shots:
-        examples = len(task.fewshot_docs())
-        # a question is no example of itself
-        needed = shots + 1 if shots_from == scored else shots
-        if examples < needed:
-            raise InputError(f'{shots_from}: {examples} rows are too few for {shots} examples before a question')
-    for number, row in enumerate(itertools.islice(task.eval_docs, limit), start=1):
-        try:
-            task.doc_to_text(row)
-            task.doc_to_target(row)
-            if task.config.doc_to_choice is not None:
-                task.doc_to_choice(row)
-        except Exception as e:
-            raise InputError(f'{scored}, row {number}: {type(e).__name__}: {e}') from None
 
 
 def run_tasks(lm, loaded, notes, limit=None):

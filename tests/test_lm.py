@@ -244,7 +244,7 @@ def test_same_scores_as_lm_eval_s_own_path(tmp_path, mistral):
         MHFLM(ours, mistral, mistral.bos),
         HuggingFace(pretrained=theirs, backend='causal', tokenizer=words, batch_size=16, max_length=512),
     ):
-        loaded, _ = tasks.load_tasks(['piqa', 'arc_easy'], data, 10)
+        loaded, _ = tasks.load_tasks(['piqa', 'arc_easy'], data)
         results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
         rolled.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group('eval')
 
 def paper(lm, folder, names=tuple(tasks.PAPER), limit=None):
     """lm-eval's results of the paper's tasks."""
-    return tasks.run_tasks(lm, *tasks.load_tasks(names, str(folder), limit), limit)
+    return tasks.run_tasks(lm, *tasks.load_tasks(names, str(folder)), limit)
 
 
 def test_known_answers(tmp_path, mistral):
