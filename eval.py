@@ -1,15 +1,16 @@
 """
-Evaluates a checkpoint or a released model beside the paper's published numbers. P(w) is normalised over real tokens.
+Evaluates a checkpoint or a released model and prints the paper's published numbers next to its own. P(w) is normalized
+over the real tokens.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
-    $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks --limit=100   # a part of each, from local files
+    $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks --limit=100   # part of each, from local files
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --data_dir=card660
-    $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # documents shared by 8 GPUs
+    $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
-Results are written to results/<model>/results_<date>.json. All other tasks of lm-eval run on its own command line, with
-this model in it: python -m mhf.lm run --help.
+Writes results/<model>/results_<date>.json. lm-eval's other tasks run on its own command line with this model:
+python -m mhf.lm run --help.
 """
 
 import importlib.metadata
@@ -23,166 +24,144 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
-from tqdm import tqdm
 
 from configurator import InputError, configure, did_you_mean
-from mhf.bins import held_out_split
-from mhf.lm import BAR, open_lm
-from mhf.sources import Source, documents
-from mhf.tasks import PAPER, PUBLISHED, load_tasks, run_tasks
+from mhf.data import held_out_ids
+from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
+from mhf.runtime import all_gather_object
+from mhf.sources import read_documents
 
-# what to evaluate
-out_dir = ''  # the folder of the checkpoint; '' is the newest one under the working folder
-released = ''  # or a released model: a folder, or a hub id[@revision]
-tokenizer = ''  # '' is the one that the checkpoint was trained with
-# on what: paper | bits_per_byte | card660 | some of the paper's tasks by their names, several separated by commas
+# model
+out_dir = ''  # folder of the checkpoint; '': the newest one under the working folder
+released = ''  # instead: a released model, a folder or a hub id[@revision]
+tokenizer = ''  # '': the one that the checkpoint was trained with
+# tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
 tasks = 'paper'
-data_dir = ''  # local files instead of the hub; card660's folder
-text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, several separated by commas
-limit = None  # documents of each task, for a quick look
+data_dir = ''  # folder of local files to read instead of the hub; the folder of Card-660
+text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, separated by commas
+limit = None  # documents per task; None: all
 output_path = 'results'
-# how
-bos = None  # bos before every context; None is True for a model trained here, False for a released one, as the paper
+# evaluation
+bos = None  # bos in front of every context; None: True for a model trained here, False for a released one, as the paper
 device = None
 dtype = None
 
 config = configure(globals())
 
-# what `tasks` may name besides the paper's tasks
-OURS = ('paper', 'bits_per_byte', 'card660')
+OTHER_TASKS = ('paper', 'bits_per_byte', 'card660')
 
 
 # -----------------------------------------------------------------------------
-# tasks
+# settings
+
+
+def text_paths():
+    return [path for path in text.split(',') if path]
 
 
 def check_settings():
-    """The names in `tasks`. Raises InputError."""
+    """The names in `tasks`."""
     names = [name.strip() for name in tasks.split(',')]
     for name in names:
-        if name not in PAPER and name not in OURS:
-            near = did_you_mean(name, [*OURS, *PAPER])
-            others = 'for other tasks of lm-eval: python -m mhf.lm run --model_args path=... --tasks'
-            raise InputError(f"unknown task '{name}'{near}; {others} {name}")
+        if name not in PAPER and name not in OTHER_TASKS:
+            near = did_you_mean(name, [*OTHER_TASKS, *PAPER])
+            command = f'python -m mhf.lm run --model_args path=... --tasks {name}'
+            raise InputError(f"unknown task '{name}'{near}; run other tasks of lm-eval with: {command}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InputError(f'limit={limit!r}: must be a number of documents, 1 or more')
     if bool(text) != ('bits_per_byte' in names):
-        raise InputError(f"tasks={tasks}, text='{text}': a text is what bits_per_byte needs; give both or neither")
+        raise InputError(
+            f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
+        )
     if text and bos is False:
         raise InputError('bos=False: bits_per_byte has bos before every document, as in training; leave --bos out')
-    for path in paths_of_texts():
+    for path in text_paths():
         if not Path(path).exists():
             raise InputError(f'--text={path}: no such file or folder')
     return names
 
 
-def read_tasks(names, lm):
-    """Reads those of the paper's tasks that `names` chooses -> what load_tasks returns, or two empty dicts."""
-    chosen = [task for task in PAPER if task in names or 'paper' in names]
-    if not chosen:
-        return {}, {}
-    if lm.rank == 0:
-        # the hub may take its time
-        print(f'reading {data_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
-    return load_tasks(chosen, data_dir)
-
-
 # -----------------------------------------------------------------------------
-# text
-
-
-def paths_of_texts():
-    return [path for path in text.split(',') if path]
+# bits per byte
 
 
 def read_text(path, tok):
-    """(token ids, bytes of text) of a text file, or of the held-out split of a folder of bins. Raises InputError."""
-    path = Path(path)
-    return held_out_split(path, tok) if path.is_dir() else text_file(path, tok)
-
-
-def text_file(path, tok):
-    """(token ids, bytes of text) of all documents of a file, as prepare.py makes bins of them. Raises InputError."""
+    """(token ids, bytes of text) of all documents of a file, or of the held-out split of a folder of bins."""
+    if Path(path).is_dir():
+        return held_out_ids(Path(path), tok)
     ids = []
-    size = 0
-    for document, _ in tqdm(documents(Source(str(path))), desc='encode', unit=' documents', delay=1, **BAR):
-        size += len(document.encode())
+    num_bytes = 0
+    for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
+        num_bytes += len(document.encode())
         ids += [tok.bos, *tok.encode([document])[0]]
     if not ids:
         raise InputError(f'--text={path}: no text in it')
-    return ids, size
+    return ids, num_bytes
 
 
 def windows(ids, T):
     """
-    Token ids -> requests (context ids, ids to score), which score each id but the first once. A window has T inputs and
-    begins half a context after the one before it, so from the second on a token sees T // 2 tokens or more.
+    Token ids -> requests (context ids, ids to score) that score each id but the first once. Windows have T inputs and
+    start T - T // 2 apart, so from the second window on every id has a context of at least T // 2 tokens.
     """
-    begin = 0
-    scored = 1  # the ids before this one are scored, or have nothing before them
-    while scored < len(ids):
-        end = begin + T + 1
-        yield ids[begin:scored], ids[scored:end]
-        scored = end
-        begin += T - T // 2
+    start = 0
+    first = 1  # the first id that is not scored yet
+    while first < len(ids):
+        end = start + T + 1
+        yield ids[start:first], ids[first:end]
+        first = end
+        start += T - T // 2
 
 
-def sliding(lm, ids):
+def score_windows(lm, ids):
     """
-    Scores token ids (n + 1,) in windows -> three (n,), float64, of each id but the first: nats, whether it is the
-    likeliest (1 or 0), and the probability of the likeliest. Processes share the windows; it is None on those above 0.
+    Scores token ids (n + 1,) in overlapping windows, which the ranks share.
+
+    Returns three tensors (n,), float64, for each id but the first: nats, whether it is the likeliest token (1 or 0),
+    and the probability of the likeliest.
     """
     requests = list(windows(ids, lm.max_length))
-    mine = requests[lm.rank :: lm.world_size]
-    scored = dict(lm.by_token(mine, None, 'text'))
-    of_ranks = lm.gather_object([scored[k] for k in range(len(mine))])
-    if of_ranks is None:
-        return None
-    of_windows = [None] * len(requests)
-    for rank, of_rank in enumerate(of_ranks):
-        of_windows[rank :: lm.world_size] = of_rank
-    logp, right, confidence = torch.from_numpy(np.concatenate(of_windows, axis=1))
-    return -logp, right, confidence
+    scores = dict(lm.score_requests(requests[lm.rank :: lm.world_size], None, 'text'))
+    gathered = all_gather_object([scores[k] for k in range(len(scores))])
+    by_window = [None] * len(requests)
+    for rank, rank_scores in enumerate(gathered):
+        by_window[rank :: lm.world_size] = rank_scores
+    logp, is_best, confidence = torch.from_numpy(np.concatenate(by_window, axis=1))
+    return -logp, is_best, confidence
 
 
-def calibration_error(right, confidence, bins=15):
-    """Expected calibration error: |accuracy - confidence| in equal intervals of confidence, weighted by tokens."""
+def calibration_error(is_best, confidence, bins=15):
+    """Expected calibration error: |accuracy - confidence| per interval of confidence, weighted by tokens."""
     interval = (confidence * bins).long().clamp(max=bins - 1)
-    unused_ids = torch.zeros(bins, dtype=torch.float64).index_add_(0, interval, right - confidence)
-    return unused_ids.abs().sum().item() / len(right)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, interval, is_best - confidence)
+    return gaps.abs().sum().item() / len(is_best)
 
 
-def bits_per_byte(lm, ids, size):
-    """
-    How well a model predicts documents that stand back to back, bos before each, as in training. Their ids and their
-    size in bytes -> a dict. Windows overlap by half; it is None on processes above 0.
-    """
-    scored = sliding(lm, ids)
-    if scored is None:
-        return None
-    nats, right, confidence = scored
-    mean = nats.mean().item()
+def bits_per_byte(lm, ids, num_bytes):
+    """Scores of packed documents, bos in front of each, as in training -> dict."""
+    nats, is_best, confidence = score_windows(lm, ids)
+    nats_per_token = nats.mean().item()
     T = lm.max_length
     return dict(
         bos=True,
         tokens=len(nats),
-        bytes=size,
+        bytes=num_bytes,
         window=T,
         stride=T - T // 2,
-        nats_per_token=mean,
-        bits_per_byte=nats.sum().item() / math.log(2) / size,
-        perplexity=math.exp(min(mean, 700)),
-        top1_accuracy=right.mean().item(),
-        expected_calibration_error=calibration_error(right, confidence),
+        nats_per_token=nats_per_token,
+        bits_per_byte=nats.sum().item() / math.log(2) / num_bytes,
+        perplexity=math.exp(min(nats_per_token, 700)),
+        top1_accuracy=is_best.mean().item(),
+        expected_calibration_error=calibration_error(is_best, confidence),
     )
 
 
 # -----------------------------------------------------------------------------
-# rare words
+# Card-660: similarity of rare words
 
 
-def word_pairs(folder):
-    """[(word, word, human similarity)] of Card-660. Raises InputError."""
+def read_word_pairs(folder):
+    """[(word, word, human similarity)] of Card-660."""
     path = Path(folder) / 'dataset.tsv'
     try:
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8').splitlines() if line]
@@ -192,8 +171,8 @@ def word_pairs(folder):
 
 
 @torch.no_grad()
-def states_of_word(lm, word, with_bos):
-    """The hidden states of a word's last token after two layers -> {'last', 'second_to_last'}, each (d,) float32."""
+def word_states(lm, word, with_bos):
+    """Hidden states of a word's last token after the last two layers -> {'last', 'second_to_last'}, (d,) float32."""
     ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
     if with_bos:
         ids = [lm.tok.bos, *ids]
@@ -204,11 +183,11 @@ def states_of_word(lm, word, with_bos):
 
 
 def card660(lm, pairs, with_bos):
-    """Correlation of human similarity with the cosine of two words' hidden states at their last token -> a dict."""
+    """Correlations of human similarity with the cosine of two words' hidden states at their last token -> dict."""
     from scipy.stats import pearsonr, spearmanr
 
     words = sorted({word for a, b, _ in pairs for word in (a, b)})
-    states = {word: states_of_word(lm, word, with_bos) for word in tqdm(words, 'card660', **BAR)}
+    states = {word: word_states(lm, word, with_bos) for word in progress_bar(words, desc='card660')}
     human = [score for _, _, score in pairs]
     results = dict(bos=with_bos, pairs=len(pairs))
     for layer in ('last', 'second_to_last'):
@@ -223,34 +202,32 @@ def card660(lm, pairs, with_bos):
 
 
 def nearest_published(lm, column):
-    """The row of the paper's tables that has this column and whose model is nearest to lm's in kind and size."""
+    """The row of the paper's tables with this column whose model is nearest to lm's in kind and size."""
     num_hashes = lm.model.config.num_hashes
     decoder = lm.model.num_params()[1]
-    distances = {}
-    for name, row in PUBLISHED.items():
-        if column in row:
-            other_kind = (row['num_hashes'] == 0) != (num_hashes == 0)
-            sizes = row['decoder_millions'] * 1e6 / decoder
-            distances[name] = (other_kind, abs(math.log(sizes)), abs(row['num_hashes'] - num_hashes))
-    nearest = min(distances, key=distances.get)
-    return dict(model=nearest, **PUBLISHED[nearest])
+
+    def distance(row):
+        size_ratio = row['decoder_millions'] * 1e6 / decoder
+        differs_in_kind = (row['num_hashes'] == 0) != (num_hashes == 0)
+        return differs_in_kind, abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
+
+    rows = {name: row for name, row in PUBLISHED.items() if column in row}
+    nearest = min(rows, key=lambda name: distance(rows[name]))
+    return dict(model=nearest, **rows[nearest])
 
 
-def show(results, why_dtype):
-    """Prints all results."""
+def print_results(results):
     print(results['name'])
-    if why_dtype:
-        print(f'dtype={results["dtype"]}: {why_dtype}')
     if 'published' in results:
-        show_tasks(results)
+        print_tasks(results)
     for path, values in results.get('bits_per_byte', {}).items():
-        show_values(f'bits_per_byte, {path}', values)
+        print_values(f'bits_per_byte, {path}', values)
     if 'card660' in results:
-        show_values('card660', results['card660'], results['card660_published'])
+        print_values('card660', results['card660'], results['card660_published'])
 
 
-def show_tasks(results):
-    """Prints lm-eval's table of all scores, then the paper's metrics beside its own numbers."""
+def print_tasks(results):
+    """Prints lm-eval's table of all scores, then the paper's metrics next to its numbers."""
     published = results['published']
     print(f'\n{make_table(results)}')
     print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]}')
@@ -263,22 +240,18 @@ def show_tasks(results):
         print(f'{task}: {"; ".join(notes)}')
 
 
-def show_values(title, values, published=None):
-    """Prints a line for each value, beside the same of a row of the paper's tables, if one is given."""
-    source = ''
-    if published:
-        source = f'published: {published["model"]}'
-    print(f'\n{title:<44}', source)
+def print_values(title, values, published=None):
+    """Prints one value per line, next to that of a row of the paper's tables if one is given."""
+    published = published or {}
+    print(f'\n{title:<44}', f'published: {published["model"]}' if published else '')
     for key, value in values.items():
-        beside = ''
-        if published and key in published:
-            beside = f'{published[key]:>13.2f}'
         value = f'{value:,.4f}' if isinstance(value, float) else str(value)
-        print(f'  {key:<28}{value:>14}{beside}')
+        reference = f'{published[key]:>13.2f}' if key in published else ''
+        print(f'  {key:<28}{value:>14}{reference}')
 
 
 def results_file(source):
-    """The file for a model's results, named as lm-eval names it. Its folder is made. Raises InputError."""
+    """The path of the results file, named as lm-eval names it; creates its folder."""
     path = Path(output_path)
     date = datetime.now().isoformat().replace(':', '-')
     file = path / sanitize_model_name(source) / f'results_{date}.json'
@@ -287,56 +260,51 @@ def results_file(source):
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise InputError(f'output_path={output_path} cannot be written ({e}); name another') from None
+        raise InputError(f'output_path={output_path} cannot be written ({e}); use another one') from None
     return file
 
 
-def write(results, file):
-    """Writes the results as JSON. Raises InputError."""
-    # strict JSON has no NaN, which a correlation with a constant is
-    results = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-    try:
-        file.write_text(json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + '\n', encoding='utf-8')
-    except OSError as e:
-        raise InputError(f'{file} could not be written ({e}); name another folder with --output_path') from None
-    print(f'\n{file}')
-
-
 # -----------------------------------------------------------------------------
-# the whole
+# evaluation
 
 
 def main():
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
-    about = lm.about
     if limit is not None and limit < lm.world_size:
-        raise InputError(f'limit={limit}: {lm.world_size} processes need a document each; start fewer')
-    # all is read before anything is scored
-    texts = {path: read_text(path, lm.tok) for path in paths_of_texts()}
-    pairs = word_pairs(data_dir) if 'card660' in names else []
-    loaded, notes = read_tasks(names, lm)
-    file = results_file(about['source'])
+        raise InputError(f'limit={limit}: each of {lm.world_size} processes needs a document; start fewer processes')
 
-    results = dict(name=about['name'], model_name=about['source'], tokenizer=about['tokenizer'], dtype=about['dtype'])
-    packages = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
-    results |= dict(device=str(lm.device), settings=config, packages=packages)
+    # read all data before scoring
+    texts = {path: read_text(path, lm.tok) for path in text_paths()}
+    pairs = read_word_pairs(data_dir) if 'card660' in names else []
+    chosen = [task for task in PAPER if task in names or 'paper' in names]
+    if chosen and lm.rank == 0:
+        print(f'reading {data_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
+    loaded, notes = load_tasks(chosen, data_dir) if chosen else ({}, {})
+    file = results_file(lm.info['source'])
+
+    results = dict(name=lm.info['name'], model_name=lm.info['source'])
+    results |= dict(tokenizer=lm.info['tokenizer'], dtype=lm.info['dtype'], device=str(lm.device), settings=config)
+    results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
         results |= run_tasks(lm, loaded, notes, limit) or {}
-        results |= dict(bos=about['bos'], published=nearest_published(lm, 'ARC-E'))
+        results |= dict(bos=lm.info['bos'], published=nearest_published(lm, 'ARC-E'))
     if texts:
-        results['bits_per_byte'] = {path: bits_per_byte(lm, ids, size) for path, (ids, size) in texts.items()}
+        results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
     if pairs:
         results['card660'] = card660(lm, pairs, bos is not False)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
     if lm.rank == 0:
-        show(results, about['why_dtype'])
-        write(results, file)
+        print_results(results)
+        # strict JSON has no NaN, which a correlation with a constant is
+        strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
+        file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+        print(f'\n{file}')
 
 
 if __name__ == '__main__':
     try:
         main()
     except KeyboardInterrupt:
-        print('interrupted; nothing was written', file=sys.stderr)
+        print('interrupted; no results written', file=sys.stderr)
         sys.exit(130)

@@ -1,22 +1,25 @@
 """
-A model as lm-evaluation-harness (lm-eval) wants it, and lm-eval's own command line with that model in it.
+lm-evaluation-harness (lm-eval) with this repository's models, and the paper's ten tasks.
 
     $ python -m mhf.lm run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
     $ python -m mhf.lm run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
-    $ python -m mhf.lm run --help         # lm-eval's settings: --limit, --log_samples, --output_path, --use_cache ...
+    $ python -m mhf.lm run --help         # lm-eval's options: --limit, --log_samples, --output_path, --use_cache ...
     $ python -m mhf.lm ls tasks           # lm-eval's tasks and those of eval_tasks/
     $ torchrun --standalone --nproc_per_node=8 -m mhf.lm run --model_args path=out/mhf_1b --tasks mmlu
 
-model_args are path (the out_dir of a run, a folder in the released layout, or a hub id; without it the newest run
-here), revision (of a hub id), tokenizer, bos and dtype. A batch is as large as memory allows, whatever --batch_size is.
-Of n processes each gets every n-th document, and draws its own examples for few-shot prompts. From Python:
+This is lm-eval's command line; the default --model is mhf, and eval_tasks/ is included. model_args are path (the
+out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working folder),
+revision (of a hub id), tokenizer, bos and dtype. --batch_size is ignored: a batch is as large as memory allows. With n
+processes each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
 import atexit
+import csv
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -24,237 +27,230 @@ import os
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
+import lm_eval
+import lm_eval.models  # registers lm-eval's own models, which it skips once another model is registered
 import numpy as np
 import torch
-import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from configurator import InputError, did_you_mean
-from mhf.checkpoint import digest_of_state
-from mhf.device import pick_device, pick_dtype
-from mhf.generate import Writer
-from mhf.released import fetched, open_model
-from mhf.tasks import EVAL_TASKS
+from configurator import InputError, did_you_mean, install_excepthook
+from mhf.generate import Engine
+from mhf.released import open_model, resolve_path
+from mhf.runtime import all_gather_object, check_same_on_all_ranks, cleanup, init_distributed, pick_device, pick_dtype
 
-# how progress bars look; of several processes the first one shows them
-BAR = dict(leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, disable=os.environ.get('RANK', '0') != '0')
-MAX_ROWS = 256  # of a batch
-GENERATION = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
+EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
+MAX_ROWS = 256  # per batch
+GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
 
-def tokens_in_memory(model):
-    """How many tokens may go through the model at a time, padding included."""
+def progress_bar(items=None, **options):
+    """A tqdm bar on rank 0; without a terminal it is printed every 20 s."""
+    interval = 0.5 if sys.stderr.isatty() else 20
+    return tqdm(items, leave=False, mininterval=interval, disable=os.environ.get('RANK', '0') != '0', **options)
+
+
+# -----------------------------------------------------------------------------
+# batches of contexts and continuations
+
+
+class PackedBatch(NamedTuple):
+    """N rows of up to S tokens, each a context and its continuations."""
+
+    inputs: (
+        torch.Tensor
+    )  # ids, positions and segments, (3, N, S); segment 0: the context, k: continuation k, -1: padding
+    sources: list  # the flat indices n * S + s of the positions that predict a token of a continuation
+    targets: list  # the ids that they predict
+    lengths: list  # the tokens of each continuation
+
+
+def row_length(row):
+    """The number of tokens that the model reads for (context, continuations): not the last of a continuation."""
+    context, continuations = row
+    return len(context) + sum(len(continuation) - 1 for continuation in continuations)
+
+
+def pack(rows):
+    """Rows (context, continuations) -> PackedBatch."""
+    S = max(map(row_length, rows))
+    inputs = np.zeros((3, len(rows), S), np.int64)
+    ids, positions, segments = inputs
+    segments[:] = -1
+    batch = PackedBatch(torch.from_numpy(inputs), [], [], [])
+    for n, (context, continuations) in enumerate(rows):
+        C = len(context)
+        ids[n, :C] = context
+        positions[n, :C] = range(C)
+        segments[n, :C] = 0
+        end = C
+        for k, continuation in enumerate(continuations, start=1):
+            start = end
+            end = start + len(continuation) - 1
+            ids[n, start:end] = continuation[:-1]
+            positions[n, start:end] = range(C, C + end - start)
+            segments[n, start:end] = k
+            # the context's last token predicts the first token of each continuation
+            batch.sources.extend([n * S + C - 1, *range(n * S + start, n * S + end)])
+            batch.targets.extend(continuation)
+            batch.lengths.append(len(continuation))
+    return batch
+
+
+def max_batch_tokens(model):
+    """The number of tokens per batch, padding included, that fits the device's memory."""
     device = model.embed.weight.device
     # on a CPU, padding costs more than a larger batch saves
     if device.type != 'cuda':
         return 2048
-    # memory that an earlier model left to the allocator counts as free
+    # return the allocator's cached blocks of an earlier model
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    # a forward pass takes 11 to 12 times as many bytes a token as this (fake tensors, 100M to 3B)
+    # a forward pass takes 11 to 12 times as many bytes per token as this (fake tensors, 100M to 3B)
     widest = max(model.config.num_coordinates * model.config.hidden_size, model.config.intermediate_size)
     # the other half is for the head and the mask
     return int(min(65536, free / 2 / (16 * widest)))
 
 
-def row_length(row):
-    """How many tokens the model reads of (context, continuations): all but the last one of each continuation."""
-    context, continuations = row
-    return len(context) + sum(len(continuation) - 1 for continuation in continuations)
+def decode_continuation(tok, prompt, new_ids):
+    """The text of new_ids after the ids of a prompt; decoded alone, SentencePiece would drop the first space."""
+    context = prompt[-8:]
+    return tok.decode(context + new_ids)[len(tok.decode(context)) :]
 
 
-def pack(batch):
-    """
-    Rows -> four things:
-
-    ids, positions and segments (3, N, S): segment 0 is the context, k its k-th continuation, -1 padding
-    the places n * S + s that predict a token of a continuation
-    the tokens that they predict
-    the number of tokens of each continuation
-    """
-    S = max(map(row_length, batch))
-    inputs = np.zeros((3, len(batch), S), np.int64)
-    inputs[2] = -1
-    predicting = []
-    targets = []
-    counts = []
-    for n, (context, continuations) in enumerate(batch):
-        C = len(context)
-        inputs[0, n, :C] = context
-        inputs[1, n, :C] = range(C)
-        inputs[2, n, :C] = 0
-        end = C
-        for k, continuation in enumerate(continuations, start=1):
-            begin = end
-            # the last token is not read, because it predicts nothing
-            end = begin + len(continuation) - 1
-            inputs[0, n, begin:end] = continuation[:-1]
-            inputs[1, n, begin:end] = range(C, C + end - begin)
-            inputs[2, n, begin:end] = k
-            # the context's last token predicts the first of each continuation
-            predicting += [n * S + C - 1, *range(n * S + begin, n * S + end)]
-            targets += continuation
-            counts.append(len(continuation))
-    return torch.from_numpy(inputs), predicting, targets, counts
-
-
-def text_after(tok, prompt, made):
-    """The text of the ids `made`, which follow the prompt's: SentencePiece drops the first space of what it decodes."""
-    before = prompt[-8:]
-    return tok.decode(before + made)[len(tok.decode(before)) :]
+# -----------------------------------------------------------------------------
+# lm-eval's model
 
 
 @register_model('mhf')
 class MHFLM(TemplateLM):
     """
-    log P of continuations and texts, and greedy or sampled text, as lm-eval asks for them.
+    Log-likelihoods and generation for lm-eval.
 
-    Requests with the same context are one row: the context, then every continuation. A continuation sees the context
-    and itself only, and its positions go on from the context's last one. A batch of rows has at most `tokens` tokens,
-    padding included.
+    Requests with the same context share one row: the context, then all continuations. A continuation attends to the
+    context and itself only, and its positions follow the context's.
+
+    Args:
+        bos: the id in front of every context, or None.
+        max_tokens: tokens per batch, padding included; default: what fits memory.
     """
 
-    # an abstract property of TemplateLM
-    eot_token_id = None
+    eot_token_id = None  # abstract in TemplateLM
 
-    def __init__(self, model, tok, bos=None, dtype='float32', tokens=None, world=None):
+    def __init__(self, model, tok, bos=None, dtype='float32', max_tokens=None):
         super().__init__()
         self.model = model
         self.tok = tok
-        # the id before every context, or None
         self.bos = bos
-        self.tokens = tokens or tokens_in_memory(model)
+        self.max_tokens = max_tokens or max_batch_tokens(model)
+        self.max_length = model.config.block_size
+        self.eot_token_id = tok.bos
         self._device = model.embed.weight.device
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
-        self.eot_token_id = tok.bos
-        self.max_length = model.config.block_size
-        # what lm-eval writes of the model beside its results
-        self.about = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
-        # of the last requests, the numbers of those whose context did not fit
-        self.too_long = []
-        # {(task, number of the document)} of every context so far that did not fit
-        self.cut = set()
-        self.world = world
-        if world:
-            self._rank = world.rank
-            self._world_size = world.size
+        # lm-eval writes it next to its results
+        self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
+        self.too_long = []  # indices of the last scored requests whose context did not fit
+        self.truncated = set()  # (task, document) of all requests whose context did not fit
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
-        """lm-eval calls it with model_args, which are the arguments of open_lm, and with its batch_size and device."""
+        """arg_dict: model_args, which are open_lm's arguments; additional_config: lm-eval's batch_size and device."""
         known = inspect.signature(open_lm).parameters
         for key in arg_dict:
             if key not in known:
                 raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
-        of_lm_eval = additional_config or {}
-        return open_lm(**dict(device=of_lm_eval.get('device')) | arg_dict)
+        return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self):
-        return self.about
+        return self.info
 
-    # ---- what lm-eval's evaluator asks for where world_size is above 1
+    # ---- communication, which lm-eval's evaluator calls if world_size > 1
 
     def all_gather(self, tensor):
-        of_ranks = [None] * self.world_size
-        dist.all_gather_object(of_ranks, tensor.cpu(), group=self.world.host)
-        return torch.stack(of_ranks).flatten()
+        return torch.stack(all_gather_object(tensor.cpu())).flatten()
 
     def gather_object(self, obj, dst=0):
-        """Each process's obj, a list, on the process dst; None on others."""
-        if self.world_size == 1:
-            return [obj]
-        of_ranks = [None] * self.world_size if self.rank == dst else None
-        dist.gather_object(obj, of_ranks, dst, group=self.world.host)
-        return of_ranks
+        gathered = all_gather_object(obj)
+        return gathered if self.rank == dst else None
 
     def barrier(self):
-        if self.world_size > 1:
-            dist.barrier(group=self.world.host)
+        all_gather_object(None)
 
-    # ---- scores
+    # ---- log-likelihoods
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return list(self.tok.encode([string])[0])
 
     def loglikelihood(self, requests, disable_tqdm=False):
         results = super().loglikelihood(requests, disable_tqdm or self.rank > 0)
-        self.note_cut(requests)
+        self.warn_truncated([requests[k] for k in self.too_long])
         return results
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         results = [None] * len(requests)
         pairs = [(context, continuation) for _, context, continuation in requests]
-        for k, (logp, best, _) in self.by_token(pairs, self.bos, 'scoring'):
-            results[k] = logp.sum().item(), bool(best.all())
+        for k, (logp, is_best, _) in self.score_requests(pairs, self.bos, 'scoring'):
+            results[k] = logp.sum().item(), bool(is_best.all())
             self.cache_hook.add_partial('loglikelihood', requests[k][0], results[k])
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """
-        log P of each whole text, as all models of lm-eval give it: in windows that do not overlap. The context of the
-        first window is bos, and that of a later one the token before it.
+        log P of complete texts, as lm-eval's models define it: windows do not overlap; the context of the first window
+        is bos, that of a later one the token before it.
         """
         windows = []
-        text_of = []  # the number of each window's text
+        owners = []  # the index of each window's request
         for k, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append(make_disjoint_window(window))
-                text_of.append(k)
+                owners.append(k)
         results = [0.0] * len(requests)
-        for number, (logp, _, _) in self.by_token(windows, None, 'text'):
-            results[text_of[number]] += logp.sum().item()
+        for i, (logp, _, _) in self.score_requests(windows, None, 'text'):
+            results[owners[i]] += logp.sum().item()
         return results
 
-    def note_cut(self, requests):
-        """Warns of the requests whose context did not fit, and keeps their documents in `cut`."""
-        cut = {(requests[k].task_name, requests[k].doc_id) for k in self.too_long}
-        for task, number in Counter(task for task, _ in cut).items():
-            message = '%s: %d documents with a context over %d tokens; the model sees its end'
-            logging.getLogger('lm_eval.mhf').warning(message, task, number, self.max_length)
-        self.cut |= cut
-
-    def by_token(self, requests, bos, desc):
+    def score_requests(self, requests, bos, desc):
         """
-        Scores requests [(context ids, continuation ids)]. Yields the number of each as soon as it is known, with
-        (3, n), float64, of the n tokens of its continuation: log P in nats, whether the token is the likeliest (1 or
-        0), and the probability of the likeliest. bos: the id before every context, or None.
+        Scores requests (context ids, continuation ids); bos: the id in front of every context, or None.
+
+        Yields, as soon as it is known, (index of the request, scores (3, n), float64): for each of the n tokens of the
+        continuation log P in nats, whether it is the likeliest token (1 or 0), and the probability of the likeliest.
         """
         batches = [[]]
-        for row in self.rows(requests, bos):
-            rows = len(batches[-1])
-            if rows and (rows == MAX_ROWS or (rows + 1) * row_length(batches[-1][0]) > self.tokens):
+        for row in self.group_by_context(requests, bos):
+            size = len(batches[-1])
+            if size and (size == MAX_ROWS or (size + 1) * row_length(batches[-1][0]) > self.max_tokens):
                 batches.append([])
             batches[-1].append(row)
-        with tqdm(desc=desc, total=len(requests), **BAR) as bar:
+        with progress_bar(desc=desc, total=len(requests)) as bar:
             for batch in batches:
-                # for each continuation the requests that ask for it
-                numbers = [ks for _, continuations in batch for ks in continuations.values()]
-                for ks, of_tokens in zip(numbers, self.in_memory(self.score, batch), strict=True):
-                    for k in ks:
-                        yield k, of_tokens
-                    bar.update(len(ks))
+                duplicates = [indices for _, continuations in batch for indices in continuations.values()]
+                for indices, scores in zip(duplicates, self.with_oom_retry(self.score_batch, batch), strict=True):
+                    for k in indices:
+                        yield k, scores
+                    bar.update(len(indices))
 
-    def rows(self, requests, bos):
-        """Requests -> [(context, {continuation: the numbers of its requests})], the longest first."""
+    def group_by_context(self, requests, bos):
+        """Requests -> rows (context, {continuation: indices of its requests}), the longest first."""
         T = self.max_length
         self.too_long = []
         rows = defaultdict(lambda: defaultdict(list))
         for k, (context, continuation) in enumerate(requests):
             if bos is not None and context[:1] != [bos]:
                 context = [bos, *context]
-            if not context:
-                raise InputError(f'request {k}: an empty context has no probability')
-            if not continuation:
-                raise InputError(f'request {k}: an empty continuation has no probability')
+            if not context or not continuation:
+                empty = 'continuation' if context else 'context'
+                raise InputError(f'request {k}: an empty {empty} has no probability')
             if len(continuation) > T:
                 raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
             room = T + 1 - len(continuation)
@@ -263,214 +259,316 @@ class MHFLM(TemplateLM):
             rows[tuple(context[-room:])][tuple(continuation)].append(k)
         return sorted(rows.items(), key=row_length, reverse=True)
 
-    def in_memory(self, work, batch):
-        """work(batch), in halves where the whole does not fit into memory. Raises InputError."""
+    def warn_truncated(self, requests):
+        """Warns about requests whose context did not fit, and adds their documents to `truncated`."""
+        documents = {(request.task_name, request.doc_id) for request in requests}
+        for task, count in Counter(task for task, _ in documents).items():
+            message = '%s: %d documents with a context over %d tokens; the model sees only its end'
+            logging.getLogger('lm_eval.mhf').warning(message, task, count, self.max_length)
+        self.truncated |= documents
+
+    def with_oom_retry(self, compute, batch):
+        """compute(batch); a batch that does not fit memory is computed in halves."""
         try:
-            return work(batch) if batch else []
+            return compute(batch) if batch else []
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise InputError(f'a single sequence does not fit {self.device}') from None
         half = len(batch) // 2
-        return self.in_memory(work, batch[:half]) + self.in_memory(work, batch[half:])
+        return self.with_oom_retry(compute, batch[:half]) + self.with_oom_retry(compute, batch[half:])
 
     @torch.no_grad()
-    def score(self, batch):
-        """Rows -> [(3, n) of each continuation], in order, as in by_token."""
-        inputs, predicting, targets, counts = pack(batch)
-        ids, positions, segments = inputs.to(self.device)
+    def score_batch(self, rows):
+        """Rows -> the scores (3, n) of every continuation, in order, as in score_requests."""
+        batch = pack(rows)
+        ids, positions, segments = batch.inputs.to(self.device)
         mask = None
-        if len(counts) == len(batch):
-            # no row has two continuations, so the mask is the causal triangle
+        if len(batch.lengths) == len(rows):
+            # one continuation per row: the mask is the causal triangle
             positions = None
         else:
-            seen = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
-            mask = seen.tril()[:, None]
+            visible = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
+            mask = visible.tril()[:, None]
+        targets = torch.tensor(batch.targets, device=self.device)
         with self.autocast():
             h = self.model.hidden_states(self.model.signatures[ids], positions=positions, mask=mask).flatten(0, 1)
-            # the head sees only the positions that predict a token of a continuation
-            h = h[torch.tensor(predicting, device=self.device)]
-            of_tokens = torch.stack(self.model.predict(h, torch.tensor(targets, device=self.device)))
-        return np.split(of_tokens.cpu().double().numpy(), np.cumsum(counts)[:-1], axis=1)
+            # the head reads only the positions that predict a token of a continuation
+            h = h[torch.tensor(batch.sources, device=self.device)]
+            scores = torch.stack(self.model.predict(h, targets))
+        return np.split(scores.cpu().double().numpy(), np.cumsum(batch.lengths)[:-1], axis=1)
 
-    # ---- texts
+    # ---- generation
 
     def generate_until(self, requests, disable_tqdm=False):
         results = [''] * len(requests)
-        batches = self.batches_to_write(requests)
-        self.note_cut(requests)
-        with tqdm(desc='writing', total=len(requests), **BAR) as bar:
-            for options, batch in batches:
-                write = functools.partial(self.write, options=options)
-                texts = self.in_memory(write, [ids for ids, _ in batch])
+        with progress_bar(desc='generating', total=len(requests)) as bar:
+            for options, batch in self.generation_batches(requests):
+                generate = functools.partial(self.generate_batch, options=options)
+                texts = self.with_oom_retry(generate, [prompt for prompt, _ in batch])
                 for (_, k), text in zip(batch, texts, strict=True):
                     results[k] = text
                     self.cache_hook.add_partial('generate_until', requests[k].args, text)
                 bar.update(len(batch))
         return results
 
-    def batches_to_write(self, requests):
+    def generation_batches(self, requests):
         """
-        Requests -> [(options, [(prompt ids, number of the request)])]: prompts with the same options go together, the
-        longest first. A prompt loses its beginning where it does not fit.
+        Requests -> [(options, [(prompt ids, index of the request)])], the longest prompts first. A batch shares its
+        options. A prompt that does not fit loses its start.
         """
-        self.too_long = []
-        by_options = defaultdict(list)
+        groups = defaultdict(list)
+        truncated = []
         for k, request in enumerate(requests):
-            options = self.checked(request.args[1])
+            options = self.parse_gen_kwargs(request.args[1])
             room = self.max_length - options['max_gen_toks']
-            ids = self.tok_encode(request.args[0])
+            prompt = self.tok_encode(request.args[0])
             if self.bos is not None:
-                ids = [self.bos, *ids]
-            if len(ids) > room:
-                self.too_long.append(k)
-            by_options[json.dumps(options, sort_keys=True)].append((ids[-room:] or [self.tok.bos], k))
-        # a CPU reads all weights for a token: 16 rows cost little more than one
-        tokens = self.tokens if self.device.type == 'cuda' else 8 * self.tokens
+                prompt = [self.bos, *prompt]
+            if len(prompt) > room:
+                truncated.append(request)
+            groups[json.dumps(options, sort_keys=True)].append((prompt[-room:] or [self.tok.bos], k))
+        self.warn_truncated(truncated)
+        # a CPU reads all weights for each token: 16 rows cost little more than one
+        max_tokens = self.max_tokens if self.device.type == 'cuda' else 8 * self.max_tokens
         batches = []
-        for written, prompts in by_options.items():
-            options = json.loads(written)
-            prompts.sort(key=lambda prompt: len(prompt[0]), reverse=True)
+        for key, prompts in groups.items():
+            options = json.loads(key)
+            prompts.sort(key=lambda item: len(item[0]), reverse=True)
             longest = len(prompts[0][0]) + options['max_gen_toks']
-            size = min(MAX_ROWS, max(1, tokens // longest))
-            batches += [(options, prompts[begin : begin + size]) for begin in range(0, len(prompts), size)]
+            size = min(MAX_ROWS, max(1, max_tokens // longest))
+            batches += [(options, prompts[start : start + size]) for start in range(0, len(prompts), size)]
         return batches
 
-    def checked(self, options):
-        """lm-eval's options of a request, with its defaults. Raises InputError."""
+    def parse_gen_kwargs(self, gen_kwargs):
+        """lm-eval's generation options of a request, with defaults."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        options = normalize_gen_kwargs(options)
-        # a number of 1 asks for nothing: one beam is no beam search
-        unknown = [key for key in options if key not in GENERATION and options[key] != 1]
+        options = normalize_gen_kwargs(gen_kwargs)
+        # options set to 1 (such as num_beams) have no effect
+        unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
         if unknown:
-            known = ', '.join(GENERATION)
-            raise InputError(f'{", ".join(unknown)}: not an option of generation here; there are {known}')
-        number = options['max_gen_toks']
+            raise InputError(f'unknown generation options {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
+        options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
         T = self.max_length
-        if number >= T:
-            too_many = f'max_gen_toks={number} leaves nothing of the prompt in a context of {T} tokens'
-            raise InputError(f'{too_many}; give a smaller one, with --gen_kwargs max_gen_toks={T // 2}')
+        if options['max_gen_toks'] >= T:
+            problem = f'max_gen_toks={options["max_gen_toks"]} leaves no room for a prompt in a context of {T} tokens'
+            raise InputError(f'{problem}; use a smaller one, with --gen_kwargs max_gen_toks={T // 2}')
         return options
 
     @torch.no_grad()
-    def write(self, prompts, options):
-        """Ids of prompts, the longest first -> the text after each, which ends before any of options['until']."""
+    def generate_batch(self, prompts, options):
+        """Ids of prompts, the longest first -> the text generated after each, up to any of options['until']."""
         longest = len(prompts[0])
-        # padding is at the left
+        # pad on the left
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lengths = None
         if len(prompts[-1]) < longest:
             lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        temperature = options['temperature'] if options['do_sample'] else 0
-        writer = Writer(self.model, temperature, options.get('top_k') or None, options.get('top_p') or None)
-        until = [stop for stop in options['until'] if stop]
-        made = [[] for _ in prompts]  # ids
+        top_k = options.get('top_k') or None
+        top_p = options.get('top_p') or None
+        engine = Engine(self.model, options['temperature'], top_k, top_p)
+        stops = [stop for stop in options['until'] if stop]
+        new_ids = [[] for _ in prompts]
         texts = [''] * len(prompts)
-        writing = set(range(len(prompts)))  # the rows whose text goes on
+        active = set(range(len(prompts)))
         with self.autocast():
-            for tokens in writer.stream(ids, options['max_gen_toks'], lengths=lengths):
+            for tokens in engine.stream(ids, options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
-                for n in list(writing):
-                    # stop at bos (a new document) or eos (which may serve as pad)
+                for n in list(active):
+                    # bos starts a new document; pad may be eos
                     if tokens[n] in (self.tok.bos, self.tok.pad):
-                        writing.remove(n)
+                        active.remove(n)
                         continue
-                    made[n].append(tokens[n])
-                    texts[n] = text_after(self.tok, prompts[n], made[n])
-                    if any(stop in texts[n] for stop in until):
-                        writing.remove(n)
-                if not writing:
+                    new_ids[n].append(tokens[n])
+                    texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
+                    if any(stop in texts[n] for stop in stops):
+                        active.remove(n)
+                if not active:
                     break
-        return [min([text, *(text.split(stop)[0] for stop in until)], key=len) for text in texts]
+        return [min([text, *(text.split(stop)[0] for stop in stops)], key=len) for text in texts]
 
 
 # -----------------------------------------------------------------------------
-# a model from disk, and the command line
+# a model from disk
 
 
 def trained_here(source):
-    """Whether train.py trained the model of this folder or hub id; if not, the authors released it."""
-    folder = fetched(source)
+    """Whether train.py trained the model in this folder or hub repository; if not, the authors released it."""
+    folder = resolve_path(source)
     return (folder / 'ckpt.pt').exists() or 'trained_loss' in json.loads((folder / 'config.json').read_text())
-
-
-def meet(device):
-    """The World of the processes that torchrun has started, or None. Raises InputError."""
-    if os.environ.get('WORLD_SIZE', '1') == '1':
-        return None
-    # it takes two seconds to import
-    from mhf.distributed import World
-
-    world = World()
-    # reading and downloading may take long
-    world.meet(device, timeout=24 * 3600)
-    atexit.register(dist.destroy_process_group)
-    return world
 
 
 def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
     """
-    The MHFLM of a run (its out_dir, '' is the newest here), of a folder in the released layout, or of a hub id with
-    its revision. Of several processes each opens the model. Raises InputError.
+    Opens the model of a run (its out_dir; default: the newest under the working folder), of a folder in the released
+    format, or of a hub id with its revision -> MHFLM. Each process opens its own.
 
-    bos: whether it stands before every context. None is True for a model that was trained here, whose documents begin
-    with one, and False for another, as in the paper.
+    bos: whether bos is in front of every context; default: True for a model trained here, whose documents start with
+    bos, and False for the authors' models, as in the paper.
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
-    device = pick_device(device)
-    dtype, why_dtype = pick_dtype(dtype, device)
-    if torch.device(device).type == 'cuda':
-        torch.cuda.set_device(device)
-    # lm-eval makes a number of every text that can be one
+    rank, world_size, device = init_distributed(device)
+    atexit.register(cleanup)
+    dtype = pick_dtype(dtype, device)
+    # lm-eval parses model_args, so a name of digits is a number
     path = str(path)
-    revision = str(revision)
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
         opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
     if bos is None:
         bos = trained_here(opened.source)
-    world = meet(device)
-    if world:
-        dtype, why_dtype = world.of_first((dtype, why_dtype))
-        world.agree(dict(weights=digest_of_state(opened.model.state_dict())[:8]))
-    lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype, world=world)
-    lm.about |= dict(name=opened.name, source=opened.source, why_dtype=why_dtype)
-    if why_dtype:
-        logging.getLogger('lm_eval.mhf').info('dtype=%s: %s', dtype, why_dtype)
+    # a run may save between two processes' reads; each training step changes the final norm
+    norm = opened.model.norm.weight.detach().numpy().tobytes()
+    check_same_on_all_ranks(dict(weights=hashlib.sha256(norm).hexdigest()[:8]))
+    lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype)
+    lm._rank = rank
+    lm._world_size = world_size
+    lm.info |= dict(name=opened.name, source=opened.source)
     return lm
 
 
-def main():
-    """lm-eval's own command line, which also knows the tasks of eval_tasks/. Its model is mhf, but for --model."""
-    from lm_eval.__main__ import HarnessCLI, setup_logging
+# -----------------------------------------------------------------------------
+# the paper's tasks
 
-    setup_logging(logging.WARNING if BAR['disable'] else logging.INFO)
-    # it would warn that tasks of eval_tasks/ take the place of lm-eval's own
+
+def read_table(name):
+    """The rows of a table in eval_tasks/, without empty cells."""
+    with open(EVAL_TASKS / name, newline='') as f:
+        return [{column: cell for column, cell in row.items() if cell} for row in csv.DictReader(f)]
+
+
+# {task: its metric and column in the paper's tables, the number of documents in the full split, the prefix of local
+# files, and the file of the task in lm-eval if eval_tasks/ has none}
+PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
+# {model in the paper's tables: its size and kind, its scores on the tasks, and at 1B those on Card-660}
+PUBLISHED = {row.pop('model'): {k: float(v) for k, v in row.items()} for row in read_table('published.csv')}
+
+
+def local_files(folder, prefix):
+    """{split: file} of folder/<prefix>_<split>*.jsonl, compressed or not."""
+    files = {}
+    for split in ('train', 'validation', 'dev', 'test'):
+        for file in sorted(p for p in Path(folder).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes):
+            if split in files:
+                raise InputError(f'{folder} has several files for {prefix}, {split}: {files[split]}, {file.name}')
+            files[split] = str(file.resolve())
+    return files
+
+
+def local_config(name, config, folder):
+    """The changes to a task's lm-eval config that make it read local files, and [how these differ from the hub's]."""
+    prefix = PAPER[name]['local']
+    files = local_files(folder, prefix)
+    hub_split = config.get('test_split') or config['validation_split']
+    scored = next((split for split in (hub_split, 'validation', 'test', 'train') if split in files), None)
+    if scored is None:
+        raise InputError(f'{folder} has no {prefix}_{hub_split}*.jsonl, which task {name} needs')
+    shots_from = 'train' if 'train' in files else scored
+    notes = []
+    if scored != hub_split:
+        notes.append(f'{scored} split for {hub_split}')
+    if config['num_fewshot'] and shots_from != 'train':
+        notes.append(f'shots from {shots_from}, not train')
+    data_files = {split: files[split] for split in (scored, shots_from)}
+    changes = dict(dataset_path='json', dataset_name=None, dataset_kwargs=dict(data_files=data_files))
+    changes |= dict(training_split=None, validation_split=None, test_split=scored, fewshot_split=shots_from)
+    return changes, notes
+
+
+def load_tasks(names, folder=''):
+    """
+    Loads tasks of the paper with their data, from the hub or from the files in a folder -> {name: lm-eval's task},
+    {name: [how its data differ from the paper's]}.
+    """
+    import datasets
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    for library in ('lm_eval', 'huggingface_hub'):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    if folder:
+        datasets.disable_progress_bars()
+    # lm-eval's index of all tasks takes seconds
+    manager = TaskManager(include_defaults=False)
+    group = {task['task']: task for task in load_yaml(EVAL_TASKS / 'paper.yaml')['task']}
+    loaded = {}
+    notes = {}
+    for name in names:
+        config = load_yaml(task_file(name)) | group[name]
+        notes[name] = []
+        if folder:
+            changes, notes[name] = local_config(name, config, folder)
+            config |= changes
+        loaded |= load_one(manager, name, config)
+        loaded[name].set_fewshot_seed(1234)
+    return loaded, notes
+
+
+def task_file(name):
+    """The YAML file of a task of the paper, in lm-eval or in eval_tasks/."""
+    file = PAPER[name].get('yaml')
+    return Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
+
+
+def load_one(manager, name, config):
+    """{name: lm-eval's task}, with its data, from its config."""
+    try:
+        return manager.load([config])['tasks']
+    # no network, or a truncated or empty file, or one that is not JSON, or a missing field: the library names it
+    except Exception as e:
+        data = config['dataset_path']
+        if data == 'json':
+            data = ', '.join(config['dataset_kwargs']['data_files'].values())
+        reason = ' '.join(str(e).split())[:300] or 'nothing in it'
+        hint = "local files, for --data_dir, have the fields of the hub's"
+        raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
+
+
+def run_tasks(lm, loaded, notes, limit=None):
+    """Scores loaded tasks -> lm-eval's results, with notes on what differs from the paper; None on ranks above 0."""
+    results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=limit, bootstrap_iters=1000, log_samples=False)
+    truncated = set().union(*all_gather_object(lm.truncated))
+    if results is None:
+        return None
+    for task, count in results['n-samples'].items():
+        documents = int(PAPER[task]['documents'])
+        if count['effective'] != documents:
+            notes[task].append(f'{count["effective"]:,} of {documents:,} documents')
+        number = sum(name == task for name, _ in truncated)
+        if number:
+            notes[task].append(f'{number:,} documents with a context over {lm.max_length} tokens, whose start is cut')
+    return results | dict(notes={task: note for task, note in notes.items() if note})
+
+
+# -----------------------------------------------------------------------------
+# lm-eval's command line
+
+
+def main():
+    """Runs lm-eval's command line. The default model is mhf, and the tasks of eval_tasks/ are added to lm-eval's."""
+    from lm_eval.__main__ import HarnessCLI, setup_logging
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    setup_logging(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+    # it warns that tasks of eval_tasks/ replace lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
     cli = HarnessCLI()
     args = cli.parse_args()
-    folders = [str(EVAL_TASKS)]
-    if getattr(args, 'include_path', None):
-        folders.append(args.include_path)
-    args.include_path = folders
-    if args.command == 'run' and not args.config:
-        args.model = args.model or 'mhf'
-        # lm-eval's default is cuda:0
-        args.device = args.device or pick_device()
-    try:
-        cli.execute(args)
-    # an unknown task, or the hub out of reach; this level shows the author of a task the traceback
-    except (OSError, ValueError) as e:
-        if os.environ.get('LMEVAL_LOG_LEVEL', '').upper() == 'DEBUG':
-            raise
-        raise InputError(e) from None
+    file = getattr(args, 'config', None)
+    given = EvaluatorConfig.load_yaml_config(file) if file else {}
+    if args.command == 'run':
+        args.model = args.model or given.get('model', 'mhf')
+        if args.model == 'mhf':
+            # lm-eval's default is cuda:0
+            args.device = args.device or given.get('device') or pick_device()
+    include_path = getattr(args, 'include_path', None) or given.get('include_path')
+    included = include_path if isinstance(include_path, list) else [include_path]
+    args.include_path = [str(EVAL_TASKS), *filter(None, included)]
+    cli.execute(args)
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print('interrupted; with --use_cache the same command goes on from the answers that are known', file=sys.stderr)
-        sys.exit(130)
+    install_excepthook()
+    main()
