@@ -28,7 +28,7 @@ from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_na
 from configurator import InputError, configure, did_you_mean
 from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
-from mhf.runtime import all_gather_object
+from mhf.runtime import all_gather_object, cleanup
 from mhf.sources import read_documents
 
 # model
@@ -300,6 +300,7 @@ def main():
         strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
         file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
         print(f'\n{file}')
+    cleanup()
 
 
 if __name__ == '__main__':

@@ -16,7 +16,6 @@ processes each evaluates every n-th document and draws its own few-shot examples
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
-import atexit
 import csv
 import functools
 import hashlib
@@ -409,7 +408,8 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
     rank, world_size, device = init_distributed(device)
-    atexit.register(cleanup)
+    # float32 scores are not computed in TF32, as training is
+    torch.set_float32_matmul_precision('highest')
     dtype = pick_dtype(dtype, device)
     # lm-eval parses model_args, so a name of digits is a number
     path = str(path)
@@ -567,6 +567,7 @@ def main():
     included = include_path if isinstance(include_path, list) else [include_path]
     args.include_path = [str(EVAL_TASKS), *filter(None, included)]
     cli.execute(args)
+    cleanup()
 
 
 if __name__ == '__main__':
