@@ -31,7 +31,7 @@ COLUMNS = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_
 def first_group(study):
     """[(name, settings of train.py)] of the entries of the list's first group."""
     group = study.entries[0]['group']
-    return [(entry['name'], study.settings(entry, 0, 0)) for entry in study.entries if entry['group'] == group]
+    return [(entry['name'], study.settings(entry)) for entry in study.entries if entry['group'] == group]
 
 
 def shapes(entries, tok):
@@ -41,7 +41,8 @@ def shapes(entries, tok):
     for name, settings in entries:
         fields = {k: v for k, v in settings.items() if k in MHFConfig.__annotations__}
         # signatures of another kind cost the same, and so do other weights and settings of training
-        c = replace(MHFConfig(**of_tokenizer | fields), num_lsh=0, embedding_std=0.02, **sweep.NOT_IN_DIGEST)
+        same = dict(num_lsh=0, embedding_std=0.02, encoder_init='normal', embedding_scale=1.0)
+        c = replace(MHFConfig(**of_tokenizer | fields), **same)
         if c not in configs.values():
             configs[name] = c
     return configs

@@ -12,7 +12,7 @@ import statistics
 from typing import NamedTuple
 
 from configurator import InputError
-from study.rows import best_rows, parameters, read_rows, values
+from study.rows import best_rows, parameters, values
 
 MISSING = '–'
 # the questions of the first page, in their order; a claim names one of them as `about`
@@ -263,7 +263,7 @@ def first_page(studies):
     facts = {about: [] for about in ABOUT}
     claims = {about: {answer: [] for answer in (*DECIDED, *OPEN)} for about in ABOUT}
     for study in studies:
-        rows = read_rows(study.csv)
+        rows = study.rows()
         if not rows:
             facts['standard'].append(to_be_run(study))
             continue

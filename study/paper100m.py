@@ -23,6 +23,9 @@ DATA = {
 }
 _COMMON = dict(train=_ENGLISH, texts=dict(english=_ENGLISH, fineweb=_FINEWEB), loss='exact', seeds=(1,))
 _COMMON |= dict(batch_size=32, block_size=2048, micro_batch_size=16, compile=True, dtype='bfloat16')
+# the paper's initialization and AdamW, except where an entry names another
+_COMMON |= dict(encoder_init='normal', embedding_scale=1.0, num_lsh=0, single_id=False, ablation='')
+_COMMON |= dict(beta1=0.9, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
 _SHORT = _COMMON | dict(group='100M, 10 M tokens', max_steps=152, warmup_steps=15, eval_interval=152)
 _LONG = _COMMON | dict(group='100M, 40 M tokens', max_steps=625, warmup_steps=62, eval_interval=625)
 

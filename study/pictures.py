@@ -1,10 +1,11 @@
 """The pictures of RESULTS.md, from the rows of a study alone: the same rows give the same bytes."""
 
+import json
 import statistics
 
 from matplotlib.figure import Figure
 
-from study.rows import best_rows, curves, parameters, values
+from study.rows import best_rows, learning_rate_nats, parameters, values
 
 # a model that is farther than this many nats from the best one is written at the edge
 FAR = 0.8
@@ -61,7 +62,7 @@ def draw(study, groups, rows, path):
         edge = min(map(statistics.mean, of_names.values()), default=0) + FAR
         draw_models(left, of_names, edge)
         left.set(title=group, xlabel=f'nats per token, {study.first_text(groups[group][0])}')
-        draw_rates(right, curves(study, groups[group], rows), edge)
+        draw_rates(right, learning_rate_nats(study, groups[group], rows), edge)
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     save(fig, path)
@@ -77,8 +78,8 @@ def draw_over_tokens(study, groups, rows, path):
             for entry in groups[group]:
                 of_seeds = best_rows(study, entry, rows) if entry['name'] == name else []
                 if of_seeds:
-                    first = of_seeds[0]
-                    tokens = int(first['max_steps']) * int(first['batch_size']) * int(first['block_size'])
+                    settings = json.loads(of_seeds[0]['settings'])
+                    tokens = settings['max_steps'] * settings['batch_size'] * settings['block_size']
                     nats = values(of_seeds, f'{study.first_text(entry)}_nats_per_token')
                     points.append((tokens / 1e6, statistics.mean(nats), spread(nats)))
         if points:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from study import pictures
 from study.first_page import MISSING, check, costs_by_device, first_page, groups_of, number, title_and_text, to_be_run
-from study.rows import best_rows, curves, parameters, read_rows, values
+from study.rows import best_rows, learning_rate_nats, parameters, values
 
 HERE = Path(__file__).resolve().parent
 # the repository's own lists, whose report is RESULTS.md
@@ -80,7 +80,7 @@ def rates_tried(study, rows):
     """The learning rates that were tried, the best one first, with the nats of the first seed."""
     cells = {}
     for group, entries in groups_of(study).items():
-        for name, curve in curves(study, entries, rows).items():
+        for name, curve in learning_rate_nats(study, entries, rows).items():
             best_first = sorted(curve, key=curve.get)
             tried = ', '.join(f'{rate:g}: {curve[rate]:.3f}' for rate in best_first)
             cells.setdefault(name, {})[group] = tried or MISSING
@@ -145,7 +145,7 @@ def section(path, target):
 
 def study_section(study, target):
     """A list's docstring, its tables and its pictures, which are drawn here."""
-    rows = read_rows(study.csv)
+    rows = study.rows()
     title, text = title_and_text(study.doc)
     if not rows:
         return [f'## {title}\n', f'{text}\n', f'{to_be_run(study)}\n']
@@ -174,7 +174,7 @@ def how_it_was_made(studies):
     """The commands, and how many rows each commit and device have made."""
     lines = [HOW.format(lists=' '.join(os.path.relpath(study.path) for study in studies))]
     for study in studies:
-        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in read_rows(study.csv).values())
+        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in study.rows().values())
         listed = '; '.join(f'{count} of {commit}' for commit, count in sorted(commits.items()))
         lines.append(f'* `{os.path.relpath(study.csv)}`: {listed or MISSING}.')
     return '\n'.join(lines) + '\n'

@@ -23,11 +23,12 @@ def commit():
 
 
 def read_rows(path):
-    """{key: row} of a CSV; a row is a dict of strings."""
+    """{(group, name, learning rate, seed): row} of a CSV; a row is a dict of strings."""
     if not path.exists():
         return {}
     with open(path, newline='') as f:
-        return {row['key']: row for row in csv.DictReader(f)}
+        rows = list(csv.DictReader(f))
+    return {(row['group'], row['name'], float(row['learning_rate']), int(row['seed'])): row for row in rows}
 
 
 def add_row(path, row):
@@ -53,29 +54,19 @@ def parameters(row):
 
 
 def best_rows(study, entry, rows):
-    """The finished runs of an entry at its best rate so far, a row a seed."""
-    rate = study.best_rate(entry, rows, so_far=True)
-    if rate is None:
-        return []
-    keys = [study.key(entry, study.settings(entry, rate, seed)) for seed in entry['seeds']]
+    """The finished runs of an entry at its best learning rate so far, one row per seed."""
+    lr = study.best_lr(entry, rows, so_far=True)
+    keys = [study.key(entry, lr, seed) for seed in entry['seeds']]
     return [rows[key] for key in keys if key in rows]
 
 
-def tries_rates(study, entry):
-    """Whether an entry tries several learning rates of its own."""
-    return study.curve(entry) is entry and len(entry['rates']) > 1
-
-
-def curves(study, entries, rows):
-    """{name: {rate: nats of the first seed on the first text}} of the entries that try several rates."""
-    of_names = {}
+def learning_rate_nats(study, entries, rows):
+    """{name: {learning rate: nats of the first seed on the first text}} of the entries that try several ones."""
+    curves = {}
     for entry in entries:
-        if not tries_rates(study, entry):
+        if study.lr_sweep(entry) is not entry or len(entry['rates']) == 1:
             continue
         column = f'{study.first_text(entry)}_nats_per_token'
-        of_names[entry['name']] = {}
-        for rate in entry['rates']:
-            key = study.key(entry, study.settings(entry, rate, entry['seeds'][0]))
-            if key in rows:
-                of_names[entry['name']][rate] = float(rows[key][column])
-    return of_names
+        keys = {lr: study.key(entry, lr, entry['seeds'][0]) for lr in entry['rates']}
+        curves[entry['name']] = {lr: float(rows[key][column]) for lr, key in keys.items() if key in rows}
+    return curves
