@@ -9,8 +9,7 @@ the CSV). E is the matrix of embeddings. `Tuned` is a rate of 1e-3, 4 times that
 from the paper in how large a token enters the residual stream: H4's Ws begins as 4 times the identity, and Standard's
 row of E is multiplied by 4. `Turned` is how train.py begins: Ws is 8 times an orthogonal matrix, so that the mean of
 four rows of E enters as loud as that row of Standard's. All else here begins as in the paper. `Louder` is 16 times the
-identity, with twice the rate for E. `By frequency` is a table in which tokens share buckets with tokens that are about
-as frequent (hashing.frequency_table). Each model has the rate that is best for its first seed; one that tries no rates
+identity, with twice the rate for E. Each model has the rate that is best for its first seed; one that tries no rates
 has H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was also run on a CPU, which draws other
 weights, and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the edge.
 """
@@ -59,9 +58,7 @@ _STANDARD_TWICE_AS_LOUD = _LOUD_STANDARD | dict(name='Standard, tuned, twice as 
 _LOUD_H4 = _H4 | dict(name='H4, tuned, loud', encoder_init='identity', embedding_scale=4.0)
 _TURNED_H4 = _H4 | dict(name='H4, tuned, turned', encoder_init='orthogonal', embedding_scale=8.0)
 _TURNED_H4_HALF_AS_LOUD = _TURNED_H4 | dict(name='H4, tuned, turned, half as loud', embedding_scale=4.0)
-_TURNED_BY_FREQUENCY = _TURNED_H4 | dict(name='H4, tuned, turned, by frequency', by_frequency=True)
 _LOUDER_H4 = 'H4, tuned, louder'
-_BY_FREQUENCY = dict(name='H4, tuned, louder, by frequency', by_frequency=True)
 _HALF_LSH = _H4 | dict(name='LSH:MMH3 2:2', num_lsh=2)
 _LIKE_LSH = dict(rates='LSH:MMH3 2:2')
 
@@ -159,25 +156,6 @@ CLAIMS = [
         than=_LOUD_STANDARD['name'],
         on='fineweb',
     ),
-    dict(
-        about='standard',
-        says='A louder H4 with a table by frequency is better than a loud Standard, both tuned',
-        better=_BY_FREQUENCY['name'],
-        than=_LOUD_STANDARD['name'],
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 with a table by frequency is better than a loud Standard, both tuned',
-        better=_TURNED_BY_FREQUENCY['name'],
-        than=_LOUD_STANDARD['name'],
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 with a table by frequency is better on FineWeb than a loud Standard, both tuned',
-        better=_TURNED_BY_FREQUENCY['name'],
-        than=_LOUD_STANDARD['name'],
-        on='fineweb',
-    ),
     dict(about='standard', says='H4 is better at half of the embedding parameters', better='H4, half', than='Standard'),
     dict(
         about='standard',
@@ -204,25 +182,6 @@ CLAIMS = [
     ),
     dict(about='parts', says='Four MMH3 hashes are better than two LSH and two MMH3', better='H4', than='LSH:MMH3 2:2'),
     dict(about='parts', says='Four MMH3 hashes are better than four LSH', better='H4', than='LSH:MMH3 4:0'),
-    dict(
-        about='parts',
-        says='A table by frequency is better than one by hashes alone, both louder',
-        better=_BY_FREQUENCY['name'],
-        than=_LOUDER_H4,
-    ),
-    dict(
-        about='parts',
-        says='A table by frequency is better than one by hashes alone, both turned',
-        better=_TURNED_BY_FREQUENCY['name'],
-        than=_TURNED_H4['name'],
-    ),
-    dict(
-        about='parts',
-        says='A table by frequency is better on FineWeb than one by hashes alone, both turned',
-        better=_TURNED_BY_FREQUENCY['name'],
-        than=_TURNED_H4['name'],
-        on='fineweb',
-    ),
     dict(about='optimizer', says='Tuning the optimizer helps H4', better=_TUNED_H4['name'], than='H4'),
     dict(
         about='optimizer', says='Tuning the optimizer helps Standard', better=_TUNED_STANDARD['name'], than='Standard'
@@ -372,7 +331,6 @@ for _name, _rate in (('twice the rate', 2e-3), ('half the rate', 5e-4)):
 RUNS += [length | model | _TUNED for model in (_LOUD_STANDARD, _LOUD_H4) for length in (_LONG, _SHORT)]
 _LOUDER = dict(seeds=(1,), embedding_scale=16.0, embedding_lr_mult=2.0)
 RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | dict(name=_LOUDER_H4) for length in (_LONG, _SHORT)]
-RUNS += [length | _LOUD_H4 | _TUNED | _LOUDER | _BY_FREQUENCY for length in (_LONG, _SHORT)]
 RUNS += [_SHORT | _STANDARD_TWICE_AS_LOUD | _TUNED | dict(seeds=(1,))]
 # the others of H4's own rates were behind at a third of the run, or level (LOG.md)
 _OF_LOUD = _TUNED | dict(seeds=(1,))
@@ -382,7 +340,6 @@ RUNS += [_WIDE | _TUNED_STANDARD | _TUNED, _WIDE | _TUNED_H4 | _TUNED | dict(num
 RUNS += [_WIDE | _LOUD_STANDARD | _TUNED, _WIDE | _LOUD_H4 | _TUNED | dict(num_buckets=7934)]
 RUNS += [length | _TURNED_H4 | _TUNED for length in (_LONG, _SHORT)]
 RUNS += [_WIDE | _TURNED_H4 | _TUNED | dict(num_buckets=7934)]
-RUNS += [length | _TURNED_BY_FREQUENCY | _TUNED | dict(seeds=(1,)) for length in (_LONG, _SHORT)]
 RUNS += [
     _LONG | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1, 2)),
     _SHORT | _TURNED_H4_HALF_AS_LOUD | _TUNED | dict(seeds=(1,)),
