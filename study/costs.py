@@ -41,7 +41,7 @@ def shapes(entries, tok):
     for name, settings in entries:
         fields = {k: v for k, v in settings.items() if k in MHFConfig.__annotations__}
         # signatures of another kind cost the same, and so do other weights and settings of training
-        same = dict(num_lsh=0, embedding_std=0.02, encoder_init='normal', embedding_scale=1.0)
+        same = dict(num_lsh=0, encoder_init='normal', embedding_scale=1.0)
         c = replace(MHFConfig(**of_tokenizer | fields), **same)
         if c not in configs.values():
             configs[name] = c

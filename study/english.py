@@ -222,7 +222,6 @@ CLAIMS = [
     dict(about='optimizer', says='A beta2 of 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
     dict(about='optimizer', says='A higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
     dict(about='optimizer', says='A lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
-    dict(about='optimizer', says='A larger E to begin with helps H4', better='H4, E begun 4 times as large', than='H4'),
     dict(about='optimizer', says='Less weight decay helps H4', better='H4, weight decay 0.01', than='H4'),
     dict(about='optimizer', says='More weight decay helps H4', better='H4, weight decay 0.5', than='H4'),
     dict(
@@ -312,7 +311,6 @@ _REMEDIES = [dict(name='H4, twice the rate for E', embedding_lr_mult=2.0), dict(
 # no better at 1.02 M tokens, so one seed at 3.07 M
 _NO_REMEDIES = [
     dict(name='H4, half the rate for E', embedding_lr_mult=0.5),
-    dict(name='H4, E begun 4 times as large', embedding_std=0.08),
     dict(name='H4, weight decay 0.01', weight_decay=0.01),
     dict(name='H4, weight decay 0.5', weight_decay=0.5),
 ]
