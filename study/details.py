@@ -1,5 +1,5 @@
 """
-What one mean hides: nats, top-1 and rank by how frequent the target is, and the best temperature of the paper's loss.
+Nats, top-1 accuracy and rank by the frequency of the target, and the best temperature of the paper's loss.
 
     $ python -m study.details OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
 
@@ -15,50 +15,48 @@ from pathlib import Path
 
 import torch
 
-from mhf.bins import Bins
+from configurator import install_excepthook
 from mhf.checkpoint import load_checkpoint
-from mhf.device import pick_device
-from mhf.meta import read_meta
+from mhf.data import Bins
+from mhf.runtime import pick_device
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
 
 
-def of_tokens(model, ids, temperatures):
+def score_tokens(model, ids, temperatures):
     """
-    Ids (n + 1,) in blocks of the model's context -> of each but the first: its nats, whether it is the likeliest (1 or
-    0) and its rank, (3, n); and its nats at each temperature, (temperatures, n), or None without temperatures.
+    Scores ids (n + 1,) in blocks of the model's context. Returns nats, top-1 (1 or 0) and rank of each id but the first
+    (3, n), and its nats at each temperature (temperatures, n), or None without temperatures.
     """
     T = model.config.block_size
-    measured = []
+    scores = []
     tempered = []
-    for begin in range(0, len(ids) - 1, T):
-        block = ids[begin : begin + T + 1]
-        targets = block[1:]
+    for start in range(0, len(ids) - 1, T):
+        block = ids[start : start + T + 1]
         h = model.hidden_states(model.signatures[block[None, :-1]])[0]
-        logp, right, _ = model.predict(h, targets)
         logits = model.next_token_logits(h)
-        of_target = logits.gather(1, targets[:, None])[:, 0]
-        rank = 1 + (logits > of_target[:, None]).sum(-1)
-        measured.append(torch.stack([-logp, right, rank]).double())
+        target = logits.gather(1, block[1:, None])[:, 0]
+        nats = logits.logsumexp(-1) - target
+        rank = 1 + (logits > target[:, None]).sum(-1)
+        scores.append(torch.stack([nats, rank == 1, rank]).double())
         if temperatures:
-            nats = [(logits / t).logsumexp(-1) - of_target / t for t in temperatures]
-            tempered.append(torch.stack(nats).double())
-    return torch.cat(measured, 1).cpu(), torch.cat(tempered, 1).cpu() if temperatures else None
+            tempered.append(torch.stack([(logits / t).logsumexp(-1) - target / t for t in temperatures]).double())
+    return torch.cat(scores, 1).cpu(), torch.cat(tempered, 1).cpu() if temperatures else None
 
 
-def read_split(folder, split):
+def read_ids(folder, split):
     """The token ids of a split of a folder of bins, (n,) int64."""
-    return torch.tensor(Bins(folder, read_meta(folder)['splits'][split])[:].astype('int64'))
+    return torch.tensor(Bins(folder, split)[:].astype('int64'))
 
 
-def by_frequency(frequency, nats, right, rank):
-    """Of each token its frequency in the training text and what was measured of it, (n,) each -> columns of deciles."""
+def decile_columns(frequency, nats, top1, rank):
+    """Frequency in the training corpus, nats, top-1 and rank of each token, (n,) each -> columns per decile."""
     columns = {}
     order = frequency.argsort(descending=True, stable=True)
     for k, tokens in enumerate(order.tensor_split(10), start=1):
         columns[f'frequency_{k}'] = frequency[tokens].double().mean().item()
         columns[f'nats_{k}'] = nats[tokens].mean().item()
-        columns[f'top1_{k}'] = right[tokens].mean().item()
+        columns[f'top1_{k}'] = top1[tokens].mean().item()
         columns[f'rank_{k}'] = rank[tokens].median().item()
     return columns
 
@@ -76,25 +74,26 @@ def best_temperature(tempered):
 
 @torch.no_grad()
 def details(out_dir, train, text):
-    """The columns that the model of out_dir gets: {name: number}. train, text: folders of bins."""
+    """The columns of the model in out_dir, {name: number}. train, text: folders of bins."""
     model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
-    train_ids = read_split(train, 'train')
-    val_ids = read_split(text, 'val')
+    train_ids = read_ids(train, 'train')
+    val_ids = read_ids(text, 'val')
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device = pick_device()
     model.to(device)
-    # that of training: a measured one may be another in the next run
+    # the precision of training
     bfloat16 = ckpt['config']['dtype'] == 'bfloat16'
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bfloat16):
-        measured, tempered = of_tokens(model, val_ids.to(device), TEMPERATURES if product else [])
+        scores, tempered = score_tokens(model, val_ids.to(device), TEMPERATURES if product else [])
     frequency = torch.bincount(train_ids, minlength=model.config.vocab_size)[val_ids[1:]]
-    columns = by_frequency(frequency, *measured)
+    columns = decile_columns(frequency, *scores)
     if product:
         columns |= best_temperature(tempered)
     return columns
 
 
 if __name__ == '__main__':
+    install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dir', type=Path, help='a run of train.py')
     parser.add_argument('train', type=Path, help='the folder of its training data')

@@ -15,6 +15,13 @@ def spread(numbers):
     return statistics.stdev(numbers) if len(numbers) > 1 else 0
 
 
+def save_axes(fig, ax, path, **labels):
+    """Saves a figure of one axes with a legend."""
+    ax.set(**labels)
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
+
+
 def save(fig, path):
     fig.tight_layout()
     # without matplotlib's version, so that the bytes do not depend on it

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
-from configurator import InputError
-from hashing import token_ids
-from mhf.bins import open_bins
+from configurator import InputError, install_excepthook
 from mhf.checkpoint import load_checkpoint
-from mhf.meta import load_meta
-from mhf.plot import figure, save
+from mhf.data import data_folder, held_out_ids
+from mhf.tokenizers import get_tokenizer
 from model import MHF
+from study.pictures import save_axes
 
 HERE = Path(__file__).resolve().parent
 CONTEXTS = 4096
@@ -41,7 +41,7 @@ _TINY = '--num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16 --intermedi
 _TINY += (
     ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_lr_mult=1 --beta2=0.95'
 )
-_TINY += ' --encoder_init=normal --embedding_scale=1'
+_TINY += ' --encoder_init=normal --embedding_scale=1 --loss=exact'
 MODELS = {
     'Standard, d=32': '--hidden_size=32 --num_hashes=0',
     'H4, d=32': '--hidden_size=32 --num_hashes=4',
@@ -120,17 +120,14 @@ def contexts_of(folder, config, model):
     Held-out text from the bins of a run, a whole number of the model's contexts: ids (n, T), int64. config: of its
     checkpoint. Raises InputError where it is too little for the model's bound.
     """
-    # a checkpoint of an older train.py does not say what its bins hold
-    config = dict(data_format='ids') | config
     T = model.config.block_size
-    val = open_bins(config, load_meta(config), 'val')
-    n = min(CONTEXTS, len(val)) // T
+    ids, _ = held_out_ids(data_folder(config), get_tokenizer(config['tokenizer']))
+    n = min(CONTEXTS, len(ids)) // T
     bound = bounds(model.config)['bound']
     if bound > min(n * T, COLUMNS):
         seen = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
         raise InputError(f'{folder}: {seen} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
-    ids = token_ids(val[: n * T], model.signatures.numpy())
-    return torch.tensor(ids.astype(np.int64)).view(n, T)
+    return torch.tensor(ids[: n * T]).view(n, T)
 
 
 def measure_run(name, folder):
@@ -140,12 +137,14 @@ def measure_run(name, folder):
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
     fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)
+    fresh.init_weights()
     return [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]
 
 
 def draw(spectra, path):
     """[(row, singular values)] -> the picture; a bound has the colour of its model."""
-    fig, ax = figure(9, 5.5)
+    fig = Figure(figsize=(9, 5.5))
+    ax = fig.add_subplot()
     names = list(dict.fromkeys(row['model'] for row, _ in spectra))
     for row, singular in spectra:
         colour = f'C{names.index(row["model"])}'
@@ -155,10 +154,13 @@ def draw(spectra, path):
         ax.axvline(row['bound'], color=colour, lw=0.6)
     last = max(row['bound'] for row, _ in spectra)
     labels = dict(xlabel='index; vertical lines: the bound of each', ylabel='singular value of log P, by the largest')
-    save(fig, ax, path, xlim=(0, 1.7 * last), ylim=(1e-18, 2), yscale='log', title='numerical rank of log P', **labels)
+    save_axes(
+        fig, ax, path, xlim=(0, 1.7 * last), ylim=(1e-18, 2), yscale='log', title='numerical rank of log P', **labels
+    )
 
 
 def main():
+    install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folders', nargs='*', help='checkpoints of train.py in place of MODELS')
     named = parser.parse_args().folders

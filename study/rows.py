@@ -1,11 +1,13 @@
-"""The rows of a study: the CSV that sweep.py writes a run at a time, and which of its rows belong to an entry."""
+"""The rows of a study: the CSV to which sweep.py adds a row per run, and which of its rows belong to an entry."""
 
+import contextlib
 import csv
 import fcntl
+import json
 import subprocess
 from pathlib import Path
 
-from mhf.files import replace_durably
+from mhf.data import replace_durably
 
 HERE = Path(__file__).resolve().parent
 # the columns that add up to a model's parameters
@@ -17,7 +19,7 @@ def git(*command):
 
 
 def commit():
-    """This repository's commit, with '-dirty' where its Python differs from it; '' where it is no checkout."""
+    """This repository's commit, with '-dirty' if Python files were changed; '' outside of a checkout."""
     changed = git('diff', '--name-only', 'HEAD', '--', ':/*.py')
     return git('rev-parse', '--short', 'HEAD') + ('-dirty' if changed else '')
 
@@ -32,7 +34,7 @@ def read_rows(path):
 
 
 def add_row(path, row):
-    """Writes the CSV anew beside itself, so that a kill leaves no half row, and a row may bring a new column."""
+    """Rewrites the CSV with one more row, which may have new columns, and renames it into place."""
     with open(path.with_suffix('.lock'), 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         rows = [*read_rows(path).values(), row]
@@ -44,8 +46,17 @@ def add_row(path, row):
         replace_durably(path.with_suffix('.tmp'), path)
 
 
+def read_log(path):
+    """The events of a log.jsonl, a list of dicts, without a line that a crash cut off."""
+    events = []
+    for line in Path(path).read_text(errors='replace').splitlines():
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line))
+    return events
+
+
 def values(rows, column):
-    """The numbers in a column of some rows; a row without one is left out."""
+    """The numbers in a column of rows; rows without one are skipped."""
     return [float(row[column]) for row in rows if row.get(column)]
 
 

@@ -1,5 +1,5 @@
 """
-Draws README's picture of what a signature is: the buckets of five tokens in the paper's H4B16K.
+Draw README's figure of signatures: the buckets of five tokens in the paper's H4B16K.
 
     $ python -m study.signatures       # writes assets/signatures.png
 """
@@ -7,9 +7,11 @@ Draws README's picture of what a signature is: the buckets of five tokens in the
 import argparse
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from hashing import signature_table
-from mhf.plot import figure, save
 from mhf.tokenizers import get_tokenizer
+from study.pictures import save_axes
 
 WORDS = ('▁the', '▁The', '▁hash', 'ing', '<0x0A>')
 H = 4
@@ -19,14 +21,15 @@ B = 16384
 def draw(path):
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, H, B, pad_id=tok.pad)
-    fig, ax = figure(8, 3.4)
+    fig = Figure(figsize=(8, 3.4))
+    ax = fig.add_subplot()
     for word in WORDS:
         signature = table[tok.tokens.index(word)].tolist()
         ax.plot(range(1, H + 1), signature, 'o-', lw=1, label=f'{word}  {signature}')
     # room for the legend
     ax.set_xlim(0.8, 7.4)
     ax.set_xticks(range(1, H + 1))
-    save(fig, ax, path, xlabel='hash function', ylabel=f'bucket, of {B:,}', title='a token is its signature')
+    save_axes(fig, ax, path, xlabel='hash function', ylabel=f'bucket, of {B:,}', title='a token is its signature')
 
 
 if __name__ == '__main__':

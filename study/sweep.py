@@ -34,11 +34,10 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, read_config, settings_of
-from mhf.files import replace_durably
-from mhf.plot import read_log
+from configurator import InputError, install_excepthook, read_config, settings_of
+from mhf.data import replace_durably
 from study import report
-from study.rows import add_row, commit, read_rows
+from study.rows import add_row, commit, read_log, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
 # what eval.py reports for a text
@@ -253,7 +252,6 @@ def keep_weights_only(folder):
     state = torch.load(folder / 'ckpt.pt', weights_only=True)
     state['optimizer'] = dict(state={}, param_groups=[{}])
     torch.save(state, folder / 'ckpt.pt.tmp')
-    (folder / 'ckpt.pt.sha256').unlink(missing_ok=True)
     replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
     (folder / 'ckpt_best.pt').unlink(missing_ok=True)
     parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
@@ -317,6 +315,7 @@ def sweep(study, jobs):
 
 
 def main():
+    install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='parallel runs, which share the cores')

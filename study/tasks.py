@@ -1,7 +1,7 @@
 """
 Tasks: how far are models of this size from chance?
 
-    $ python eval.py --out_dir=out/english/KEY --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
+    $ python eval.py --out_dir=out/english/RUN --tasks=paper --data_dir=DIR --limit=300 --output_path=out/h4.json
     $ python -m study.tfree eval --out_dir=out/tfree --data_dir=DIR --limit=300     # writes out/tfree/tasks.json
     $ python -m study.tasks H4=out/h4_DATE.json T-FREE=out/tfree/tasks.json         # writes study/tasks.csv
 
@@ -16,8 +16,8 @@ import csv
 import json
 from pathlib import Path
 
-from configurator import InputError
-from mhf.tasks import PAPER
+from configurator import InputError, install_excepthook
+from mhf.lm import PAPER
 from study.report import MISSING
 
 # the number of answers to a question, of tasks in which it is always the same
@@ -84,6 +84,7 @@ def main(files, target):
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    install_excepthook()
     parser.add_argument('models', nargs='+', metavar='NAME=RESULTS.json', help='what eval.py or tfree.py wrote')
     models = parser.parse_args().models
     if any('=' not in model for model in models):

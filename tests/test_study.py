@@ -122,7 +122,7 @@ def check_details(folder):
 
 def test_details_of_tokens():
     """Nats, top-1 and ranks are those of log P; a temperature divides the logits."""
-    from study.details import of_tokens
+    from study.details import score_tokens
 
     m = random_model()
     ids = torch.randint(3, 300, (60,))
@@ -132,7 +132,7 @@ def test_details_of_tokens():
     ordered = logp.argsort(descending=True)
     target = ids[1:, None]
     with torch.no_grad():
-        (nats, right, rank), tempered = of_tokens(m, ids, [1.0, 2.0])
+        (nats, right, rank), tempered = score_tokens(m, ids, [1.0, 2.0])
     assert torch.allclose(nats, -logp.gather(1, target)[:, 0])
     assert torch.equal(rank, 1 + (ordered == target).double().argmax(1)) and torch.equal(right, (rank == 1).double())
     assert torch.allclose(tempered[0], nats)
@@ -428,7 +428,7 @@ def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
         scripts = Scripts(tmp_path, lock, environment={})
         for name in ('study.details', 'train.py', 'own'):
             assert scripts.run(name, '--help') > 0
-    assert 'What one mean hides' in (tmp_path / 'study.details.out').read_text()
+    assert 'Nats, top-1 accuracy and rank' in (tmp_path / 'study.details.out').read_text()
     assert '--max_steps' in (tmp_path / 'train.py.out').read_text()
     assert (tmp_path / 'own.out').read_text() == 'found\n'
 
