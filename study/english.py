@@ -8,9 +8,9 @@ to 0, beta2 0.95, weight decay 0.1, gradient norm 1, bfloat16 or, where a CPU is
 the CSV). E is the matrix of embeddings. `Tuned` is a rate of 1e-3, 4 times that for E, and beta2 0.99. `Loud` is a
 Standard whose rows of E are multiplied by 4. `Turned` is an H4 whose W_s is initialized as 8 times an orthogonal
 matrix, so that the mean of four rows of E has the standard deviation of that row of Standard's. All else is initialized
-as in the paper. Each model has the rate that is best for its first seed; one that tries no rates
-has H4's, and LSH 1:3 and 4:0 have that of 2:2. With d=384 the first seed was also run on a CPU, which draws other
-weights, and H4's lead was smaller there (LOG.md): at that size 0.1 nats is at the edge.
+as in the paper. Each model has the rate that is best for its first seed; one that tries no rates has H4's, and LSH 1:3
+and 4:0 have that of 2:2. With d=384 the first seed was also run on a CPU, which draws other weights, and H4's lead was
+smaller there (LOG.md): at that size 0.1 nats is at the edge.
 """
 
 # where the two corpora lie
@@ -65,127 +65,85 @@ OVER_TOKENS = dict(
 )
 # the models of the table that README shows
 MAIN = ('Standard', 'H4', *OVER_TOKENS['models'])
+_FINEWEB = dict(on='fineweb')
+# for each question of study/first_page.py: a claim, the better model, the other model, more keys
+_CLAIMS = dict(
+    loss=[
+        ("The exact loss is better than the paper's", 'H4', 'H4, product'),
+        (
+            'The expected calibration error, here in place of nats, is smaller with the exact loss',
+            'H4',
+            'H4, product',
+            dict(measure='expected_calibration_error'),
+        ),
+    ],
+    standard=[
+        ('H4 is better than Standard at equal parameters', 'H4', 'Standard'),
+        ('At equal parameters H4 is better by 0.1 nats', 'H4', 'Standard', dict(by=0.1)),
+        ("H4 is better by 0.1 nats where both have H4's learning rate", 'H4', "Standard, at H4's rate", dict(by=0.1)),
+        ('H4 is better on FineWeb', 'H4', 'Standard', _FINEWEB),
+        ('H4 is better than Standard with a layer more', 'H4', 'Standard+1L'),
+        ('H4 is better than Standard with 4 times the rate for E', 'H4', 'Standard, 4 times the rate for E'),
+        ('H4 is better when the optimizer of both is tuned', 'H4, tuned', 'Standard, tuned'),
+        ('H4 is better on FineWeb when the optimizer of both is tuned', 'H4, tuned', 'Standard, tuned', _FINEWEB),
+        ('A turned H4 is better than Standard, both tuned', 'H4, tuned, turned', 'Standard, tuned'),
+        (
+            'A turned H4 is better on FineWeb than Standard, both tuned',
+            'H4, tuned, turned',
+            'Standard, tuned',
+            _FINEWEB,
+        ),
+        ('A turned H4 is better than a loud Standard, both tuned', 'H4, tuned, turned', 'Standard, tuned, loud'),
+        (
+            'A turned H4 is better on FineWeb than a loud Standard, both tuned',
+            'H4, tuned, turned',
+            'Standard, tuned, loud',
+            _FINEWEB,
+        ),
+        ('H4 is better at half of the embedding parameters', 'H4, half', 'Standard'),
+        ('H4 is better on FineWeb at half of the embedding parameters', 'H4, half', 'Standard', _FINEWEB),
+        (
+            'H4 is better at half of the embedding parameters when the optimizer of both is tuned',
+            'H4, half, tuned',
+            'Standard, tuned',
+        ),
+    ],
+    parts=[
+        ('Four hashes are better than two', 'H4', 'H2'),
+        ('Four hashes are better than three', 'H4', 'H3'),
+        ('Six hashes are better than four', 'H6', 'H4'),
+        ('Four hashes are better than one ID in all coordinates', 'H4', 'Single-ID H1'),
+        ('The gate is better than a mean', 'H4', 'H4, mean for the gate'),
+        ('Soft embeddings are better than hard ones', 'H4', 'H4, hard embeddings'),
+        ('The cascade is better than none', 'H4', 'H4, no cascade'),
+        ('Four MMH3 hashes are better than one LSH and three MMH3', 'H4', 'LSH:MMH3 1:3'),
+        ('Four MMH3 hashes are better than two LSH and two MMH3', 'H4', 'LSH:MMH3 2:2'),
+        ('Four MMH3 hashes are better than four LSH', 'H4', 'LSH:MMH3 4:0'),
+    ],
+    optimizer=[
+        ('Tuning the optimizer helps H4', 'H4, tuned', 'H4'),
+        ('Tuning the optimizer helps Standard', 'Standard, tuned', 'Standard'),
+        ('Being loud helps a tuned Standard', 'Standard, tuned, loud', 'Standard, tuned'),
+        ('Being half as loud helps a turned H4', 'H4, tuned, turned, half as loud', 'H4, tuned, turned'),
+        ('Being twice as loud helps a loud Standard', 'Standard, tuned, twice as loud', 'Standard, tuned, loud'),
+        ('A beta2 of 0.99 helps H4', 'H4, beta2 0.99', 'H4'),
+        ('A higher rate for E helps H4', 'H4, twice the rate for E', 'H4'),
+        ('A lower rate for E helps H4', 'H4, half the rate for E', 'H4'),
+        ('Less weight decay helps H4', 'H4, weight decay 0.01', 'H4'),
+        ('More weight decay helps H4', 'H4, weight decay 0.5', 'H4'),
+    ],
+    time=[
+        (
+            'H4 is better than Standard that trains for as long, with 1.5 times the tokens',
+            'H4',
+            'Standard, 1.5 times the tokens',
+        )
+    ],
+)
 CLAIMS = [
-    dict(about='loss', says="The exact loss is better than the paper's", better='H4', than='H4, product'),
-    dict(
-        about='loss',
-        says='The expected calibration error, here in place of nats, is smaller with the exact loss',
-        better='H4',
-        than='H4, product',
-        measure='expected_calibration_error',
-    ),
-    dict(about='standard', says='H4 is better than Standard at equal parameters', better='H4', than='Standard'),
-    dict(about='standard', says='At equal parameters H4 is better by 0.1 nats', better='H4', than='Standard', by=0.1),
-    dict(
-        about='standard',
-        says="H4 is better by 0.1 nats where both have H4's learning rate",
-        better='H4',
-        than=_STEADY['name'],
-        by=0.1,
-    ),
-    dict(about='standard', says='H4 is better on FineWeb', better='H4', than='Standard', on='fineweb'),
-    dict(about='standard', says='H4 is better than Standard with a layer more', better='H4', than='Standard+1L'),
-    dict(
-        about='standard', says='H4 is better than Standard with 4 times the rate for E', better='H4', than=_FAST['name']
-    ),
-    dict(
-        about='standard',
-        says='H4 is better when the optimizer of both is tuned',
-        better=_TUNED_H4['name'],
-        than=_TUNED_STANDARD['name'],
-    ),
-    dict(
-        about='standard',
-        says='H4 is better on FineWeb when the optimizer of both is tuned',
-        better=_TUNED_H4['name'],
-        than=_TUNED_STANDARD['name'],
-        on='fineweb',
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 is better than Standard, both tuned',
-        better=_TURNED_H4['name'],
-        than=_TUNED_STANDARD['name'],
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 is better on FineWeb than Standard, both tuned',
-        better=_TURNED_H4['name'],
-        than=_TUNED_STANDARD['name'],
-        on='fineweb',
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 is better than a loud Standard, both tuned',
-        better=_TURNED_H4['name'],
-        than=_LOUD_STANDARD['name'],
-    ),
-    dict(
-        about='standard',
-        says='A turned H4 is better on FineWeb than a loud Standard, both tuned',
-        better=_TURNED_H4['name'],
-        than=_LOUD_STANDARD['name'],
-        on='fineweb',
-    ),
-    dict(about='standard', says='H4 is better at half of the embedding parameters', better='H4, half', than='Standard'),
-    dict(
-        about='standard',
-        says='H4 is better on FineWeb at half of the embedding parameters',
-        better='H4, half',
-        than='Standard',
-        on='fineweb',
-    ),
-    dict(
-        about='standard',
-        says='H4 is better at half of the embedding parameters when the optimizer of both is tuned',
-        better='H4, half, tuned',
-        than=_TUNED_STANDARD['name'],
-    ),
-    dict(about='parts', says='Four hashes are better than two', better='H4', than='H2'),
-    dict(about='parts', says='Four hashes are better than three', better='H4', than='H3'),
-    dict(about='parts', says='Six hashes are better than four', better='H6', than='H4'),
-    dict(about='parts', says='Four hashes are better than one ID in all coordinates', better='H4', than='Single-ID H1'),
-    dict(about='parts', says='The gate is better than a mean', better='H4', than='H4, mean for the gate'),
-    dict(about='parts', says='Soft embeddings are better than hard ones', better='H4', than='H4, hard embeddings'),
-    dict(about='parts', says='The cascade is better than none', better='H4', than='H4, no cascade'),
-    dict(
-        about='parts', says='Four MMH3 hashes are better than one LSH and three MMH3', better='H4', than='LSH:MMH3 1:3'
-    ),
-    dict(about='parts', says='Four MMH3 hashes are better than two LSH and two MMH3', better='H4', than='LSH:MMH3 2:2'),
-    dict(about='parts', says='Four MMH3 hashes are better than four LSH', better='H4', than='LSH:MMH3 4:0'),
-    dict(about='optimizer', says='Tuning the optimizer helps H4', better=_TUNED_H4['name'], than='H4'),
-    dict(
-        about='optimizer', says='Tuning the optimizer helps Standard', better=_TUNED_STANDARD['name'], than='Standard'
-    ),
-    dict(
-        about='optimizer',
-        says='Being loud helps a tuned Standard',
-        better=_LOUD_STANDARD['name'],
-        than=_TUNED_STANDARD['name'],
-    ),
-    dict(
-        about='optimizer',
-        says='Being half as loud helps a turned H4',
-        better=_TURNED_H4_HALF_AS_LOUD['name'],
-        than=_TURNED_H4['name'],
-    ),
-    dict(
-        about='optimizer',
-        says='Being twice as loud helps a loud Standard',
-        better=_STANDARD_TWICE_AS_LOUD['name'],
-        than=_LOUD_STANDARD['name'],
-    ),
-    dict(about='optimizer', says='A beta2 of 0.99 helps H4', better='H4, beta2 0.99', than='H4'),
-    dict(about='optimizer', says='A higher rate for E helps H4', better='H4, twice the rate for E', than='H4'),
-    dict(about='optimizer', says='A lower rate for E helps H4', better='H4, half the rate for E', than='H4'),
-    dict(about='optimizer', says='Less weight decay helps H4', better='H4, weight decay 0.01', than='H4'),
-    dict(about='optimizer', says='More weight decay helps H4', better='H4, weight decay 0.5', than='H4'),
-    dict(
-        about='time',
-        says='H4 is better than Standard that trains for as long, with 1.5 times the tokens',
-        better='H4',
-        than=_EQUAL_TIME,
-    ),
+    dict(about=about, says=says, better=better, than=than) | dict(*more)
+    for about, claims in _CLAIMS.items()
+    for says, better, than, *more in claims
 ]
 
 # how the report begins, with a sentence of vocabulary.py's; study/first_page.py says what {0.word} is
@@ -204,9 +162,9 @@ SENTENCES = dict(
     ),
     standard=(
         'With a tuned optimizer and as many parameters H4 is {0.word} Standard at 1.02 M tokens ({0.figure}) and '
-        '{1.word} it at 3.07 M ({1.figure}); begun loud and turned, as by default, H4 is {2.word} that Standard '
-        '({2.figure}; with d=384 and 1.02 M {3.word} it, {3.figure}), and {4.word} a Standard that is begun as loud '
-        '({4.figure}; with d=384 and 1.02 M {5.word} it, {5.figure}).',
+        '{1.word} it at 3.07 M ({1.figure}); with W_s orthogonal at scale 8 H4 is {2.word} that Standard '
+        '({2.figure}; with d=384 and 1.02 M {3.word} it, {3.figure}), and {4.word} a Standard with E '
+        'at scale 4 ({4.figure}; with d=384 and 1.02 M {5.word} it, {5.figure}).',
         [
             _BY_ONE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
             _BY_THREE_MILLION | dict(better=_TUNED_H4['name'], than=_TUNED_STANDARD['name']),
