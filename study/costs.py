@@ -30,16 +30,15 @@ MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
 
 def shapes(study):
     """{name: settings of bench.py} of the list's first group, each shape once."""
-    group = study.entries[0]['group']
     known = settings_of('bench.py').keys() & MHFConfig.__annotations__
     distinct = {}
-    for entry in study.entries:
+    for entry in next(iter(study.groups.values())):
         settings = study.settings(entry)
         shape = {k: settings[k] for k in sorted(known & settings.keys())}
         shape['micro_batch_size'] = settings['batch_size']
         if not shape['num_hashes']:
             del shape['num_buckets']
-        if entry['group'] == group and shape not in distinct.values():
+        if shape not in distinct.values():
             distinct[entry['name']] = shape
     return distinct
 

@@ -54,22 +54,14 @@ small to tell, the models are level as far as these seeds show, and one seed dec
 """
 
 
-def number(of_seeds, form):
+def number(numbers, form):
     """The mean of some values, and if there are several their standard deviation."""
-    if not of_seeds:
+    if not numbers:
         return MISSING
-    mean = f'{statistics.mean(of_seeds):{form}}'
-    if len(of_seeds) == 1:
+    mean = f'{statistics.mean(numbers):{form}}'
+    if len(numbers) == 1:
         return mean
-    return f'{mean} ± {statistics.stdev(of_seeds):{form}}'
-
-
-def groups_of(study):
-    """{group: its entries}, in the order of the list."""
-    groups = {}
-    for entry in study.entries:
-        groups.setdefault(entry['group'], []).append(entry)
-    return groups
+    return f'{mean} ± {statistics.stdev(numbers):{form}}'
 
 
 def title_and_text(docstring):
@@ -109,29 +101,29 @@ def verdict(better, than, by):
 def both_models(study, claim, group):
     """The two entries that a claim compares in a group. Its `than_group` is another group for the second one."""
     wanted = (claim['better'], group), (claim['than'], claim.get('than_group', group))
-    of_names = {(entry['name'], entry['group']): entry for entry in study.entries}
-    return [of_names[name] for name in wanted]
+    entries = {(entry['name'], entry['group']): entry for entry in study.entries}
+    return [entries[name] for name in wanted]
 
 
 def measured(study, claim, group, rows):
     """The nats, or what else a claim is about, of its two models in a group: a list of numbers each, one a seed."""
-    of_models = []
+    numbers = []
     for entry in both_models(study, claim, group):
         text = claim.get('on', study.first_text(entry))
         column = f'{text}_{claim.get("measure", "nats_per_token")}'
-        of_models.append(values(best_rows(study, entry, rows), column))
-    return of_models
+        numbers.append(values(best_rows(study, entry, rows), column))
+    return numbers
 
 
 def verdicts(study, claim, rows):
     """{verdict: figures} of a claim, a figure for each group that has its two models."""
-    of_verdicts = {}
-    for group, entries in groups_of(study).items():
+    figures = {}
+    for group, entries in study.groups.items():
         if {claim['better'], claim['than']} <= {entry['name'] for entry in entries}:
             better, than = measured(study, claim, group, rows)
             answer, figure = verdict(better, than, claim.get('by', 0))
-            of_verdicts.setdefault(answer, []).append(f'{group} {figure} ({len(better)}+{len(than)})')
-    return of_verdicts
+            figures.setdefault(answer, []).append(f'{group} {figure} ({len(better)}+{len(than)})')
+    return figures
 
 
 class Comparison(NamedTuple):
@@ -150,8 +142,8 @@ def comparison(study, claim, rows):
         figure += ', one seed'
     sizes = []
     for entry in both_models(study, claim, claim['group']):
-        of_seeds = best_rows(study, entry, rows)
-        sizes.append(f'{parameters(of_seeds[0]) / 1e6:.1f} M' if of_seeds else MISSING)
+        seed_rows = best_rows(study, entry, rows)
+        sizes.append(f'{parameters(seed_rows[0]) / 1e6:.1f} M' if seed_rows else MISSING)
     return Comparison(WORDS[answer], figure, sizes)
 
 
@@ -168,11 +160,11 @@ def temperatures(study, rows):
     """A sentence for each model whose best temperature is known: details.py measures it for the paper's loss."""
     lines = []
     for entry in study.entries:
-        of_seeds = best_rows(study, entry, rows)
-        temperature = values(of_seeds, 'temperature')
+        seed_rows = best_rows(study, entry, rows)
+        temperature = values(seed_rows, 'temperature')
         if temperature:
-            without = number(values(of_seeds, 'nats_without'), '.3f')
-            with_it = number(values(of_seeds, 'nats_at_it'), '.3f')
+            without = number(values(seed_rows, 'nats_without'), '.3f')
+            with_it = number(values(seed_rows, 'nats_at_it'), '.3f')
             best = number(temperature, '.2f')
             lines.append(
                 f"The paper's loss ({entry['name']}, {entry['group']}): {without} nats, and {with_it} at its best "
@@ -186,7 +178,7 @@ def vocabularies(study, rows):
     lines = []
     if not study.vocabularies:
         return lines
-    groups = groups_of(study)
+    groups = study.groups
     smallest = min(study.vocabularies, key=study.vocabularies.get)
     largest = max(study.vocabularies, key=study.vocabularies.get)
     with_largest = {entry['name']: entry for entry in groups[largest]}
@@ -199,10 +191,10 @@ def vocabularies(study, rows):
         if not before or not after:
             continue
         tokens = [f'{study.vocabularies[group]:,} ({group})' for group in (smallest, largest)]
-        sizes = [f'{parameters(of_seeds[0]) / 1e6:.2f} M' for of_seeds in (before, after)]
+        sizes = [f'{parameters(seed_rows[0]) / 1e6:.2f} M' for seed_rows in (before, after)]
         line = f'{name} from {tokens[0]} to {tokens[1]} tokens: from {sizes[0]} to {sizes[1]} parameters'
         for text in entry['texts']:
-            bits = [number(values(of_seeds, f'{text}_bits_per_byte'), '.4f') for of_seeds in (before, after)]
+            bits = [number(values(seed_rows, f'{text}_bits_per_byte'), '.4f') for seed_rows in (before, after)]
             line += f', from {bits[0]} to {bits[1]} bits per byte of {text}'
         lines.append(line + '.')
     return lines
@@ -214,10 +206,10 @@ def times(study):
     devices = costs_by_device(study.path.with_name('costs.csv'))
     for name in study.main or ():
         ratios = []
-        for device, of_device in devices.items():
-            first = next(iter(of_device))
-            if name in of_device and name != first:
-                ratios.append(f"{of_device[name]['time / the first']} times {first}'s on {device}")
+        for device, device_rows in devices.items():
+            first = next(iter(device_rows))
+            if name in device_rows and name != first:
+                ratios.append(f"{device_rows[name]['time / the first']} times {first}'s on {device}")
         if ratios:
             lines.append(f'The time of a training step of {name} is {", ".join(ratios)}.')
     return lines
@@ -227,9 +219,9 @@ def time_of_a_step(study):
     """A training step of the second main model, as times of the first one's: a range over the devices of costs.csv."""
     first, second = study.main[:2] if study.main else (None, None)
     ratios = []
-    for of_device in costs_by_device(study.path.with_name('costs.csv')).values():
-        if first in of_device and second in of_device:
-            ratios.append(float(of_device[second]['time / the first']))
+    for device_rows in costs_by_device(study.path.with_name('costs.csv')).values():
+        if first in device_rows and second in device_rows:
+            ratios.append(float(device_rows[second]['time / the first']))
     return f'{min(ratios):.1f} to {max(ratios):.1f}' if ratios else MISSING
 
 
@@ -242,15 +234,15 @@ def to_be_run(study):
 def check(study):
     """Raises InputError where a claim, a sentence or MAIN names no entry, or no question of ABOUT."""
     named = {*(study.main or ()), *study.over_tokens.get('models', ())}
-    of_sentences = [claim | dict(about=about) for about, (_, claims) in study.sentences.items() for claim in claims]
-    for claim in study.claims + of_sentences:
+    sentence_claims = [claim | dict(about=about) for about, (_, claims) in study.sentences.items() for claim in claims]
+    for claim in study.claims + sentence_claims:
         named |= {claim['better'], claim['than']}
         about = claim.get('about', 'other')
         if about not in ABOUT:
             raise InputError(f'{study.path}: about={about!r} of a claim: must be one of {", ".join(ABOUT)}')
     if unknown := named - {entry['name'] for entry in study.entries}:
         raise InputError(f'{study.path}: no entry has the name {sorted(unknown)[0]!r}, which a claim or MAIN has')
-    for claim in of_sentences:
+    for claim in sentence_claims:
         try:
             both_models(study, claim, claim['group'])
         except KeyError as error:

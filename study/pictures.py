@@ -28,22 +28,22 @@ def save(fig, path):
     fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
-def draw_models(ax, of_names, edge):
+def draw_models(ax, by_name, edge):
     """Points with deviations: {name: nats of its seeds}, the first name at the top."""
-    for place, nats in enumerate(reversed(of_names.values())):
+    for place, nats in enumerate(reversed(by_name.values())):
         mean = statistics.mean(nats)
         if mean > edge:
             ax.text(edge, place, f'{mean:.2f} \N{RIGHTWARDS ARROW}', ha='right', va='center')
         else:
             ax.errorbar(mean, place, xerr=spread(nats), fmt='o', capsize=3, color='C0')
-    ax.set_yticks(range(len(of_names)), list(reversed(of_names)))
-    ax.set_ylim(-0.5, max(1, len(of_names)) - 0.5)
+    ax.set_yticks(range(len(by_name)), list(reversed(by_name)))
+    ax.set_ylim(-0.5, max(1, len(by_name)) - 0.5)
 
 
-def draw_rates(ax, of_names, edge):
+def draw_rates(ax, by_name, edge):
     """Curves of {name: {rate: nats of the first seed}}."""
-    rates = sorted({rate for curve in of_names.values() for rate in curve})
-    for k, (name, curve) in enumerate(of_names.items()):
+    rates = sorted({rate for curve in by_name.values() for rate in curve})
+    for k, (name, curve) in enumerate(by_name.items()):
         if curve and min(curve.values()) < edge:
             tried = sorted(curve)
             nats = [curve[rate] for rate in tried]
@@ -55,39 +55,39 @@ def draw_rates(ax, of_names, edge):
     ax.minorticks_off()
 
 
-def draw(study, groups, rows, path):
+def draw(study, rows, path):
     """A row a group: the nats of each finished model on the left, the rates that were tried on the right."""
     nats = {}
-    for group, entries in groups.items():
+    for group, entries in study.groups.items():
         column = f'{study.first_text(entries[0])}_nats_per_token'
         finished = {entry['name']: values(best_rows(study, entry, rows), column) for entry in entries}
-        nats[group] = {name: of_seeds for name, of_seeds in finished.items() if of_seeds}
-    heights = [max(2.8, 0.9 + 0.2 * len(of_names)) for of_names in nats.values()]
+        nats[group] = {name: numbers for name, numbers in finished.items() if numbers}
+    heights = [max(2.8, 0.9 + 0.2 * len(by_name)) for by_name in nats.values()]
     fig = Figure(figsize=(13, sum(heights)))
-    axes = fig.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
-    for (group, of_names), (left, right) in zip(nats.items(), axes, strict=True):
-        edge = min(map(statistics.mean, of_names.values()), default=0) + FAR
-        draw_models(left, of_names, edge)
-        left.set(title=group, xlabel=f'nats per token, {study.first_text(groups[group][0])}')
-        draw_rates(right, learning_rate_nats(study, groups[group], rows), edge)
+    axes = fig.subplots(len(study.groups), 2, squeeze=False, height_ratios=heights)
+    for (group, by_name), (left, right) in zip(nats.items(), axes, strict=True):
+        edge = min(map(statistics.mean, by_name.values()), default=0) + FAR
+        draw_models(left, by_name, edge)
+        left.set(title=group, xlabel=f'nats per token, {study.first_text(study.groups[group][0])}')
+        draw_rates(right, learning_rate_nats(study, study.groups[group], rows), edge)
         left.grid(alpha=0.3)
         right.grid(alpha=0.3)
     save(fig, path)
 
 
-def draw_over_tokens(study, groups, rows, path):
+def draw_over_tokens(study, rows, path):
     """Nats against the tokens of training, of the models and groups that the list calls OVER_TOKENS."""
     fig = Figure(figsize=(7, 3.8))
     ax = fig.subplots()
     for k, name in enumerate(study.over_tokens['models']):
         points = []
         for group in study.over_tokens['groups']:
-            for entry in groups[group]:
-                of_seeds = best_rows(study, entry, rows) if entry['name'] == name else []
-                if of_seeds:
-                    settings = json.loads(of_seeds[0]['settings'])
+            for entry in study.groups[group]:
+                seed_rows = best_rows(study, entry, rows) if entry['name'] == name else []
+                if seed_rows:
+                    settings = json.loads(seed_rows[0]['settings'])
                     tokens = settings['max_steps'] * settings['batch_size'] * settings['block_size']
-                    nats = values(of_seeds, f'{study.first_text(entry)}_nats_per_token')
+                    nats = values(seed_rows, f'{study.first_text(entry)}_nats_per_token')
                     points.append((tokens / 1e6, statistics.mean(nats), spread(nats)))
         if points:
             millions, nats, deviations = zip(*sorted(points), strict=True)
@@ -111,13 +111,13 @@ def draw_vocabularies(study, rows, path):
         for entry in study.entries:
             if entry['name'] != name:
                 continue
-            of_seeds = best_rows(study, entry, rows)
-            bits = values(of_seeds, f'{text}_bits_per_byte')
+            seed_rows = best_rows(study, entry, rows)
+            bits = values(seed_rows, f'{text}_bits_per_byte')
             if bits:
                 tokens = study.vocabularies[entry['group']]
                 # a little to the right for each model, so that none hides another
                 place = tokens * (1 + 0.025 * k)
-                points.append((place, statistics.mean(bits), spread(bits), parameters(of_seeds[0]) / 1e6))
+                points.append((place, statistics.mean(bits), spread(bits), parameters(seed_rows[0]) / 1e6))
         if points:
             places, bits, deviations, millions = zip(*sorted(points), strict=True)
             left.errorbar(places, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)

@@ -76,7 +76,7 @@ def log_p(model, ids, columns):
     return torch.cat([model.log_probs(block[None])[0, :, columns] for block in ids]).numpy()
 
 
-def rank_of(singular, shape):
+def numerical_rank(singular, shape):
     """Singular values, the largest first -> how many are above numpy's threshold, that of rounding errors."""
     return int((singular > max(shape) * np.finfo(np.float64).eps * singular[0]).sum())
 
@@ -93,7 +93,7 @@ def measure(name, weights, model, ids):
     """A model over the contexts ids (N, T) -> its row of the table, and the singular values of log P."""
     matrix = log_p(model.double(), ids, some_columns(model, COLUMNS))
     singular = np.linalg.svd(matrix, compute_uv=False)
-    rank = rank_of(singular, matrix.shape)
+    rank = numerical_rank(singular, matrix.shape)
     c = model.config
     row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets_per_coordinate, z=c.bottleneck)
     row |= dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
@@ -115,7 +115,7 @@ def train():
     return folders
 
 
-def contexts_of(folder, config, model):
+def read_contexts(folder, config, model):
     """
     Held-out text from the bins of a run, a whole number of the model's contexts: ids (n, T), int64. config: of its
     checkpoint. Raises InputError where it is too little for the model's bound.
@@ -133,7 +133,7 @@ def contexts_of(folder, config, model):
 def measure_run(name, folder):
     """A run of train.py -> what measure gives of its model, before and after training."""
     trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
-    ids = contexts_of(folder, ckpt['config'], trained)
+    ids = read_contexts(folder, ckpt['config'], trained)
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
     fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from study import pictures
-from study.first_page import MISSING, check, costs_by_device, first_page, groups_of, number, title_and_text, to_be_run
+from study.first_page import MISSING, check, costs_by_device, first_page, number, title_and_text, to_be_run
 from study.rows import best_rows, learning_rate_nats, parameters, values
 
 HERE = Path(__file__).resolve().parent
@@ -44,14 +44,14 @@ def main_table(study, rows):
         column = 'bits_per_byte'
         form = '.4f'
     lines = []
-    for group, entries in groups_of(study).items():
+    for group, entries in study.groups.items():
         for entry in entries:
             if study.main and entry['name'] not in study.main:
                 continue
-            of_seeds = best_rows(study, entry, rows)
-            size = f'{parameters(of_seeds[0]) / 1e6:.2f} M' if of_seeds else MISSING
-            measured = [number(values(of_seeds, f'{text}_{column}'), form) for text in texts]
-            top1 = number(values(of_seeds, f'{texts[0]}_top1_accuracy'), '.1%')
+            seed_rows = best_rows(study, entry, rows)
+            size = f'{parameters(seed_rows[0]) / 1e6:.2f} M' if seed_rows else MISSING
+            measured = [number(values(seed_rows, f'{text}_{column}'), form) for text in texts]
+            top1 = number(values(seed_rows, f'{texts[0]}_top1_accuracy'), '.1%')
             lines.append([group, entry['name'], size, *measured, top1])
     heads = ['trained on', 'model', 'parameters', *(f'{measure}, {text}' for text in texts), 'top-1']
     return table(heads, lines)
@@ -59,8 +59,8 @@ def main_table(study, rows):
 
 def table_of_groups(study, cells):
     """{name: {group: cell}} -> a row a name, a column a group."""
-    groups = list(groups_of(study))
-    lines = [[name, *(of_groups.get(group, '') for group in groups)] for name, of_groups in cells.items()]
+    groups = list(study.groups)
+    lines = [[name, *(group_cells.get(group, '') for group in groups)] for name, group_cells in cells.items()]
     return table(['model', *groups], lines)
 
 
@@ -70,8 +70,8 @@ def other_models(study, rows):
     for entry in study.entries:
         if entry['name'] in study.main or len(entry['seeds']) == 1:
             continue
-        of_seeds = best_rows(study, entry, rows)
-        nats = [number(values(of_seeds, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
+        seed_rows = best_rows(study, entry, rows)
+        nats = [number(values(seed_rows, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
         cells.setdefault(entry['name'], {})[entry['group']] = ' / '.join(nats)
     return table_of_groups(study, cells)
 
@@ -79,7 +79,7 @@ def other_models(study, rows):
 def rates_tried(study, rows):
     """The learning rates that were tried, the best one first, with the nats of the first seed."""
     cells = {}
-    for group, entries in groups_of(study).items():
+    for group, entries in study.groups.items():
         for name, curve in learning_rate_nats(study, entries, rows).items():
             best_first = sorted(curve, key=curve.get)
             tried = ', '.join(f'{rate:g}: {curve[rate]:.3f}' for rate in best_first)
@@ -90,14 +90,14 @@ def rates_tried(study, rows):
 def costs_table(path):
     """Time and memory of a training step: a row a model, two columns a device."""
     devices = costs_by_device(path)
-    names = dict.fromkeys(name for of_device in devices.values() for name in of_device)
+    names = dict.fromkeys(name for device_rows in devices.values() for name in device_rows)
     heads = ['model', 'parameters']
     for device in devices:
         heads += [f'time, {device}', 'MB']
     lines = []
     for name in names:
         # {} where a device has not run the model
-        measured = [of_device.get(name, {}) for of_device in devices.values()]
+        measured = [device_rows.get(name, {}) for device_rows in devices.values()]
         sizes = [row['parameters'] for row in measured if row]
         line = [name, f'{int(sizes[0]):,}']
         for row in measured:
@@ -150,7 +150,7 @@ def study_section(study, target):
     if not rows:
         return [f'## {title}\n', f'{text}\n', f'{to_be_run(study)}\n']
     picture = study.path.with_suffix('.png')
-    pictures.draw(study, groups_of(study), rows, picture)
+    pictures.draw(study, rows, picture)
     parts = [f'## {title}\n', f'{text}\n', main_table(study, rows)]
     if study.main:
         texts = ' / '.join(study.entries[0]['texts'])
@@ -161,7 +161,7 @@ def study_section(study, target):
     parts.append(image(title, picture, target))
     if study.over_tokens:
         picture = study.path.with_name(f'{study.path.stem}_tokens.png')
-        pictures.draw_over_tokens(study, groups_of(study), rows, picture)
+        pictures.draw_over_tokens(study, rows, picture)
         parts.append(image('nats by tokens of training', picture, target))
     if study.vocabularies:
         picture = study.path.with_name(f'{study.path.stem}_size.png')
@@ -180,7 +180,7 @@ def how_it_was_made(studies):
     return '\n'.join(lines) + '\n'
 
 
-def target_of(studies):
+def report_path(studies):
     """RESULTS.md for the repository's own lists, else a file of the first list's name. Both lie beside that list."""
     if [study.path.name for study in studies] == OWN_LISTS:
         return studies[0].path.with_name('RESULTS.md')
@@ -191,7 +191,7 @@ def write(studies):
     """Writes the report of some lists, and a picture beside each CSV. Raises InputError, as check() does."""
     for study in studies:
         check(study)
-    target = target_of(studies)
+    target = report_path(studies)
     parts = first_page(studies)
     for study in studies:
         parts += study_section(study, target)

@@ -79,6 +79,9 @@ class Study:
             if missing:
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
             self.lr_sweep(entry)
+        self.groups = {}
+        for entry in self.entries:
+            self.groups.setdefault(entry['group'], []).append(entry)
         names = Counter((entry['group'], entry['name']) for entry in self.entries)
         name, count = names.most_common(1)[0]
         if count > 1:

@@ -35,23 +35,23 @@ def read_results(files):
     return results
 
 
-def scores_of(results, task):
+def task_scores(results, task):
     """{model: results} -> {model: (score, standard error)} on a task, in the paper's metric, of models that have it."""
     metric = PAPER[task]['metric']
     scores = {}
-    for model, of_model in results.items():
-        of_task = of_model['results'].get(task, {})
-        if f'{metric},none' in of_task:
-            scores[model] = (of_task[f'{metric},none'], of_task[f'{metric}_stderr,none'])
+    for model, model_results in results.items():
+        task_results = model_results['results'].get(task, {})
+        if f'{metric},none' in task_results:
+            scores[model] = (task_results[f'{metric},none'], task_results[f'{metric}_stderr,none'])
     return scores
 
 
-def documents_of(results, task):
+def count_documents(results, task):
     """How many documents of a task the models were evaluated on, or MISSING. Raises InputError where they differ."""
     models = {}
-    for model, of_model in results.items():
-        if task in of_model['results']:
-            models[of_model['n-samples'][task]['effective']] = model
+    for model, model_results in results.items():
+        if task in model_results['results']:
+            models[model_results['n-samples'][task]['effective']] = model
     if len(models) > 1:
         numbers = ', '.join(f'{model} {number}' for number, model in models.items())
         raise InputError(f'{task}: documents are {numbers}; evaluate all with the same --limit and --data_dir')
@@ -63,10 +63,15 @@ def main(files, target):
     results = read_results(files)
     table = [['task', 'metric', 'documents', 'chance', *results]]
     above = {model: [] for model in results}  # whether it is above chance, of each task where chance is known
-    for task, of_paper in PAPER.items():
+    for task, paper_row in PAPER.items():
         chance = 1 / ANSWERS[task] if task in ANSWERS else None
-        scores = scores_of(results, task)
-        row = [task, of_paper['metric'], documents_of(results, task), MISSING if chance is None else f'{chance:.1%}']
+        scores = task_scores(results, task)
+        row = [
+            task,
+            paper_row['metric'],
+            count_documents(results, task),
+            MISSING if chance is None else f'{chance:.1%}',
+        ]
         for model in results:
             if model not in scores:
                 row.append(MISSING)
