@@ -65,9 +65,9 @@ OVER_TOKENS = dict(
 )
 # the models of the table that README shows
 MAIN = ('Standard', 'H4', *OVER_TOKENS['models'])
-_FINEWEB = dict(on='fineweb')
+_ON_FINEWEB = dict(on='fineweb')
 # for each question of study/first_page.py: a claim, the better model, the other model, more keys
-_CLAIMS = dict(
+CLAIMS = dict(
     loss=[
         ("The exact loss is better than the paper's", 'H4', 'H4, product'),
         (
@@ -81,27 +81,27 @@ _CLAIMS = dict(
         ('H4 is better than Standard at equal parameters', 'H4', 'Standard'),
         ('At equal parameters H4 is better by 0.1 nats', 'H4', 'Standard', dict(by=0.1)),
         ("H4 is better by 0.1 nats where both have H4's learning rate", 'H4', "Standard, at H4's rate", dict(by=0.1)),
-        ('H4 is better on FineWeb', 'H4', 'Standard', _FINEWEB),
+        ('H4 is better on FineWeb', 'H4', 'Standard', _ON_FINEWEB),
         ('H4 is better than Standard with a layer more', 'H4', 'Standard+1L'),
         ('H4 is better than Standard with 4 times the rate for E', 'H4', 'Standard, 4 times the rate for E'),
         ('H4 is better when the optimizer of both is tuned', 'H4, tuned', 'Standard, tuned'),
-        ('H4 is better on FineWeb when the optimizer of both is tuned', 'H4, tuned', 'Standard, tuned', _FINEWEB),
+        ('H4 is better on FineWeb when the optimizer of both is tuned', 'H4, tuned', 'Standard, tuned', _ON_FINEWEB),
         ('A turned H4 is better than Standard, both tuned', 'H4, tuned, turned', 'Standard, tuned'),
         (
             'A turned H4 is better on FineWeb than Standard, both tuned',
             'H4, tuned, turned',
             'Standard, tuned',
-            _FINEWEB,
+            _ON_FINEWEB,
         ),
         ('A turned H4 is better than a loud Standard, both tuned', 'H4, tuned, turned', 'Standard, tuned, loud'),
         (
             'A turned H4 is better on FineWeb than a loud Standard, both tuned',
             'H4, tuned, turned',
             'Standard, tuned, loud',
-            _FINEWEB,
+            _ON_FINEWEB,
         ),
         ('H4 is better at half of the embedding parameters', 'H4, half', 'Standard'),
-        ('H4 is better on FineWeb at half of the embedding parameters', 'H4, half', 'Standard', _FINEWEB),
+        ('H4 is better on FineWeb at half of the embedding parameters', 'H4, half', 'Standard', _ON_FINEWEB),
         (
             'H4 is better at half of the embedding parameters when the optimizer of both is tuned',
             'H4, half, tuned',
@@ -140,11 +140,6 @@ _CLAIMS = dict(
         )
     ],
 )
-CLAIMS = [
-    dict(about=about, says=says, better=better, than=than) | dict(*more)
-    for about, claims in _CLAIMS.items()
-    for says, better, than, *more in claims
-]
 
 # how the report begins, with a sentence of vocabulary.py's; study/first_page.py says what {0.word} is
 _BY_ONE_MILLION = dict(group='1.02 M tokens')

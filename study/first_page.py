@@ -237,7 +237,7 @@ def check(study):
     sentence_claims = [claim | dict(about=about) for about, (_, claims) in study.sentences.items() for claim in claims]
     for claim in study.claims + sentence_claims:
         named |= {claim['better'], claim['than']}
-        about = claim.get('about', 'other')
+        about = claim['about']
         if about not in ABOUT:
             raise InputError(f'{study.path}: about={about!r} of a claim: must be one of {", ".join(ABOUT)}')
     if unknown := named - {entry['name'] for entry in study.entries}:
@@ -265,7 +265,7 @@ def first_page(studies):
         facts['time'] += times(study)
         for claim in study.claims:
             for answer, figures in verdicts(study, claim, rows).items():
-                claims[claim.get('about', 'other')][answer].append(f'{claim["says"]}: {"; ".join(figures)}.')
+                claims[claim['about']][answer].append(f'{claim["says"]}: {"; ".join(figures)}.')
     parts = [INTRODUCTION]
     if short:
         in_order = [short[about] for about in ABOUT if about in short]

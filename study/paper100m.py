@@ -43,38 +43,26 @@ _LOUD_STANDARD = _STANDARD | dict(name='Standard, 100M, loud', rates=_STANDARD['
 _TURNED_H4 = _H4 | dict(name='H4B16K, turned', rates=_H4['name'], encoder_init='orthogonal', embedding_scale=8.0)
 
 MAIN = (_STANDARD['name'], _DEEPER['name'], _H4['name'])
-CLAIMS = [
-    dict(about='loss', says="The exact loss is better than the paper's", better=_H4['name'], than=_PRODUCT['name']),
-    dict(about='standard', says='H4B16K is better than Standard', better=_H4['name'], than=_STANDARD['name']),
-    dict(
-        about='standard',
-        says='H4B16K is better than Standard with 4 layers more, of as many parameters',
-        better=_H4['name'],
-        than=_DEEPER['name'],
-    ),
-    dict(
-        about='standard',
-        says='H4B16K is better on FineWeb than Standard with 4 layers more',
-        better=_H4['name'],
-        than=_DEEPER['name'],
-        on='fineweb',
-    ),
-    dict(
-        about='standard',
-        says="H4B16K is better than Standard with the paper's optimizer",
-        better="H4B16K, the paper's optimizer",
-        than="Standard, 100M, the paper's optimizer",
-    ),
-    dict(
-        about='standard',
-        says='A turned H4B16K is better than a loud Standard',
-        better=_TURNED_H4['name'],
-        than=_LOUD_STANDARD['name'],
-    ),
-    dict(about='optimizer', says='Being turned helps H4B16K', better=_TURNED_H4['name'], than=_H4['name']),
-    dict(about='optimizer', says='Being loud helps Standard', better=_LOUD_STANDARD['name'], than=_STANDARD['name']),
-    dict(about='parts', says='H4B16K is better than H3B10K', better=_H4['name'], than=_H3['name']),
-]
+_ON_FINEWEB = dict(on='fineweb')
+CLAIMS = dict(
+    loss=[("The exact loss is better than the paper's", 'H4B16K', 'H4B16K, product')],
+    standard=[
+        ('H4B16K is better than Standard', 'H4B16K', 'Standard, 100M'),
+        ('H4B16K is better than Standard with 4 layers more, of as many parameters', 'H4B16K', 'Standard+4L, 100M'),
+        ('H4B16K is better on FineWeb than Standard with 4 layers more', 'H4B16K', 'Standard+4L, 100M', _ON_FINEWEB),
+        (
+            "H4B16K is better than Standard with the paper's optimizer",
+            "H4B16K, the paper's optimizer",
+            "Standard, 100M, the paper's optimizer",
+        ),
+        ('A turned H4B16K is better than a loud Standard', 'H4B16K, turned', 'Standard, 100M, loud'),
+    ],
+    optimizer=[
+        ('Being turned helps H4B16K', 'H4B16K, turned', 'H4B16K'),
+        ('Being loud helps Standard', 'Standard, 100M, loud', 'Standard, 100M'),
+    ],
+    parts=[('H4B16K is better than H3B10K', 'H4B16K', 'H3B10K')],
+)
 
 # in the order of their worth
 RUNS = [

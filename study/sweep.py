@@ -11,7 +11,8 @@ split is measured}. All other keys of an entry are settings of train.py and over
 trained at every learning rate, the other seeds at the one with the fewest nats on the first text. rates='H3' uses the
 best learning rate of the entry H3 of the same group, or else of the first group that has one. rows='H3' shares the rows
 of the entry H3 of the same group, which has the same settings. All learning rates are trained first, then all second
-seeds, then all third ones. CLAIMS, SENTENCES, MAIN, VOCABULARIES and OVER_TOKENS are for the report.
+seeds, then all third ones. CLAIMS, SENTENCES, MAIN, VOCABULARIES and OVER_TOKENS are for the report. CLAIMS is
+{question of study/first_page.py: claims (text, better model, other model, more keys)}.
 
 A row is identified by group, name, learning rate and seed; its column `settings` records the other settings as JSON.
 If an entry's settings change, its name must change too.
@@ -64,7 +65,11 @@ class Study:
         self.data = scope['DATA']
         self.entries = scope['RUNS']
         self.main = scope.get('MAIN')
-        self.claims = scope.get('CLAIMS', [])
+        self.claims = [
+            dict(about=about, says=says, better=better, than=than) | dict(*more)
+            for about, claims in scope.get('CLAIMS', {}).items()
+            for says, better, than, *more in claims
+        ]
         self.sentences = scope.get('SENTENCES', {})
         self.vocabularies = scope.get('VOCABULARIES', {})
         self.over_tokens = scope.get('OVER_TOKENS', {})

@@ -30,29 +30,20 @@ _TUNED_H4 = _MODELS[1] | _TUNED | dict(name='H4, tuned')
 _SMALL = _MODELS[0] | _TUNED | dict(name='Standard, 11.5 M, tuned', hidden_size=84, intermediate_size=252)
 
 VOCABULARIES = {'mistral': 32768, 'expanded': 48122, 'tekken': 131072}
-CLAIMS = [
-    dict(about='vocabulary', says='H4, which does not grow, is better than Standard', better='H4', than='Standard'),
-    dict(
-        about='vocabulary',
-        says='H4, which does not grow, is better than Standard on FineWeb',
-        better='H4',
-        than='Standard',
-        on='fineweb',
-    ),
-    dict(
-        about='vocabulary',
-        says='H4 is better than Standard of as many parameters, both tuned',
-        better=_TUNED_H4['name'],
-        than=_SMALL['name'],
-    ),
-    dict(
-        about='vocabulary',
-        says='H4 is better on FineWeb than Standard of as many parameters, both tuned',
-        better=_TUNED_H4['name'],
-        than=_SMALL['name'],
-        on='fineweb',
-    ),
-]
+_ON_FINEWEB = dict(on='fineweb')
+CLAIMS = dict(
+    vocabulary=[
+        ('H4, which does not grow, is better than Standard', 'H4', 'Standard'),
+        ('H4, which does not grow, is better than Standard on FineWeb', 'H4', 'Standard', _ON_FINEWEB),
+        ('H4 is better than Standard of as many parameters, both tuned', 'H4, tuned', 'Standard, 11.5 M, tuned'),
+        (
+            'H4 is better on FineWeb than Standard of as many parameters, both tuned',
+            'H4, tuned',
+            'Standard, 11.5 M, tuned',
+            _ON_FINEWEB,
+        ),
+    ]
+)
 _TEKKEN = dict(group='tekken', better='H4', than='Standard')
 SENTENCES = dict(
     vocabulary=(

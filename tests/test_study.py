@@ -163,14 +163,16 @@ Made up.
 DATA = {'data': dict(dataset='docs.jsonl')}
 _COMMON = dict(group='all', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3,), seeds=(1, 2, 3))
 RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCDE']
-CLAIMS = [
-    dict(says='A below D', better='A', than='D'),
-    dict(says='A below C', better='A', than='C', about='parts'),
-    dict(says='A 0.1 below B', better='A', than='B', by=0.1),
-    dict(says='A 0.1 below C', better='A', than='C', by=0.1),
-    dict(says='B below A', better='B', than='A'),
-    dict(says='A 0.3 below B', better='A', than='B', by=0.3),
-]
+CLAIMS = dict(
+    other=[
+        ('A below D', 'A', 'D'),
+        ('A 0.1 below B', 'A', 'B', dict(by=0.1)),
+        ('A 0.1 below C', 'A', 'C', dict(by=0.1)),
+        ('B below A', 'B', 'A'),
+        ('A 0.3 below B', 'A', 'B', dict(by=0.3)),
+    ],
+    parts=[('A below C', 'A', 'C')],
+)
 _ALL = dict(group='all', better='A')
 SENTENCES = dict(
     time=('A {0.word} E ({0.figure}), {time}.', [_ALL | dict(than='E')]),
@@ -373,8 +375,8 @@ def test_a_wrong_list_ends_in_one_line(study):
     assert not (folder / 'runs.csv').exists()
     # such a claim, or a line of README's table, would be missing silently
     for more, says in (
-        ("CLAIMS = [dict(says='', better='H3', than='H9')]", "no entry has the name 'H9'"),
-        ("CLAIMS = [dict(says='', better='H3', than='H3', about='price')]", "about='price' of a claim: must be one of"),
+        ("CLAIMS = dict(other=[('', 'H3', 'H9')])", "no entry has the name 'H9'"),
+        ("CLAIMS = dict(price=[('', 'H3', 'H3')])", "about='price' of a claim: must be one of"),
         ("SENTENCES = dict(loss=('', [dict(better='H3', than='H3')]))", "no 'group' among the entries, or none in"),
     ):
         (folder / 'runs.py').write_text(f'{LIST}{more}\n')
