@@ -258,6 +258,3 @@ RUNS += [
     _LONG | _HALF | _ALONE | dict(name='H4, half, beta2 0.99', beta2=0.99),
     _LONG | _H6 | _ALONE | dict(name='H6, beta2 0.99', beta2=0.99),
 ]
-
-if __name__ == '__main__':
-    print(__doc__.strip())

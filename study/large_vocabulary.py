@@ -26,6 +26,3 @@ RUNS = [
     _STANDARD | dict(name='Standard, scale 4'),
     _STANDARD | dict(name='Standard, 11.5 M, scale 4', hidden_size=84, intermediate_size=252),
 ]
-
-if __name__ == '__main__':
-    print(__doc__.strip())

@@ -78,6 +78,3 @@ RUNS = [
     _LONG | _H4 | _PAPERS | dict(name="H4B16K, the paper's optimizer"),
     _LONG | _H3 | _TUNED,
 ]
-
-if __name__ == '__main__':
-    print(__doc__.strip())

@@ -202,7 +202,3 @@ def write(studies):
     parts.append(how_it_was_made(studies))
     target.write_text('\n'.join(parts), encoding='utf-8')
     print(os.path.relpath(target))
-
-
-if __name__ == '__main__':
-    print(__doc__.strip())

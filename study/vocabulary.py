@@ -76,6 +76,3 @@ for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
     _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)
     RUNS += [_common | model for model in _MODELS]
 RUNS += [_common | model for model in (_TUNED_H4, _SMALL)]
-
-if __name__ == '__main__':
-    print(__doc__.strip())
