@@ -6,7 +6,7 @@ Rank: how many dimensions log P has, contexts x vocabulary, in float64, and its 
     $ python -m study.rank out/mhf_tiny        # checkpoints of train.py instead; writes into the first one's folder
 
 A row of log P is linear in h (d numbers), in what each of H - 1 mixers adds to it (z numbers), and in two constants:
-the mixers' biases and the normaliser. The logits of a coordinate lie in the span of E_i, of dimension min(d, B). So
+the mixers' biases and the normalizer. The logits of a coordinate lie in the span of E_i, of dimension min(d, B). So
 
     rank <= min(d + (H - 1) z + 2, H min(d, B) + 1, V)        Standard: d + 1        the paper: min(B, H d)
 
@@ -105,10 +105,10 @@ def measure(name, weights, model, ids):
 
 
 def train():
-    """Trains those of MODELS that are not there yet; {name: out_dir}."""
+    """Trains those of MODELS that are not trained yet. Returns {name: out_dir}."""
     folders = {name: Path('out/rank') / name.replace(', ', '_') for name in MODELS}
     for name, folder in folders.items():
-        # which train.py writes last of all
+        # train.py writes it last
         if not (folder / 'loss.png').exists():
             flags = f'--auto_resume --out_dir={folder} {_TINY} {MODELS[name]}'.split()
             subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags], check=True)
@@ -117,8 +117,8 @@ def train():
 
 def read_contexts(folder, config, model):
     """
-    Held-out text from the bins of a run, a whole number of the model's contexts: ids (n, T), int64. config: of its
-    checkpoint. Raises InputError where it is too little for the model's bound.
+    Held-out tokens of a run's data, in complete contexts: ids (n, T), int64. config: of the checkpoint. Raises
+    InputError if they are too few for the model's bound.
     """
     T = model.config.block_size
     ids, _ = held_out_ids(data_folder(config), get_tokenizer(config['tokenizer']))
@@ -142,16 +142,16 @@ def measure_run(name, folder):
 
 
 def draw(spectra, path):
-    """[(row, singular values)] -> the picture; a bound has the colour of its model."""
+    """Draws [(row, singular values)]; a bound has the color of its model."""
     fig = Figure(figsize=(9, 5.5))
     ax = fig.add_subplot()
     names = list(dict.fromkeys(row['model'] for row, _ in spectra))
     for row, singular in spectra:
-        colour = f'C{names.index(row["model"])}'
+        color = f'C{names.index(row["model"])}'
         style = '-' if row['weights'] == 'trained' else ':'
         label = f'{row["model"]}, {row["weights"]}: {row["rank"]}'
-        ax.plot(range(1, len(singular) + 1), singular / singular[0], style, color=colour, label=label)
-        ax.axvline(row['bound'], color=colour, lw=0.6)
+        ax.plot(range(1, len(singular) + 1), singular / singular[0], style, color=color, label=label)
+        ax.axvline(row['bound'], color=color, lw=0.6)
     last = max(row['bound'] for row, _ in spectra)
     labels = dict(xlabel='index; vertical lines: the bound of each', ylabel='singular value of log P, by the largest')
     save_axes(

@@ -1,4 +1,4 @@
-"""The rank claim, study/rank.py: what the numerical rank of log P is, in float64, of small random models."""
+"""study/rank.py: the numerical rank of log P, in float64, of small random models."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from study import rank
 SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
 # (settings, the rank)
 CASES = {
-    # d + 1: logits and the normaliser
+    # d + 1: logits and the normalizer
     'Standard': (dict(num_hashes=0), 17),
-    # H - 1 mixers add z each, their biases and the normaliser 1 each: neither the paper's 64 nor Standard's 17
+    # H - 1 mixers add z each, their biases and the normalizer 1 each: neither the paper's 64 nor Standard's 17
     'z below d': (dict(num_hashes=4, num_buckets=64, bottleneck=4), 16 + 3 * 4 + 2),
     'z below d, H2': (dict(num_hashes=2, num_buckets=300, bottleneck=5), 16 + 5 + 2),
     # a mixer fills all d: H d + 1
@@ -31,7 +31,7 @@ def spectrum(m):
 
 @pytest.mark.parametrize('case', CASES)
 def test_rank(case):
-    """A mixer that is not reached, or writes more than z numbers, a lost bias or normaliser: another rank."""
+    """The rank equals the reachable bound: z per mixer, 1 for the biases and 1 for the normalizer."""
     settings, expected = CASES[case]
     row, singular = spectrum(random_model(**SHAPE | settings))
     assert row['rank'] == row['reachable'] == expected <= row['bound']
@@ -40,7 +40,7 @@ def test_rank(case):
 
 
 def test_fresh_weights():
-    """Fresh biases are 0, so one direction is not there yet: the table's `fresh` rows would be a riddle."""
+    """Biases of 0, as at initialization, lower the rank by 1."""
     m = random_model(**SHAPE | CASES['z below d'][0])
     for mixer in m.hash_decoder:
         for layer in (mixer[0], mixer[2]):
@@ -49,7 +49,7 @@ def test_fresh_weights():
 
 
 def test_script(quick):
-    """A checkpoint of one's own: the table, the CSV and the picture are not made, or are another model's."""
+    """The script writes table, CSV and figure of a checkpoint."""
     printed = ok('study.rank', 'out', cwd=quick).stdout.splitlines()
     # d 32, H 3, B 256, z 64
     row = dict(zip(*(line.strip('| ').split(' | ') for line in (printed[0], printed[-1])), strict=True))
