@@ -240,21 +240,14 @@ def prepare_unit(job, source, number, counts):
                 prepare_batch(job, source, batch, counts, writers)
                 if data.reached_limit(counts, source):
                     break
-        if len(meta['sources']) == len(source['units']) == 1:
-            check_amount(meta, {split: writer.tokens for split, writer in writers.items()})
+        for split, writer in writers.items():
+            if len(meta['sources']) == len(source['units']) == 1:  # of several units, the sum counts
+                data.check_amount(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
     finally:
         for writer in writers.values():
             writer.discard()
-
-
-def check_amount(meta, tokens):
-    """Raises InputError if a split, {split: number of tokens}, has too few to train on."""
-    for split in SPLITS:
-        if tokens[split] < 2:
-            too_little = f"dataset '{meta['dataset']}' has {tokens[split]} {split} tokens: too little text"
-            raise InputError(f'{too_little}; take more of it, or change val_fraction={meta["val_fraction"]}')
 
 
 def prepare_source(job, source):
@@ -266,7 +259,9 @@ def prepare_source(job, source):
             break
         path = job.folder / f'{number:06}.json'
         if path.exists():
-            counts = json.loads(path.read_bytes())['counts']
+            unit = json.loads(path.read_bytes())
+            counts = unit['counts']
+            job.bar.update(unit['train']['tokens'])
             continue
         if counts['few'] is None:  # a question about the source, which may have many small units
             paths = [path for n in numbers for path, _ in source['units'][n - source['first_unit']]]
@@ -311,7 +306,7 @@ def locked(folder, part):
 
 @contextlib.contextmanager
 def meta_file(folder, meta, part):
-    """Writes meta.json. Removes it again if a run of one part fails before its first unit is finished."""
+    """Writes meta.json. If a run of one part fails before its first unit is finished, no file remains."""
     path = folder / 'meta.json'
     if not path.exists():
         for other in folder.iterdir():
@@ -322,7 +317,8 @@ def meta_file(folder, meta, part):
         yield
     finally:
         if meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
-            path.unlink()
+            for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
+                (folder / name).unlink(missing_ok=True)
 
 
 def report(folder, meta, counts):
@@ -336,11 +332,10 @@ def report(folder, meta, counts):
     if data.read_units(folder, meta)[1]:
         print(f'{folder}: this part is complete, other parts are not')
         return
-    splits = {split: data.Bins(folder, split) for split in SPLITS}
-    for split, bins in splits.items():
+    for split in SPLITS:
+        bins = data.Bins(folder, split)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
         print(f'{split}: {totals} -> {folder}/{split}_*.bin')
-    check_amount(meta, {split: len(bins) for split, bins in splits.items()})
 
 
 def main(config):

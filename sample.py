@@ -82,7 +82,7 @@ def print_sample():
     text = tok.decode(written)
     printed = 0
     for token in stream_ids():
-        if token == tok.bos:
+        if token in (tok.bos, tok.eos):
             break
         written.append(token)
         text = tok.decode(written)

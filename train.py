@@ -107,10 +107,10 @@ plain = False  # train model.MHF instead of the fused model: slower and larger, 
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# A resumed run may change these settings only. dataset, data_dir and data_format may name another place or format of
-# the same data. The precision stays unless another is requested.
+# A resumed run may change these settings only. dataset and data_dir may name another place of the same data. The
+# precision stays unless another is requested.
 FREE_ON_RESUME = (
-    'out_dir', 'eval_interval', 'log_interval', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir', 'data_format',
+    'out_dir', 'eval_interval', 'log_interval', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir',
     'init_from', 'auto_resume', 'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps',
     'grad_clip', 'device', 'dtype', 'compile', 'kernels', 'deterministic', 'plain', 'activation_checkpointing',
 )  # fmt: skip
@@ -434,7 +434,9 @@ for step in range(first_step, max_steps):
         best_val_loss = min(best_val_loss, result['val_loss'])
     if validates and master:
         log(step=done, tokens=tokens, **result)
-        line = 'validation loss {val_loss:.4f}, {val_nats:.4f} nats per token, {val_bpb:.4f} bits per byte'
+        line = 'validation loss {val_loss:.4f}, {val_bpb:.4f} bits per byte'
+        if trains_product:
+            line += ', -log P(w) {val_nats:.4f} nats per token'
         tqdm.write(f'step {done}: {line.format(**result)}{" (best)" if is_best else ""}')
     if validates or stop_signal:
         state = dict(

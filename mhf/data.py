@@ -185,9 +185,10 @@ class Bins:
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
         self.bytes = sum(shard['bytes'] for shard in shards)
+        check_amount(self.tokens, split, folder)
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        self.shards = [open_shard(folder, shard) for shard in shards]
+        self.shards = [open_shard(folder, shard) for shard in shards if shard['tokens']]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # of each shard, its last token + 1
 
     def __len__(self):
@@ -205,6 +206,13 @@ class Bins:
         if not pieces:
             return self.shards[0][:0]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def check_amount(tokens, split, folder):
+    """Raises InputError if a split has too few tokens to train or to validate on."""
+    if tokens < 2:
+        too_little = f'{folder} has {tokens} {split} tokens: too little text'
+        raise InputError(f'{too_little}; delete the folder, then take more text or another val_fraction')
 
 
 def open_shard(folder, shard):

@@ -375,7 +375,7 @@ class MHFLM(TemplateLM):
                 tokens = tokens.tolist()
                 for n in list(active):
                     # bos starts a new document; pad may be eos
-                    if tokens[n] in (self.tok.bos, self.tok.pad):
+                    if tokens[n] in (self.tok.bos, self.tok.eos, self.tok.pad):
                         active.remove(n)
                         continue
                     new_ids[n].append(tokens[n])

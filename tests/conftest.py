@@ -390,7 +390,7 @@ def newest(folder):
     return json.loads(Path(get_latest_filename(get_results_filenames(files))).read_text())
 
 
-def of_ranks(number, script, *args, **options):
+def run_ranks(number, script, *args, **options):
     """[(exit code, stdout, stderr)] of so many processes of one run, with the options of start()."""
     processes = ranks(number, script, *args, **options)
     outputs = [process.communicate(timeout=200) for process in processes]

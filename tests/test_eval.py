@@ -17,11 +17,11 @@ from conftest import (
     events,
     model_of_lm_eval,
     newest,
-    of_ranks,
     ok,
     random_model,
     real_documents,
     run,
+    run_ranks,
     small_tasks,
     write_jsonl,
 )
@@ -136,7 +136,7 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 10,042 documents', '1B H3B10K'):
         assert words in printed
     args = [f'--{key}={value}' for key, value in (settings | dict(output_path='many')).items()]
-    done = of_ranks(2, 'eval.py', *args, cwd=tmp_path)
+    done = run_ranks(2, 'eval.py', *args, cwd=tmp_path)
     assert [code for code, _, _ in done] == [0, 0] and done[1][1] == '', done
     many = newest(tmp_path / 'many')
     assert set(one['results']) == {'lambada_openai', 'hellaswag', 'record'} and one['bos'] is True
@@ -170,7 +170,7 @@ released.open_model = open_other
 def test_processes_open_the_same_weights(few, tmp_path):
     """Processes that open different checkpoints of a run end with an error."""
     args = ['--tasks=bits_per_byte', '--text=docs.jsonl', '--device=cpu', f'--output_path={tmp_path}']
-    (code, _, first), (other, _, _) = of_ranks(2, 'eval.py', *args, cwd=few, patch=OTHER_WEIGHTS)
+    (code, _, first), (other, _, _) = run_ranks(2, 'eval.py', *args, cwd=few, patch=OTHER_WEIGHTS)
     assert (code, other) == (1, 1) and 'error: rank 1 has weights=' in first
 
 

@@ -12,11 +12,10 @@ from conftest import REPO, events, ok, random_model, real_documents, run, shared
 import expand
 from configurator import read_config, settings_of
 from hashing import extend_table, signature_table
-from mhf.bins import Bins
 from mhf.checkpoint import load_checkpoint
-from mhf.meta import read_meta
+from mhf.data import Bins
 from mhf.released import from_pretrained, save_pretrained
-from mhf.sources import mixture
+from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
 from test_mhf import SAYINGS
@@ -87,7 +86,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
     """The held-out documents of expand.py are not in the training data of config/expand_*.py."""
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
-        sources = mixture(settings['dataset'])
+        sources = parse_mixture(settings['dataset'])
         each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
         # the same texts, and English
@@ -95,8 +94,8 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
        '--data_format=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
-    splits = read_meta(expansion / 'held')['splits']
-    ids = [Bins(expansion / 'held', splits[split])[:].tolist() for split in ('train', 'val')]
+
+    ids = [Bins(expansion / 'held', split)[:].tolist() for split in ('train', 'val')]
     trained_on, kept = (set(map(str.strip, mistral.decode(of_split).split('.'))) for of_split in ids)
     for name in ('ar', 'zh'):
         sentences = {text.strip(' .') for text in held_out(expansion / f'three_{name}.jsonl')}
@@ -107,7 +106,7 @@ def test_the_paper_s_expansions_are_one_epoch():
     """The paper's expansions read their corpora at most once."""
     for file in (REPO / 'config').glob('expand_*_[13]b*.py'):
         settings = read_config(file)
-        tokens = [number for _, number in mixture(settings['dataset'])]
+        tokens = [number for _, number in parse_mixture(settings['dataset'])]
         blocks = (sum(tokens) - 1) // settings['block_size']
         assert settings['max_steps'] * settings['batch_size'] <= blocks and len(tokens) == 4
         assert 3 * settings_of('expand.py')['num_new_tokens'] + 32768 == 48122

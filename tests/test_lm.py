@@ -8,7 +8,7 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
-from conftest import model_of_lm_eval, newest, of_ranks, ok, random_model, real_documents, run, small_tasks, write_rows
+from conftest import model_of_lm_eval, newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
 from lm_eval.api.instance import Instance
 
 from configurator import InputError
@@ -162,7 +162,7 @@ def test_generation(mistral, words_model):
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
     assert lm.generate_until([request]) == [text]
-    ending = types.SimpleNamespace(name='ending', bos=1, pad=greedy[2], encode=mistral.encode, decode=mistral.decode)
+    ending = types.SimpleNamespace(name='ending', bos=1, eos=greedy[2], pad=0, encode=mistral.encode, decode=mistral.decode)
     expected = decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])
     assert MHFLM(m, ending, 1).generate_until([request]) == [expected]
     stop = text[len(text) // 2]
@@ -257,7 +257,7 @@ def test_command_line(few, tmp_path):
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
     cached = ok('mhf.lm', *args, *cache, cwd=few, patch=NO_INDEX)
     assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == one['results']
-    ranks = of_ranks(2, 'mhf.lm', *args, cwd=few, patch=NO_INDEX)
+    ranks = run_ranks(2, 'mhf.lm', *args, cwd=few, patch=NO_INDEX)
     assert [code for code, _, _ in ranks] == [0, 0] and ranks[1][1] == '', ranks
     two = newest(tmp_path / 'r')
     assert two['n-samples'] == one['n-samples']
