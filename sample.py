@@ -42,7 +42,6 @@ if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneTyp
     raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
 check_numbers(config, above_zero='num_samples max_new_tokens', below=dict(seed=2**64))
 device = pick_device(device)
-dtype = pick_dtype(dtype, device)
 compile = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
@@ -55,6 +54,7 @@ try:
 except ValueError as e:
     raise InputError(e) from None
 print(f'{name}; seed {seed}', file=sys.stderr)
+dtype = pick_dtype(dtype, device)
 
 model.to(device, getattr(torch, dtype)).eval()
 prompt = [tok.bos, *tok.encode([start])[0]]

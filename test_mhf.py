@@ -411,7 +411,7 @@ def test_from_the_hub(tmp_path, monkeypatch):
     assert asked['repo'] == 'klein9692/some-model' and asked['revision'] == 'checkpoint-20000'
     assert not [p for p in asked['patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-    with pytest.raises(InputError, match=r'could not be fetched from the hub \(OSError: no network\)'):
+    with pytest.raises(InputError, match=r'could not be downloaded from the hub \(OSError: no network\)'):
         from_pretrained('klein9692/some-model')
 
 

@@ -410,13 +410,13 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     rank, world_size, device = init_distributed(device)
     # float32 scores are not computed in TF32, as training is
     torch.set_float32_matmul_precision('highest')
-    dtype = pick_dtype(dtype, device)
     # lm-eval parses model_args, so a name of digits is a number
     path = str(path)
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
         opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
+    dtype = pick_dtype(dtype, device)
     if bos is None:
         bos = trained_here(opened.source)
     # a run may save between two processes' reads; each training step changes the final norm

@@ -34,7 +34,7 @@ FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 
 def __getattr__(name):
     """Returns a helper of test_mhf.py, which imports torch and our modules, so only when a test uses it."""
-    if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'tiles', 'write_released'):
+    if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'sizes', 'write_released'):
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
 

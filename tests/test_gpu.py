@@ -136,7 +136,7 @@ def test_evaluation():
         logp = m.log_probs(ids[:, :-1])[0].gather(1, ids[0, 1:, None])
         expected.append(logp[len(context) :].sum().item())
     lm = MHFLM(m.to(DEVICE, torch.float32), get_tokenizer('mistral'))
-    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.by_token(requests, 1, '')}
+    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.score_requests(requests, 1, '')}
     assert np.allclose([scores[k] for k in range(len(requests))], expected, rtol=1e-4, atol=1e-3)
 
 

@@ -162,7 +162,9 @@ def test_generation(mistral, words_model):
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
     assert lm.generate_until([request]) == [text]
-    ending = types.SimpleNamespace(name='ending', bos=1, eos=greedy[2], pad=0, encode=mistral.encode, decode=mistral.decode)
+    ending = types.SimpleNamespace(
+        name='ending', bos=1, eos=greedy[2], pad=0, encode=mistral.encode, decode=mistral.decode
+    )
     expected = decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])
     assert MHFLM(m, ending, 1).generate_until([request]) == [expected]
     stop = text[len(text) // 2]
