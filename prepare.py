@@ -308,10 +308,11 @@ def locked(folder, part):
 def meta_file(folder, meta, part):
     """Writes meta.json. If a run of one part fails before its first unit is finished, no file remains."""
     path = folder / 'meta.json'
+    # listed before meta.json is looked for: another part that starts now writes its shards after it
+    shards = [file for file in folder.iterdir() if re.match(r'((train|val)_\d{6}\.bin|\d{6}\.json)', file.name)]
     if not path.exists():
-        for other in folder.iterdir():
-            if re.fullmatch(r'((train|val)_\d{6}\.bin|(\d{6}|meta)\.json)(\.tmp\d*)?', other.name):
-                raise InputError(f'{other} was not written by prepare.py, which would overwrite it; change --data_dir')
+        if shards:
+            raise InputError(f'{shards[0]} was not written by prepare.py, which may overwrite it; change --data_dir')
         data.write_json(path, meta, part)
     try:
         yield

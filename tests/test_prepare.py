@@ -414,6 +414,17 @@ def test_stopped_runs(tmp_path, monkeypatch):
     assert snapshot(tmp_path / 'd') == snapshot(tmp_path / 'good')
 
 
+def test_killed_while_meta_json_is_written(tmp_path):
+    """A run that was killed before meta.json had its name is repeated; other parts that start then do not refuse."""
+    write_jsonl(tmp_path / 'docs.jsonl', library_texts(1e5))
+    same = dict(dataset=f'{tmp_path}/docs.jsonl')
+    prepared(tmp_path / 'good', **same)
+    (tmp_path / 'd').mkdir()
+    (tmp_path / 'd/meta.json.tmp0').write_text('{"dataset"')
+    prepared(tmp_path / 'd', **same)
+    assert snapshot(tmp_path / 'd') == snapshot(tmp_path / 'good')
+
+
 def test_other_settings_or_files(tmp_path):
     """A folder of other settings or files is refused by name, and files that prepare.py did not write stay."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
