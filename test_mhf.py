@@ -723,6 +723,13 @@ def test_chunk_sizes():
     assert not chunk_sizes('cuda', demo).use_kernels and chunk_sizes('cuda', demo, True).use_kernels
 
 
+def test_kernels_are_off_by_default():
+    """A GPU uses the Triton kernels only if they are switched on: they have not been measured."""
+    assert not FusedMHF(TINY).use_kernels
+    for script in ('train.py', 'bench.py'):
+        assert configurator.settings_of(script)['kernels'] is False
+
+
 class Reductions(TorchDispatchMode):
     """Records reductions of more than 2^20 elements, and whether they run over contiguous rows."""
 

@@ -7,6 +7,7 @@ import pytest
 from conftest import ok, run, write_released
 
 from mhf.checkpoint import load_checkpoint
+from mhf.tokenizers import get_tokenizer
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):
@@ -32,6 +33,18 @@ def test_sample_from_a_released_model(trained, tmp_path):
     a = ok('sample.py', *args, f'--released={tmp_path}/r', cwd=tmp_path)
     b = ok('sample.py', *args, f'--out_dir={trained}/out', cwd=tmp_path)
     assert a.stdout.replace(str(tmp_path), '') == b.stdout
+
+
+@pytest.mark.parametrize('end', [1, 2])
+def test_a_sample_ends_at_bos_or_eos(trained, end):
+    """A sample ends where the model writes bos or eos; nothing after it is printed."""
+    ids = [4000, 4001, end, 4002]
+    patch = 'import torch; from mhf.generate import Engine\n'
+    patch += f'Engine.stream = lambda *_: (torch.tensor([i]) for i in {ids})'
+    done = ok('sample.py', 'cfg.py', '--num_samples=1', '--start=x', cwd=trained, patch=patch)
+    _, text = done.stdout.split('\n', 1)
+    tok = get_tokenizer('mistral')
+    assert text == tok.decode([1, *tok.encode(['x'])[0], 4000, 4001]) + '\n'
 
 
 def test_seeds(trained):
