@@ -1,12 +1,12 @@
 """
-Nats, top-1 accuracy and rank by the frequency of the target, and the best temperature of the paper's loss.
+Nats, top-1 accuracy and rank by token frequency, and the best temperature of a model trained with the product loss.
 
-    $ python -m study.details OUT_DIR TRAIN TEXT      # a model, its data, a folder with held-out text; sweep.py does
+    $ python -m study.details OUT_DIR TRAIN HELD_OUT     # writes OUT_DIR/details.json; sweep.py runs it
 
-A decile is a tenth of the held-out tokens, in the order of their frequency in the training text, the most frequent
-first. The rank of a target is 1 plus the number of tokens that are likelier; a decile's is the median. The temperature
-is for models that were trained with loss=product, whose P(w) is too sharp: it is chosen on the first half of the
-held-out tokens and measured on the second. Writes OUT_DIR/details.json.
+TRAIN and HELD_OUT are folders of prepare.py with token ids. Column nats_1 is the mean over the tenth of the held-out
+tokens that is most frequent in TRAIN, nats_10 over the rarest tenth; likewise top1 and frequency. The rank of a target
+is 1 plus the number of likelier tokens; rank_1 to rank_10 are medians. The product loss makes P(w) overconfident: the
+temperature is chosen on the first half of the held-out tokens and measured on the second half.
 """
 
 import argparse
@@ -15,12 +15,22 @@ from pathlib import Path
 
 import torch
 
-from configurator import install_excepthook
+from configurator import InputError, install_excepthook
 from mhf.checkpoint import load_checkpoint
-from mhf.data import Bins
+from mhf.data import Bins, read_meta
 from mhf.runtime import pick_device
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
+
+
+def read_ids(folder, split, tokenizer_sha256):
+    """The token ids of a split, (n,) int64. Raises InputError if the folder is of another format or tokenizer."""
+    meta = read_meta(folder)
+    if meta['data_format'] != 'ids':
+        raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids in another folder')
+    if meta['tokenizer_sha256'] != tokenizer_sha256:
+        raise InputError(f"{folder} was prepared with '{meta['tokenizer']}', not with the model's tokenizer")
+    return torch.tensor(Bins(folder, split)[:].astype('int64'))
 
 
 def score_tokens(model, ids, temperatures):
@@ -42,11 +52,6 @@ def score_tokens(model, ids, temperatures):
         if temperatures:
             tempered.append(torch.stack([(logits / t).logsumexp(-1) - target / t for t in temperatures]).double())
     return torch.cat(scores, 1).cpu(), torch.cat(tempered, 1).cpu() if temperatures else None
-
-
-def read_ids(folder, split):
-    """The token ids of a split of a folder of bins, (n,) int64."""
-    return torch.tensor(Bins(folder, split)[:].astype('int64'))
 
 
 def decile_columns(frequency, nats, top1, rank):
@@ -73,11 +78,11 @@ def best_temperature(tempered):
 
 
 @torch.no_grad()
-def details(out_dir, train, text):
-    """The columns of the model in out_dir, {name: number}. train, text: folders of bins."""
+def details(out_dir, train, held_out):
+    """The columns of the model in out_dir, {name: number}."""
     model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
-    train_ids = read_ids(train, 'train')
-    val_ids = read_ids(text, 'val')
+    train_ids = read_ids(train, 'train', ckpt['data']['tokenizer_sha256'])
+    val_ids = read_ids(held_out, 'val', ckpt['data']['tokenizer_sha256'])
     product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device = pick_device()
     model.to(device)
@@ -87,9 +92,7 @@ def details(out_dir, train, text):
         scores, tempered = score_tokens(model, val_ids.to(device), TEMPERATURES if product else [])
     frequency = torch.bincount(train_ids, minlength=model.config.vocab_size)[val_ids[1:]]
     columns = decile_columns(frequency, *scores)
-    if product:
-        columns |= best_temperature(tempered)
-    return columns
+    return columns | best_temperature(tempered) if product else columns
 
 
 if __name__ == '__main__':
@@ -97,6 +100,7 @@ if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dir', type=Path, help='a run of train.py')
     parser.add_argument('train', type=Path, help='the folder of its training data')
-    parser.add_argument('text', type=Path, help='a folder whose held-out split is measured')
+    parser.add_argument('held_out', type=Path, help='a folder whose held-out split is measured')
     args = parser.parse_args()
-    (args.out_dir / 'details.json').write_text(json.dumps(details(args.out_dir, args.train, args.text)))
+    columns = details(args.out_dir, args.train, args.held_out)
+    (args.out_dir / 'details.json').write_text(json.dumps(columns))

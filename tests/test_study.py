@@ -130,6 +130,17 @@ def test_details_of_tokens():
     assert torch.allclose(tempered[1], -(logp / 2).log_softmax(-1).gather(1, target)[:, 0])
 
 
+def test_details_needs_token_ids(quick):
+    """Bins of signatures, such as the demo's, and bins of another tokenizer end in one line with the fix."""
+    done = run('study.details', 'out', 'bins', 'bins', cwd=quick)
+    assert done.returncode == 1 and 'prepare it with --data_format=ids' in done.stderr and 'delete' not in done.stderr
+    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
+    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=tekken', '--tokenizer=tekken', cwd=quick)
+    ok('study.details', 'out', 'ids', 'ids', cwd=quick)
+    done = run('study.details', 'out', 'ids', 'tekken', cwd=quick)
+    assert "tekken was prepared with 'tekken', not with the model's tokenizer" in done.stderr
+
+
 def check_report(folder):
     """The same CSV gives the same report; missing runs are reported as such."""
     read = []
