@@ -12,13 +12,14 @@ variant of a config starts with `from config.mhf_1b import *`. Unknown names, mi
 """
 
 import ast
+import atexit
 import difflib
 import functools
 import math
+import os
 import re
 import sys
 import textwrap
-import traceback
 import types
 from pathlib import Path
 
@@ -34,15 +35,34 @@ class InputError(ValueError):
 
 
 def install_excepthook():
-    """Makes an uncaught InputError print its message alone, without a traceback. Modules run with -m call it."""
+    """
+    Prepares a script's input and output; modules run with -m call it. An uncaught InputError prints its message alone.
+    The script ends silently if the reader of its output ends (`| head -1`). Characters that the output's encoding lacks
+    become question marks. Raises InputError for an argument that is not valid text.
+    """
+    sys.stdout.reconfigure(errors='replace')
+    sys.excepthook = print_error
+    atexit.register(output_is_closed)
+    for argument in sys.argv[1:]:
+        if re.search('[\ud800-\udfff]', argument):
+            raise InputError(f'argument {argument!a}: not valid {sys.getfilesystemencoding()}; rename the file')
 
-    def excepthook(error_class, error, traceback):
-        if isinstance(error, InputError):
-            print(f'error: {error}', file=sys.stderr)
-        else:
-            sys.__excepthook__(error_class, error, traceback)
 
-    sys.excepthook = excepthook
+def print_error(error_class, error, traceback):
+    if isinstance(error, InputError):
+        print(f'error: {error}', file=sys.stderr)
+    elif not (isinstance(error, BrokenPipeError) and output_is_closed('\n')):
+        sys.__excepthook__(error_class, error, traceback)
+
+
+def output_is_closed(text=''):
+    """Writes text to stdout. Returns whether the reader of stdout has ended; if so, discards the rest of the output."""
+    try:
+        print(end=text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def did_you_mean(word, known):
@@ -81,10 +101,16 @@ def settings_of(script):
     return settings
 
 
+def command_line_names():
+    """Returns the set of the names that the command line sets, whether they are settings or not."""
+    return {argument[2:].partition('=')[0] for argument in sys.argv[1:] if argument.startswith('--')}
+
+
 def coerce(key, value, default):
-    """Returns `value` as the type of `default`, with ~/ expanded. A default of None takes any type."""
+    """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None takes any type."""
     if isinstance(value, str) and isinstance(default, str | None):
-        return re.sub(r'(^|,)~/', rf'\1{Path.home()}/', value)
+        is_prompt = key == 'start'
+        return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
@@ -127,11 +153,9 @@ def read_config(path):
         raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
     scope = {'__file__': str(file)}
     try:
-        exec(compile(file.read_text(encoding='utf-8'), str(file), 'exec'), scope)
+        exec(compile(file.read_bytes(), str(file), 'exec'), scope)
     except Exception as e:  # the file may raise any
-        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(file)]
-        line = lines[-1] if lines else getattr(e, 'lineno', None)
-        raise InputError(f'{path}, line {line}: {type(e).__name__}: {e}') from None
+        raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     known = {name for script in SCRIPTS for name in settings_of(script)}
     unknown = [f"unknown setting '{key}'{did_you_mean(key, known)}" for key in settings if key not in known]

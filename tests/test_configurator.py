@@ -1,6 +1,8 @@
-"""Settings: defaults, config files, the command line."""
+"""Settings: defaults, config files, the command line; input and output of the scripts."""
 
+import os
 import runpy
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +43,67 @@ def test_accepts(tmp_path):
     assert got['dataset'] == f'{Path.home()}/a.jsonl,{Path.home()}/b.jsonl@2e9'
 
 
+@pytest.mark.parametrize(
+    'setting, value',
+    [
+        ('out_dir', '~/x'),
+        ('out_dir', '~'),
+        ('dataset', 'a.txt,~/b.txt@2e9'),
+        ('init_from', '~root/x'),
+        ('data_dir', '~/x'),
+    ],
+)
+def test_paths_are_expanded(tmp_path, setting, value):
+    """~ at the start of a path is a home folder, on the command line and in a file, but not in a prompt."""
+    expanded = value.replace('~root', os.path.expanduser('~root')).replace('~', str(Path.home()))
+    assert train(tmp_path, '', f'--{setting}={value}')[setting] == expanded
+    assert train(tmp_path, f'{setting} = {value!r}')[setting] == expanded
+    assert configured('sample.py', '--start=~/x')['start'] == '~/x'
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    """A config file may start with a byte order mark."""
+    (tmp_path / 'bom.py').write_bytes(b'\xef\xbb\xbfseed = 5\n')
+    assert configured('train.py', tmp_path / 'bom.py')['seed'] == 5
+
+
+PRINTS = """
+from configurator import configure
+lines = 1
+config = configure(globals())
+for _ in range(lines):
+    print('caf\u00e9 ' * 20)
+"""
+
+
+def prints(folder, *argv, command='exec {python} a.py "$@"', **environment):
+    """Runs a script that prints --lines=n lines, by a shell's command. Returns the finished process."""
+    (folder / 'a.py').write_text(PRINTS, encoding='utf-8')
+    command = ['sh', '-c', command.format(python=sys.executable), 'sh', *argv]
+    environment = os.environ | dict(PYTHONPATH=str(REPO)) | environment
+    return subprocess.run(command, cwd=folder, capture_output=True, env=environment)
+
+
+def test_characters_that_the_output_lacks_are_replaced(tmp_path):
+    """A terminal without UTF-8 shows question marks."""
+    done = prints(tmp_path, PYTHONIOENCODING='ascii')
+    assert done.returncode == 0 and done.stdout.startswith(b'caf? caf? '), done.stderr
+
+
+@pytest.mark.parametrize('lines', [1, 10_000])
+def test_the_reader_of_the_output_may_end(tmp_path, lines):
+    """A script whose output goes to `head` ends silently, whether it notices in its middle or at its end."""
+    done = prints(tmp_path, f'--lines={lines}', command='(sleep 0.2; {python} a.py "$@") | head -0')
+    assert done.stderr == b''
+
+
+def test_an_argument_that_is_not_text(tmp_path):
+    """An argument with a byte that is not UTF-8 is refused in one line before any work."""
+    done = prints(tmp_path, b'--lines=\xff')
+    assert done.returncode == 1 and done.stdout == b'' and done.stderr.count(b'\n') == 1
+    assert done.stderr.startswith(b"error: argument '--lines=\\udcff': not valid utf-8"), done.stderr
+
+
 def test_the_command_line_counts_most(tmp_path):
     """--key=value overrides config files in any order, and a later config file overrides an earlier one."""
     (tmp_path / 'a.py').write_text('max_steps = 4\nseed = 1\nbeta1 = 0.5')
@@ -59,10 +122,10 @@ REFUSED = [
     ('--wandb=1', 'wandb=1 is int, expected bool'),
     ('--max_stepps=1 --sede=1', "max_steps'.*, and .*'seed'"),
     ('max_steps = "4"', 'max_steps'),
-    ('1/0', 'line 1: ZeroDivisionError'),
-    ('x = [', 'line 1: SyntaxError'),
+    ('1/0', 'c.py: ZeroDivisionError'),
+    ('x = [', 'SyntaxError: .*line 1'),
     ('from math import pi', "unknown setting 'pi'"),
-    ('\nfrom config.mhf_1 import *', 'line 2: ModuleNotFoundError'),
+    ('\nfrom config.mhf_1 import *', 'ModuleNotFoundError'),
 ]
 
 
