@@ -283,7 +283,7 @@ def make_table(c, tokens):
 
 
 def load_source_model(tok):
-    """Loads the model to grow. Raises InputError if it was not trained with tok."""
+    """Loads the model to grow -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
     model = loaded.model
     sha256 = loaded.tokenizer_sha256
@@ -297,7 +297,7 @@ def load_source_model(tok):
         its = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
         raise InputError(f"source_model='{source_model}' was trained with {its}, not '{base_tokenizer}'; {fix}")
-    return model
+    return loaded
 
 
 def grow(model, tok, larger):
@@ -325,17 +325,17 @@ def held_out_file(name):
     return file.with_name(f'{file.stem}_{name}.jsonl')
 
 
-def write_outputs(larger, held_out, model):
-    """Writes a learned tokenizer with its held-out documents, and the grown model. held_out or model may be None."""
+def write_outputs(larger, held_out, source):
+    """Writes a learned tokenizer with its held-out documents, and the grown model. held_out or source may be None."""
     if held_out is not None:
         Path(tokenizer).parent.mkdir(parents=True, exist_ok=True)
         for name, documents in held_out.items():
             rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
             held_out_file(name).write_text(''.join(rows), encoding='utf-8', newline='\n')
         Path(tokenizer).write_bytes(larger.sp.serialized_model_proto())
-    if model is not None:
+    if source is not None:
         Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
-        save_pretrained(model, output_dir, tokenizer)
+        save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
 
 
 def remove(paths):
@@ -370,7 +370,7 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
-    model = load_source_model(tok) if source_model else None
+    source = load_source_model(tok) if source_model else None
 
     held_out = None
     if use_existing:
@@ -380,11 +380,11 @@ def main():
         larger, held_out = learn_tokenizer(tok, languages)
     new_parameters = ''
     if source_model:
-        before = sum(model.num_params())
-        grow(model, tok, larger)
-        new_parameters = f': {sum(model.num_params()) - before:,} new parameters'
+        before = sum(source.model.num_params())
+        grow(source.model, tok, larger)
+        new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
     try:
-        write_outputs(larger, held_out, model)
+        write_outputs(larger, held_out, source)
     except BaseException as e:
         # leave nothing incomplete
         remove(outputs)

@@ -48,12 +48,14 @@ if start.startswith('FILE:'):
         start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
     except OSError as e:
         raise InputError(f'--start={start}: {e.strerror}') from None
-model, tok, name, _ = open_model(out_dir, released, tokenizer)
+opened = open_model(out_dir, released, tokenizer)
+model = opened.model
+tok = opened.tok
 try:
     sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
 except ValueError as e:
     raise InputError(e) from None
-print(f'{name}; seed {seed}', file=sys.stderr)
+print(f'{opened.name}; seed {seed}', file=sys.stderr)
 dtype = pick_dtype(dtype, device)
 
 model.to(device, getattr(torch, dtype)).eval()

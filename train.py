@@ -447,6 +447,7 @@ for step in range(first_step, max_steps):
             step=done,
             best_val_loss=best_val_loss,
             data=data,
+            add_bos=True,  # prepare.py puts bos before each document
         )
         checkpoints.save(state, is_best)
     if stop_signal:

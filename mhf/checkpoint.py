@@ -24,7 +24,7 @@ from mhf.data import replace_durably
 from mhf.fused import FusedMHF
 from model import MHFConfig
 
-KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data')
+KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
 
 def map_tensors(change, state):

@@ -106,17 +106,21 @@ def copy_tokenizer(tokenizer, folder):
     return name
 
 
-def save_pretrained(model, folder, tokenizer):
+def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
     Writes the released format to a new folder: config.json, with the name of the tokenizer, model.safetensors, and the
-    tokenizer if it is a file. transformers loads a Standard model with embedding_scale 1 as Qwen3. Raises InputError.
+    tokenizer if it is a file. transformers loads a Standard model with embedding_scale 1 as Qwen3. add_bos: whether the
+    model was trained with bos before each document; eos_ids: ids that end a document besides the tokenizer's eos.
+    Raises InputError.
     """
     from safetensors.torch import save_file
 
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
     weights = released_weights(model)
-    config = released_config(model.config)
+    config = released_config(model.config) | dict(add_bos=add_bos)
+    if eos_ids:
+        config['eos_token_id'] = list(eos_ids)
     folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} already exists; choose another folder')
@@ -181,7 +185,7 @@ def resolve_path(path_or_hub_id, revision=None):
         return folder
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
-    files = ['config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
+    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
     return from_hub(str(path_or_hub_id), files, revision)
 
 
@@ -263,6 +267,8 @@ class LoadedModel(NamedTuple):
     tokenizer: str | None  # its name, if known
     tokenizer_sha256: str | None
     name: str  # for messages
+    add_bos: bool  # whether the model was trained with bos before each document
+    eos_ids: list  # ids that end a document according to the files of a released model
 
 
 def load_run(out_dir, Model=FusedMHF):
@@ -270,7 +276,8 @@ def load_run(out_dir, Model=FusedMHF):
     path = Path(out_dir) / 'ckpt.pt'
     model, ckpt = load_checkpoint(path, Model)
     data = ckpt['data']
-    return LoadedModel(model, data['tokenizer'], data['tokenizer_sha256'], f'{path}, step {ckpt["step"]}')
+    name = f'{path}, step {ckpt["step"]}'
+    return LoadedModel(model, data['tokenizer'], data['tokenizer_sha256'], name, ckpt['add_bos'], [])
 
 
 def load_model(source, Model=FusedMHF):
@@ -279,14 +286,34 @@ def load_model(source, Model=FusedMHF):
         return load_run(source, Model)
     folder = resolve_path(source)
     model = from_pretrained(folder, Model=Model)
-    tokenizer = json.loads((folder / 'config.json').read_text()).get('tokenizer')
+    released = json.loads((folder / 'config.json').read_text())
+    tokenizer = released.get('tokenizer')
     if not isinstance(tokenizer, str) or tokenizer.endswith(('.model', '.json')):
         tokenizer = None
     # the authors' tokenizer.json has tokens that a tokenizer.model next to it may lack
     for name in ('tokenizer.model', 'tokenizer.json'):
         if (folder / name).exists():
             tokenizer = str(folder / name)
-    return LoadedModel(model, tokenizer, None, f'{source}, a released model')
+    # the authors trained without bos
+    add_bos = released.get('add_bos') is True
+    return LoadedModel(model, tokenizer, None, f'{source}, a released model', add_bos, read_eos_ids(folder, source))
+
+
+def read_eos_ids(folder, source):
+    """Returns the ids that config.json and generation_config.json of a released model declare as eos."""
+    ids = []
+    for name in ('config.json', 'generation_config.json'):
+        if not (folder / name).exists():
+            continue
+        try:
+            declared = json.loads((folder / name).read_text()).get('eos_token_id')
+        except (ValueError, AttributeError) as e:
+            raise InputError(f'{source}: no readable {name} ({e})') from None
+        declared = declared if isinstance(declared, list) else [declared]
+        ids += [i for i in declared if i is not None]
+    if any(type(i) is not int for i in ids):
+        raise InputError(f'{source}: eos_token_id={ids} in its config.json; it must be an id or a list of ids')
+    return ids
 
 
 def init_model(init_from, checkpoints, Model):
@@ -347,6 +374,8 @@ class OpenedModel(NamedTuple):
     tok: object  # from tokenizers.get_tokenizer
     name: str  # for messages
     source: str  # out_dir, folder or hub id
+    stop_ids: frozenset  # ids that end a document: bos, eos, pad, and each eos that the model declares
+    add_bos: bool  # whether the model was trained with bos before each document
 
 
 def open_model(out_dir='', released='', tokenizer=''):
@@ -377,14 +406,15 @@ def open_model(out_dir='', released='', tokenizer=''):
         column = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
         if (model.signatures[: len(column), j].numpy() != column).any():
             raise InputError(f'{other}: the signatures differ; {fix}')
-    return OpenedModel(model, tok, loaded.name, str(released or out_dir))
+    stop_ids = frozenset([tok.bos, tok.eos, tok.pad, *loaded.eos_ids])
+    return OpenedModel(model, tok, loaded.name, str(released or out_dir), stop_ids, loaded.add_bos)
 
 
 def export(out_dir, folder):
     """Writes the newest checkpoint of a run to a new folder in the released format. Raises InputError."""
     checkpoints = Checkpoints(out_dir, 0, writes=False)
     model, ckpt = checkpoints.load_latest(FusedMHF)
-    save_pretrained(model, folder, ckpt['config']['tokenizer'])
+    save_pretrained(model, folder, ckpt['config']['tokenizer'], ckpt['add_bos'])
     print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {folder}')
 
 

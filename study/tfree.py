@@ -280,7 +280,7 @@ def train():
                 event['val_loss'] = evaluate(model, val_bins, s.batch_size)
             tqdm.write(f'step {done}: loss {event["loss"]:.4f}, validation loss {event["val_loss"]:.4f}')
             state = dict(model=model.state_dict(), model_config=asdict(model.config), optimizer=optimizer.state_dict())
-            state |= dict(config=vars(s), step=done, best_val_loss=event['val_loss'], data=data)
+            state |= dict(config=vars(s), step=done, best_val_loss=event['val_loss'], data=data, add_bos=True)
             checkpoints.save(state, False)
         log.write(json.dumps(event) + '\n')
     checkpoints.wait()
