@@ -41,6 +41,7 @@ from configurator import InputError, did_you_mean, install_excepthook
 from mhf.generate import Engine
 from mhf.released import open_model, resolve_path
 from mhf.runtime import all_gather_object, check_same_on_all_ranks, cleanup, init_distributed, pick_device, pick_dtype
+from mhf.tokenizers import tokenizer_fingerprint
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
 MAX_ROWS = 256  # per batch
@@ -170,6 +171,26 @@ class MHFLM(TemplateLM):
 
     def get_model_info(self):
         return self.info
+
+    def set_cache_hook(self, cache_hook):
+        """Refuses a cache (lm-eval's --use_cache) that contains scores of another model."""
+        super().set_cache_hook(cache_hook)
+        cache = cache_hook.dbdict
+        if cache is None:
+            return
+        fingerprint = self.fingerprint()
+        if len(cache) and cache.get('fingerprint') != fingerprint:
+            model = 'with other weights, or another tokenizer, bos or dtype'
+            raise InputError(f'{cache.filename} contains scores of a model {model}; name another --use_cache')
+        cache['fingerprint'] = fingerprint
+
+    def fingerprint(self):
+        """A SHA-256 of everything that determines the scores: weights, tokenizer, bos and dtype."""
+        settings = self.model.config, tokenizer_fingerprint(self.tok), self.bos, self.info['dtype']
+        digest = hashlib.sha256(str(settings).encode())
+        for tensor in self.model.state_dict().values():
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     # ---- communication, which lm-eval's evaluator calls if world_size > 1
 

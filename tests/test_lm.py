@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import model_of_lm_eval, newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 
 from configurator import InputError
 from mhf.lm import MHFLM, decode_continuation, load_tasks
@@ -92,16 +93,20 @@ def test_out_of_memory(monkeypatch):
         score(model_of_lm_eval(m), requests)
 
 
-def test_scores_are_cached_as_soon_as_known(mistral, words_model):
+def test_scores_are_cached_as_soon_as_known(mistral, words_model, tmp_path):
     """An interrupted evaluation leaves its scores in lm-eval's cache."""
     lm = MHFLM(words_model, mistral, 1, max_tokens=1)
-    cached = []
+    requests = [instance('a longer context', ' here'), instance('one', ' two')]
+    expected = lm.loglikelihood(requests)
+    caching = CachingLM(lm, str(tmp_path / 'c.db'))
     score_batch = lm.score_batch
-    lm.set_cache_hook(types.SimpleNamespace(add_partial=lambda kind, request, result: cached.append(request)))
-    lm.score_batch = lambda rows: score_batch(rows) if not cached else 1 / 0
+    lm.score_batch = lambda rows: 1 / 0 if len(rows[0][0]) == 2 else score_batch(rows)
     with pytest.raises(ZeroDivisionError):
-        lm.loglikelihood([instance('a longer context', ' here'), instance('one', ' two')])
-    assert cached == [('a longer context', ' here')]
+        caching.loglikelihood(requests)
+    # scoring fails for a request that is not in the cache
+    assert caching.loglikelihood(requests[:1]) == expected[:1]
+    with pytest.raises(ZeroDivisionError):
+        caching.loglikelihood(requests[1:])
 
 
 def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
@@ -147,6 +152,29 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
         rolling.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
     assert scores[0] == scores[1] and len(scores[0]) == 2
     assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
+
+
+def test_cache_belongs_to_one_model(mistral, tmp_path):
+    """lm-eval's --use_cache is refused for other weights, bos or dtype than those whose scores it contains."""
+    model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+
+    def use(bos=1, dtype='float32', tok=mistral):
+        lm = CachingLM(MHFLM(model, tok, bos, dtype), str(tmp_path / 'c.db'))
+        score = lm.loglikelihood([instance('one', ' two')])
+        lm.dbdict.close()
+        return score
+
+    first = use()
+    assert use() == first
+    other_tokenizer = types.SimpleNamespace(**vars(mistral) | dict(tokens=[*mistral.tokens[:-1], 'x']))
+    for options in (dict(bos=None), dict(dtype='bfloat16'), dict(tok=other_tokenizer)):
+        with pytest.raises(InputError, match=r'c\.db .* name another --use_cache'):
+            use(**options)
+    assert use() == first
+    # one that the final norm does not tell apart
+    model.embed.weight.data[7] += 1
+    with pytest.raises(InputError):
+        use()
 
 
 # -----------------------------------------------------------------------------
