@@ -11,6 +11,7 @@ that does not fit into memory belongs into a .jsonl. To add a data set on the hu
 import glob
 import itertools
 import json
+import lzma
 import os
 import re
 import sysconfig
@@ -149,13 +150,22 @@ def read_file(path):
         raise InputError(f'{path} cannot be read{after} ({one_line(e)}){advice}') from None
 
 
+class XzFile(lzma.LZMAFile):
+    """An .xz file of any number of streams. Raises LZMAError for other bytes after one, which LZMAFile ignores."""
+
+    def __init__(self, file, **_):
+        super().__init__(file)
+        self._buffer.raw._trailing_error = ()
+
+
 def read_text(path):
     """Yields the field `text` of each line of a .jsonl file; any other text file is one document."""
     import pyarrow
     from fsspec.compression import register_compression
     from fsspec.implementations.local import LocalFileSystem
 
-    # fsspec's own reader of .zst does not notice a missing end
+    # fsspec's own readers do not notice a missing end of .zst, or a damaged stream in an .xz
+    register_compression('xz', XzFile, 'xz', force=True)
     register_compression('zstd', lambda f, **_: pyarrow.CompressedInputStream(f, 'zstd'), 'zst', force=True)
     with LocalFileSystem().open(path, 'rt', encoding='utf-8-sig', compression='infer') as file:
         if not re.search(r'\.jsonl(\.\w+)?$', path):

@@ -187,6 +187,10 @@ BAD_FILES = [
     # cut off within a frame, and between a frame's blocks
     ('a.txt.zst', zstandard.compress(NOISE.hex().encode())[:90_000], 'Truncated'),
     ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(NOISE.hex().encode())[:-1], 'Truncated'),
+    # text after the end of a stream
+    ('a.txt.xz', lzma.compress(b'good\n') + b'damaged header' + lzma.compress(b'lost'), 'LZMAError'),
+    ('a.txt.xz', lzma.compress(b'good\n') + b'\0' * 8 + lzma.compress(b'lost'), 'LZMAError'),
+    ('a.txt.gz', gzip.compress(b'good\n') + b'damaged header' + gzip.compress(b'lost'), 'BadGzipFile'),
 ]
 
 
