@@ -158,6 +158,15 @@ def test_roles_of_other_tokenizers(mistral, tmp_path):
             get_tokenizer(str(tmp_path / 'x.model'))
 
 
+def test_huge_runs_of_spaces():
+    """A text with a million spaces in a row, for which tiktoken's regular expression is too slow, is encoded."""
+    tok = get_tokenizer('tekken')
+    texts = ['a' + ' ' * 1_020_000 + 'b', '', ' \t' * 600_000, 'word ' * 200_000]
+    encoded = tok.encode(texts)
+    assert [tok.decode(ids) for ids in encoded] == texts
+    assert encoded[3] == tok.encoding.encode_ordinary(texts[3])
+
+
 def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     """A hub id is downloaded at its revision, only its JSON, and not if the cache has it."""
     import huggingface_hub
