@@ -403,8 +403,9 @@ class MHF(nn.Module):
 
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
-        # both losses of the Standard model are its cross-entropy, but only exact_loss masks unused ids
-        if loss == 'product' and self.config.num_hashes:
+        if not self.config.num_hashes:  # both losses are the cross-entropy over the used ids
+            return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
+        if loss == 'product':
             return product_loss(o, y)
         return exact_loss(o, y, self.signatures, self.token_mask)
 

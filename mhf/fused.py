@@ -203,7 +203,7 @@ def for_matmul(parameter):
 @torch.library.custom_op('mhf::vocab_logsumexp', mutates_args=('o',))
 def vocab_logsumexp(
     o: list[Tensor], y: Tensor, rows: Tensor, token_mask: Tensor, inverse: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """
     Calls kernels.sum_over_vocabulary. It is an operator because torch.compile must not trace it, and because tensors
     without memory must pass. It gathers the token logit of y itself: torch.compile could move that gather behind the
@@ -211,8 +211,8 @@ def vocab_logsumexp(
 
     Args: o, list of H (n, B), contiguous; y (n, H); rows and token_mask of SignatureIndex; inverse, its [ids, offsets],
         or [] for no gradient.
-    Returns: per position the token logit of y, the largest token logit and their logsumexp, three (n,), float32 or
-        better. With `inverse`, o is overwritten by the gradient of -log P(y).
+    Returns: per position the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. With
+        `inverse`, o is overwritten by the gradient of -log P(y).
     """
     # only this path needs the package triton
     return importlib.import_module('mhf.kernels').sum_over_vocabulary(o, y, rows, token_mask, inverse)
@@ -221,7 +221,7 @@ def vocab_logsumexp(
 @vocab_logsumexp.register_fake
 def _(o, y, rows, token_mask, inverse):
     dtype = torch.promote_types(o[0].dtype, torch.float32)
-    return tuple(o[0].new_empty(len(y), dtype=dtype) for _ in range(3))
+    return tuple(o[0].new_empty(len(y), dtype=dtype) for _ in range(2))
 
 
 # -----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def exact_nll(o, y, index, sizes, gradient=False):
     """
     if sizes.use_kernels:
         inverse = [index.ids, index.offsets] if gradient else []
-        target, _, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
+        target, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
         # the logsumexp normalizes P over the vocabulary
         return logsumexp - target
     nll = []
@@ -337,12 +337,8 @@ def cross_entropies(o, y, index, sizes, gradient=False):
 def predictions(o, targets, index, sizes):
     """
     Bucket logits o, list of H (n, B); ids (n,) -> log P(id), whether it is the likeliest token (1 or 0), P(likeliest):
-    (3, n). Among equally likely tokens the first is the likeliest; with kernels each of them is.
+    (3, n). The likeliest token is the first of several that are equally likely, as in argmax.
     """
-    if sizes.use_kernels and not index.standard:
-        y = index.signatures[targets]
-        target, largest, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, [])
-        return torch.stack([target - logsumexp, target == largest, (largest - logsumexp).exp()])
     results = []
     for start in range(0, len(targets), sizes.columns):
         part = slice(start, start + sizes.columns)

@@ -3,7 +3,7 @@ The exact loss's sums over the vocabulary as Triton kernels. fused.vocab_logsume
 same in plain PyTorch.
 
     transpose    bucket logits o_i (n, B)  ->  the same in blocks of positions, where each bucket is a row
-    logsumexp    sum_i o_i[s_i(w)] for every token id w  ->  token logits, their maximum and their logsumexp
+    logsumexp    sum_i o_i[s_i(w)] for every token id w  ->  token logits and their logsumexp
     backward     sum of P(w) over the tokens of each bucket, minus 1 at the target  ->  dL/do_i, which overwrites o_i
 
 A gather is fast where it reads contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block
@@ -50,8 +50,8 @@ def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
         inverse: [ids, offsets], int32, where row r of E belongs to the tokens ids[offsets[r] : offsets[r + 1]]; [] for
             no gradient
 
-    Returns: the token logit of y, the largest token logit and their logsumexp, three (n,), float32 or better. The first
-        minus the last is log P(y).
+    Returns: the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. Their difference
+        is log P(y).
     """
     assert all(o_i.is_contiguous() for o_i in o)
     y = y.contiguous()
@@ -60,11 +60,10 @@ def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
     # Triton launches on the current GPU, which may be another one than that of the logits
     with torch.cuda.device_of(o[0]):
         transposed = transpose(o, sizes)
-        logits, largest, lse = logsumexp(transposed, rows, token_mask, bool(inverse), sizes)
+        logits, lse = logsumexp(transposed, rows, token_mask, bool(inverse), sizes)
         if inverse:
             backward(o, y, logits, lse, inverse, sizes)
-    n = len(y)
-    return target[:, 0], largest[:n], lse[:n]
+    return target[:, 0], lse[: len(y)]
 
 
 def transpose(o, sizes=SIZES):
@@ -82,21 +81,19 @@ def transpose(o, sizes=SIZES):
 def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     """
     Args: transposed (blocks, H*B, T) from transpose; rows and token_mask as above.
-    Returns: the token logits (blocks, V, T), undefined for unused ids, or None unless keep_logits; for every position
-        the largest one and their logsumexp, (blocks * T,). All are float32 or better.
+    Returns: the token logits (blocks, V, T), undefined for unused ids, or None unless keep_logits; their logsumexp for
+        every position, (blocks * T,). Both are float32 or better.
     """
     blocks, num_rows, T = transposed.shape
     V, H = rows.shape
     accumulate = torch.promote_types(transposed.dtype, torch.float32)
     logits = transposed.new_empty(blocks, V, T, dtype=accumulate) if keep_logits else None
     grid = (triton.cdiv(V, sizes.tokens), blocks)
-    largest = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
-    lse = torch.empty_like(largest)
+    lse = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
     logsumexp_kernel[grid](
-        transposed, rows, token_mask, logits, largest, lse, V, num_rows, H, T, sizes.tokens,
-        num_warps=sizes.logsumexp_warps,
-    )  # fmt: skip
-    return logits, largest.amax(0), lse.logsumexp(0)
+        transposed, rows, token_mask, logits, lse, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps
+    )
+    return logits, lse.logsumexp(0)
 
 
 def backward(o, y, logits, lse, inverse, sizes=SIZES):
@@ -126,7 +123,7 @@ def transpose_kernel(o, transposed, n, B, H: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def logsumexp_kernel(
-    transposed, rows, token_mask, logits, largest, lse, V, num_rows, H: tl.constexpr, T: tl.constexpr, W: tl.constexpr
+    transposed, rows, token_mask, logits, lse, V, num_rows, H: tl.constexpr, T: tl.constexpr, W: tl.constexpr
 ):
     token = tl.program_id(0) * W + tl.arange(0, W)
     block = tl.program_id(1).to(tl.int64)
@@ -144,9 +141,8 @@ def logsumexp_kernel(
     # finite, also where all ids are unused
     top = tl.maximum(tl.max(logit, 0), -1e30)
     total = tl.sum(tl.exp2((logit - top) * LOG2_E), 0)
-    place = (tl.program_id(0) * tl.num_programs(1) + block) * T + column
-    tl.store(largest + place, top)
-    tl.store(lse + place, top + tl.log(total))
+    program = tl.program_id(0) * tl.num_programs(1) + block
+    tl.store(lse + program * T + column, top + tl.log(total))
 
 
 @triton.jit

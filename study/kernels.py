@@ -104,7 +104,7 @@ def kernel_calls(case, sizes):
     """{kernel: (a function without arguments that calls it, bytes that it moves if the cache holds repeated reads)}."""
     index = case.index
     transposed = kernels.transpose(case.o, sizes)
-    logits, _, lse = kernels.logsumexp(transposed, index.rows, index.token_mask, True, sizes)
+    logits, lse = kernels.logsumexp(transposed, index.rows, index.token_mask, True, sizes)
     gradient = case.copies()
     inverse = [index.ids, index.offsets]
     bucket_logits, token_logits = bytes_allocated(case)
