@@ -44,7 +44,7 @@ from mhf.fused import ChunkSizes, FusedMHF, chunk_sizes
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
-from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, validate_table
+from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, token_logits, validate_table
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -563,6 +563,26 @@ def test_ties_and_unused_ids(H, use_kernels):
     y = m.signatures[torch.full((2, 9), 5)]
     for fused_loss, plain_loss in zip(m.token_losses(x, y), plain_twin(m).token_losses(x, y), strict=True):
         assert torch.allclose(fused_loss, plain_loss) and (H or (plain_loss == torch.inf).all())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_columns_are_exact(dtype):
+    """Token logits in columns are exact in any matmul precision, and an inf affects its own position only."""
+    m = random_model(vocab_size=9000, num_buckets=3000)
+    o = [torch.randn(32, 3000).to(dtype) for _ in range(3)]
+    o[1][4, 7] = torch.inf
+    expected = token_logits(o, m.signatures, m.token_mask)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('medium')
+    try:
+        assert torch.equal(fused.token_scores(o, m.signature_index()), expected)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    y = m.signatures[torch.randint(3, 9000, (32,))]
+    nll = fused.exact_nll(o, y, m.signature_index(), sizes(), gradient=True)
+    gradient = torch.cat(o, dim=1)
+    for values in (nll[:, None], gradient):
+        assert values.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[4]]
 
 
 def test_ablations_are_what_they_are_called(tmp_path):

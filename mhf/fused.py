@@ -228,21 +228,6 @@ def _(o, y, rows, token_mask, inverse):
 # sums over the vocabulary in columns
 
 
-def to_columns(x):
-    """(m, k) -> (k, m), contiguous."""
-    if x.device.type == 'cpu':
-        # a product with the identity is exact, and faster than a copy
-        return x.T @ torch.eye(len(x), dtype=x.dtype)
-    return x.T.contiguous()
-
-
-def to_rows(columns):
-    """(k, m) -> (m, k), contiguous."""
-    if columns.device.type == 'cpu':
-        return torch.eye(columns.shape[1], dtype=columns.dtype) @ columns.T
-    return columns.T.contiguous()
-
-
 def mask_unused(scores, unused_ids):
     """Sets the token logits (m, V) of unused ids to -inf."""
     return scores.index_fill(1, unused_ids, -torch.inf) if len(unused_ids) else scores
@@ -253,7 +238,7 @@ def token_scores(o, index):
     if index.standard:
         scores = upcast(o[0]).clone()
     else:
-        columns = to_columns(torch.cat(o, dim=1))
+        columns = torch.cat([o_i.T for o_i in o])  # (H*B, m)
         scores = F.embedding_bag(index.rows, upcast(columns), mode='sum').T
     return mask_unused(scores, index.unused_ids)
 
@@ -283,8 +268,7 @@ def exact_nll_in_columns(o, y, index, gradient):
     if gradient:
         rows = y + B * torch.arange(H, device=y.device)
         minus_one = -torch.ones_like(target).expand(-1, H)
-        g = bucket_sums(P, index).scatter_add_(1, rows, minus_one)  # (m, H*B)
-        g = to_rows(g.T.to(o[0].dtype))
+        g = bucket_sums(P, index).scatter_add_(1, rows, minus_one).to(o[0].dtype)  # (m, H*B)
         for o_i, g_i in zip(o, g.split(B, dim=1), strict=True):
             o_i.copy_(g_i)
     return (logsumexp - target)[:, 0]
