@@ -585,6 +585,16 @@ def test_columns_are_exact(dtype):
         assert values.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[4]]
 
 
+@pytest.mark.parametrize('n', [1, 17, 70])
+def test_token_logits_in_columns(n):
+    """Token logits of the fused model equal the plain model's for any number of positions."""
+    for H in (3, 0):
+        m = random_model(num_hashes=H)
+        h = torch.randn(n, 32, dtype=torch.float64)
+        logits = m.next_token_logits(h)
+        assert torch.allclose(logits, plain_twin(m).next_token_logits(h), rtol=1e-13) and logits.is_contiguous()
+
+
 def test_ablations_are_what_they_are_called(tmp_path):
     """Ablations compute what they are named after, and are not exported."""
     m = random_model(ablation='mean_gate')

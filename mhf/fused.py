@@ -169,9 +169,12 @@ class FusedMHF(MHF):
     @torch.no_grad()
     def next_token_logits(self, h):
         o = self.hash_decoder(h, for_matmul(self.head_weight))
-        if self.config.num_hashes:
-            return token_logits(o, self.signatures, self.token_mask)
-        return mask_unused(upcast(o[0]), self.index_unused_ids)
+        if self.config.num_hashes == 0:
+            return mask_unused(upcast(o[0]), self.index_unused_ids)
+        if h.device.type == 'cpu' and len(h) > 16:
+            index = self.signature_index()
+            return torch.cat([token_scores(part, index) for part in split_positions(o, self.get_chunk_sizes().columns)])
+        return token_logits(o, self.signatures, self.token_mask)
 
 
 # -----------------------------------------------------------------------------
@@ -226,6 +229,11 @@ def _(o, y, rows, token_mask, inverse):
 
 # -----------------------------------------------------------------------------
 # sums over the vocabulary in columns
+
+
+def split_positions(o, size):
+    """Bucket logits, H of (n, B) -> the same for up to `size` positions at a time, views."""
+    return zip(*(o_i.split(size) for o_i in o), strict=True)
 
 
 def mask_unused(scores, unused_ids):
@@ -289,11 +297,8 @@ def exact_nll(o, y, index, sizes, gradient=False):
         target, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
         # the logsumexp normalizes P over the vocabulary
         return logsumexp - target
-    nll = []
-    for start in range(0, len(y), sizes.columns):
-        part = slice(start, start + sizes.columns)
-        nll.append(exact_nll_in_columns([o_i[part] for o_i in o], y[part], index, gradient))
-    return torch.cat(nll)
+    parts = zip(split_positions(o, sizes.columns), y.split(sizes.columns), strict=True)
+    return torch.cat([exact_nll_in_columns(part, y_part, index, gradient) for part, y_part in parts])
 
 
 def cross_entropies(o, y, index, sizes, gradient=False):
@@ -303,11 +308,9 @@ def cross_entropies(o, y, index, sizes, gradient=False):
     -log P(y): the log_softmax normalizes P over the vocabulary without unused ids.
     """
     nll = []
-    for start in range(0, len(y), sizes.block):
-        part = slice(start, start + sizes.block)
+    for part, y_part in zip(split_positions(o, sizes.block), y.split(sizes.block), strict=True):
         total = 0
-        for o_i, y_i in zip(o, y[part].split(1, dim=1), strict=True):
-            block = o_i[part]
+        for block, y_i in zip(part, y_part.split(1, dim=1), strict=True):
             scores = mask_unused(block, index.unused_ids) if index.standard else block
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
@@ -324,13 +327,13 @@ def predictions(o, targets, index, sizes):
     (3, n). The likeliest token is the first of several that are equally likely, as in argmax.
     """
     results = []
-    for start in range(0, len(targets), sizes.columns):
-        part = slice(start, start + sizes.columns)
-        scores = token_scores([o_i[part] for o_i in o], index)  # (m, V)
-        target = scores.gather(1, targets[part, None])[:, 0]
+    for part, ids in zip(split_positions(o, sizes.columns), targets.split(sizes.columns), strict=True):
+        scores = token_scores(part, index)  # (m, V)
+        target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
+        # normalizes P over the vocabulary
         total = scores.sub_(top[:, None]).exp_().sum(-1)
-        results.append(torch.stack([target - top - total.log(), likeliest == targets[part], 1 / total]))
+        results.append(torch.stack([target - top - total.log(), likeliest == ids, 1 / total]))
     return torch.cat(results, dim=1)
 
 
