@@ -237,6 +237,9 @@ def open_bins(config):
     if meta['tokenizer'] != config['tokenizer']:
         differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
         raise InputError(f'{folder} was prepared with {differs}')
+    if meta['dataset'] != config['dataset'] and any(arg.startswith('--dataset=') for arg in sys.argv[1:]):
+        differs = f'{meta["dataset"]}, not from {config["dataset"]}'
+        raise InputError(f'{folder} was prepared from {differs}; change --data_dir, or leave --dataset out')
     return Bins(folder, 'train'), Bins(folder, 'val'), meta
 
 

@@ -68,13 +68,15 @@ def input_files(dataset):
     files = {}
     for pattern in [dataset] if os.path.isfile(dataset) else dataset.split(','):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        paths = sorted(Path(path) for path in paths if os.path.isfile(path))
+        paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
         if not paths:
             names = ['stdlib', *(f'{name}:{subset}' for name, (_, subsets) in HUB.items() for subset in subsets)]
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{did_you_mean(dataset, names)}")
         for path in paths:
             files.setdefault(path.resolve(), str(path))  # a symbolic link does not add a second copy
     for path in files.values():
+        if not os.path.exists(path):
+            raise InputError(f'{path} is a broken link')
         if not FILE_TYPES.fullmatch(path):
             raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
     return list(files.values())
@@ -177,7 +179,8 @@ def read_text(path):
 
 def parse_line(line):
     """Returns the field `text` of a line of a .jsonl file, None if the line is empty."""
-    if not line.strip():
+    line = line.strip().removeprefix('\ufeff')  # a byte order mark, if files were joined
+    if not line:
         return None
     try:
         row = json.loads(line)

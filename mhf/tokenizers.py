@@ -111,7 +111,7 @@ class JsonTokenizer:
         roles = {}
         for path in map(Path(file).with_name, JSON_FILES[1:]):
             if path.exists():
-                config = json.loads(path.read_text(encoding='utf-8'))
+                config = json.loads(path.read_text(encoding='utf-8-sig'))
                 roles |= {
                     role: config[f'{role}_token'] for role in ('bos', 'eos', 'pad') if config.get(f'{role}_token')
                 }

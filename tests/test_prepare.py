@@ -162,7 +162,8 @@ def test_other_fields_do_not_matter(tmp_path):
     """Only the field `text` of a .jsonl is read, and it stays text."""
     rows = [dict(text=' 2020-01-01 '), dict(text='b', id=1), dict(id='x', text='c\ud800'), dict(text=None, id={})]
     lines = [json.dumps(row) for row in rows]
-    (tmp_path / 'a.jsonl').write_text('\ufeff' + '\n\n'.join(lines[:2]), encoding='utf-8')
+    # a byte order mark before each row: files that were joined
+    (tmp_path / 'a.jsonl').write_text(''.join(f'\ufeff{line}\n\n' for line in lines[:2]), encoding='utf-8')
     (tmp_path / 'b.jsonl').write_text('\r\n'.join(lines[2:]), newline='')
     assert list(sources.read_documents(f'{tmp_path}/a.jsonl,{tmp_path}/b.jsonl')) == ['2020-01-01', 'b', 'c?']
 
@@ -174,6 +175,9 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'self').symlink_to('.')
     for dataset in (f'{tmp_path}/**/*.txt', f'{tmp_path}/a.txt,{tmp_path}/*.txt,{tmp_path}/self/b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
+    (tmp_path / 'c.txt').symlink_to('nowhere')
+    with pytest.raises(InputError, match='c.txt is a broken link'):
+        sources.input_files(f'{tmp_path}/*.txt')
 
 
 RUSSIAN = 'Все счастливые семьи похожи друг на друга.\n'
@@ -466,6 +470,18 @@ def small(tmp_path_factory, request):
     config |= dict(data_dir=str(folder / 'bins'), dataset=f'{folder}/docs.jsonl', data_format=request.param)
     prepare.main({key: config.get(key, value) for key, value in configurator.settings_of('prepare.py').items()})
     return folder, config
+
+
+def test_another_dataset_on_the_command_line(small, monkeypatch):
+    """A --dataset that is not the one of data_dir's shards is refused; one in a config file is not compared."""
+    _, config = small
+    other = config | dict(dataset='other.txt')
+    open_bins(other)
+    monkeypatch.setattr(sys, 'argv', ['train.py', 'cfg.py', '--dataset=other.txt'])
+    with pytest.raises(InputError, match='bins was prepared from .*docs.jsonl, not from other.txt; change --data_dir'):
+        open_bins(other)
+    monkeypatch.setattr(sys, 'argv', ['train.py', 'cfg.py', f'--dataset={config["dataset"]}'])
+    open_bins(config)
 
 
 def test_the_table_is_of_the_tokenizer(small, mistral):

@@ -137,7 +137,7 @@ def test_roles_of_a_json(tmp_path, mistral):
         (both | dict(pad_token='<p>'), {}, "it has no token '<p>', which the files next to it name as pad_token"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
-            file.write_text(json.dumps(content))
+            file.write_text('\ufeff' + json.dumps(content), encoding='utf-8')
         if isinstance(roles, str):
             with pytest.raises(InputError, match=roles):
                 get_tokenizer(path)
