@@ -38,6 +38,8 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 # model and prompt
 
+if out_dir and released:
+    raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
 if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
     raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
 check_numbers(config, above_zero='num_samples max_new_tokens', below=dict(seed=2**64))
@@ -45,7 +47,7 @@ device = pick_device(device)
 compile = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
-        start = Path(start[5:]).read_text(encoding='utf-8', errors='replace')
+        start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
     except OSError as e:
         raise InputError(f'--start={start}: {e.strerror}') from None
 opened = open_model(out_dir, released, tokenizer)
@@ -57,12 +59,17 @@ except ValueError as e:
     raise InputError(e) from None
 print(f'{opened.name}; seed {seed}', file=sys.stderr)
 dtype = pick_dtype(dtype, device)
-
 model.to(device, getattr(torch, dtype)).eval()
-prompt = [tok.bos, *tok.encode([start])[0]]
+
+prompt = tok.encode([start])[0]
+if opened.add_bos or not prompt:
+    prompt = [tok.bos, *prompt]
 if len(prompt) > model.config.block_size:
     print(f'the prompt has {len(prompt)} tokens; using the last {model.config.block_size}', file=sys.stderr)
     prompt = prompt[-model.config.block_size :]
+    # the text begins with a complete character, which has at most four tokens
+    beginnings = (prompt[k:] for k in range(4))
+    prompt = next((ids for ids in beginnings if not tok.decode(ids).startswith('\ufffd')), prompt)
 ids = torch.tensor([prompt], device=device)
 generator = torch.Generator(device).manual_seed(seed)
 engine = Engine(model, temperature, top_k, top_p)
@@ -78,20 +85,24 @@ def stream_ids():
         yield from torch.cat(block).tolist()
 
 
+def print_text(ids, printed):
+    """Prints the text of `ids` after its first `printed` characters. Returns how many are printed now."""
+    # the text ends with replacement characters until a character of several tokens is complete
+    text = tok.decode(ids).rstrip('\ufffd')
+    print(text[printed:], end='', flush=True)
+    return max(printed, len(text))
+
+
 def print_sample():
     """Prints a sample up to the end of its document. Returns the number of tokens."""
     written = list(prompt)
-    text = tok.decode(written)
-    printed = 0
+    printed = print_text(written, 0)
     for token in stream_ids():
-        if token in (tok.bos, tok.eos):
+        if token in opened.stop_ids:
             break
         written.append(token)
-        text = tok.decode(written)
-        complete = text.rstrip('\ufffd')  # a character may consist of several tokens
-        print(complete[printed:], end='', flush=True)
-        printed = max(printed, len(complete))
-    print(text[printed:])
+        printed = print_text(written, printed)
+    print()
     return len(written) - len(prompt)
 
 

@@ -35,16 +35,48 @@ def test_sample_from_a_released_model(trained, tmp_path):
     assert a.stdout.replace(str(tmp_path), '') == b.stdout
 
 
-@pytest.mark.parametrize('end', [1, 2])
-def test_a_sample_ends_at_bos_or_eos(trained, end):
-    """A sample ends where the model writes bos or eos; nothing after it is printed."""
-    ids = [4000, 4001, end, 4002]
+def sample_ids(ids, *args, cwd):
+    """Returns the text of a sample of sample.py whose model writes the token ids `ids`."""
     patch = 'import torch; from mhf.generate import Engine\n'
     patch += f'Engine.stream = lambda *_: (torch.tensor([i]) for i in {ids})'
-    done = ok('sample.py', 'cfg.py', '--num_samples=1', '--start=x', cwd=trained, patch=patch)
-    _, text = done.stdout.split('\n', 1)
+    done = ok('sample.py', '--num_samples=1', '--device=cpu', *args, cwd=cwd, patch=patch)
+    return done.stdout.split('\n', 1)[1]
+
+
+def test_a_sample_ends_with_its_document(trained, tmp_path):
+    """A sample ends at bos, eos, or any eos that a released model declares; nothing after it is printed."""
     tok = get_tokenizer('mistral')
-    assert text == tok.decode([1, *tok.encode(['x'])[0], 4000, 4001]) + '\n'
+    expected = tok.decode([1, *tok.encode(['x'])[0], 4000, 4001]) + '\n'
+    for end in (1, 2):
+        assert sample_ids([4000, 4001, end, 4002], '--out_dir=out', '--start=x', cwd=trained) == expected
+    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    write_released(tmp_path / 'r', model, eos_token_id=[2, 5000], pad_token_id=2)
+    assert sample_ids([4000, 4001, 5000, 4002], '--released=r', '--start=x', cwd=tmp_path) == expected
+
+
+def test_characters_are_complete(trained):
+    """A character of several tokens is printed when it is complete, and no replacement character is added."""
+    tok = get_tokenizer('mistral')
+    cherokee = [tok.tokens.index(f'<0x{byte:02X}>') for byte in 'Ꭰ'.encode()]
+    text = sample_ids([*cherokee, *cherokee[:2]], '--out_dir=out', '--start=x', cwd=trained)
+    assert text == 'xᎠ\n'
+    # the context of 64 tokens begins inside a character
+    text = sample_ids(cherokee, '--out_dir=out', f'--start={"Ꭰ" * 30}', cwd=trained)
+    assert text == 'Ꭰ' * 22 + '\n'
+
+
+def test_prompt_files_and_wrong_arguments(trained):
+    """A byte order mark in a prompt file is dropped; --out_dir with --released, and wrong numbers, are errors."""
+    (trained / 'prompt.txt').write_bytes(b'\xef\xbb\xbfword')
+    text = sample_ids([4000], '--out_dir=out', '--start=FILE:prompt.txt', cwd=trained)
+    assert text == sample_ids([4000], '--out_dir=out', '--start=word', cwd=trained)
+    for arguments, message in (
+        (['--out_dir=out', '--released=x/y'], 'error: out_dir=out and released=x/y: name one model'),
+        (['--top_k=many'], "error: top_k='many'"),
+        (['--temperature=-1'], 'error: temperature=-1.0'),
+    ):
+        done = run('sample.py', *arguments, cwd=trained)
+        assert done.returncode == 1 and done.stderr.startswith(message) and done.stderr.count('\n') == 1
 
 
 def test_seeds(trained):
