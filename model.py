@@ -462,7 +462,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     Samples one token id per row: logits (N, V) -> (N,).
 
     Args:
-        temperature: 0 is greedy
+        temperature: 0 is greedy, and so are values below 1e-6
         top_k: sample among the k likeliest tokens
         top_p: sample among the fewest tokens whose probability reaches p
         noise: (N, V), exponentially distributed; drawn if None
@@ -475,7 +475,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
         raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f'top_p={top_p}: must be above 0 and at most 1')
-    if temperature == 0:
+    if temperature < 1e-6:  # division would overflow
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
@@ -484,7 +484,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # keeps the token that reaches top_p
+        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which stays
+        ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0)
         p = torch.zeros_like(p).scatter(1, order, ordered)
     # equivalent to multinomial, whose checks of p would synchronize a GPU
     return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
@@ -494,8 +495,9 @@ def print_parameter_counts():
     """Prints a table of the configs in config/ that train from scratch."""
     from pathlib import Path
 
-    from configurator import read_config
+    from configurator import install_excepthook, read_config
 
+    install_excepthook()
     print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
     for path in sorted(Path(__file__).parent.glob('config/*.py')):
         settings = read_config(path)

@@ -1016,4 +1016,6 @@ def test_sampling_follows_p():
     assert torch.allclose(shares(top_p=0.6), torch.tensor([2 / 3, 1 / 3, 0, 0]), atol=0.02)
     assert torch.allclose(shares(top_p=0.4), torch.tensor([1.0, 0, 0, 0]))
     assert torch.allclose(shares(temperature=0.5), (2 * logits[0]).softmax(0), atol=0.02)
-    assert shares(temperature=0)[0] == 1 and shares(top_k=1)[0] == 1
+    logits = logits.flip(1)
+    for options in (dict(temperature=0), dict(temperature=1e-40), dict(top_k=1), dict(top_p=1e-320)):
+        assert shares(**options)[3] == 1
