@@ -6,10 +6,17 @@ MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash ids instead
 The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: one coordinate, V
 buckets and the token id as signature, without gate and cascade.
 
-This file computes the formulas directly and leaves gradients to autograd. mhf/fused.py and mhf/generate.py compute the
-same losses and text faster; tests compare both with this file.
+This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
+faster; tests compare both with this file.
 
-    $ python model.py          # prints the parameter counts of every config
+    HashEncoder.forward       e, with the gate's softmax
+    HashDecoder.forward       o_i, e_i and c_{i+1}
+    exact_loss                normalizes P(w) in training
+    log_probs, sample_token   normalize P(w) in evaluation and sampling
+    head_weight               unties the head
+    ablation='mean_gate'      replaces the gate by a mean
+
+    $ python model.py         # prints the parameter counts of every config
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -39,8 +46,8 @@ class MHFConfig:
     intermediate_size: int = 2560
     num_hashes: int = 4  # H; 0 is the Standard model
     num_buckets: int = 16384  # B
-    num_lsh: int = 0  # num_lsh and single_id describe the signature table, which the model only reads
-    single_id: bool = False
+    num_lsh: int = 0  # LSH coordinates of the signature table (hashing.py)
+    single_id: bool = False  # the signature table has one hash on all coordinates
     bottleneck: int = 64  # z, of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
@@ -182,15 +189,15 @@ class HashEncoder(nn.Module):
         super().__init__()
         d = c.hidden_size
         z = c.bottleneck
-        gated = c.ablation != 'mean_gate'
-        self.gate = nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1)) if gated else None
-        self.out = nn.Linear(d, d)
+        mean_gate = c.ablation == 'mean_gate'  # alpha_i = 1/H
+        self.gate = None if mean_gate else nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1))
+        self.out = nn.Linear(d, d)  # Ws
 
     @torch.no_grad()
     def init_weights(self, c):
-        """Initialize W_s. All other weights are initialized by MHF.init_weights."""
+        """Initialize Ws, after MHF.init_weights."""
         if c.encoder_init == 'orthogonal':
-            # on the CPU, because not every device has the QR decomposition (pytorch/pytorch issue 141287)
+            # on the CPU, because not every device has the QR decomposition
             W = torch.empty(self.out.weight.shape, device='cpu')
             nn.init.orthogonal_(W)
             self.out.weight.copy_(W)
@@ -199,7 +206,7 @@ class HashEncoder(nn.Module):
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
         if self.gate is None:
             return self.out(k.mean(dim=2))
-        alpha = upcast(self.gate(k)).softmax(dim=2)  # (N, T, H, 1)
+        alpha = upcast(self.gate(k)).softmax(dim=2)  # (N, T, H, 1), the gate's softmax
         return self.out((alpha * k).sum(dim=2).to(k.dtype))
 
 
@@ -229,7 +236,7 @@ class HashDecoder(nn.ModuleList):
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
                 e = self.soft_embedding(o[i], E_i).to(c.dtype)
-                c = c + self[i](torch.cat([c, e], dim=-1))  # c_{i+1}
+                c = c + self[i](torch.cat([c, e], dim=-1))  # this is c_{i+1}
         return o
 
 
@@ -254,7 +261,7 @@ def product_loss(o, y):
 
 
 def exact_loss(o, y, signatures, token_mask):
-    """-log P(y). The logsumexp normalizes P over the vocabulary."""
+    """-log P(y): the logsumexp normalizes P(w) over the vocabulary."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
     return token_logits(o, signatures, token_mask).logsumexp(dim=1) - target[:, 0]
 
@@ -300,8 +307,7 @@ class MHF(nn.Module):
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.hash_decoder = HashDecoder(c)  # without mixers for the Standard model, where it is the tied head
-        # keep only the inputs of the blocks and recompute the rest in backward
-        self.activation_checkpointing = False
+        self.activation_checkpointing = False  # recompute the blocks in backward instead of storing their activations
         self.set_vocabulary(*validate_table(c, table, unused_ids))
 
     @torch.no_grad()
@@ -318,8 +324,8 @@ class MHF(nn.Module):
     @property
     def head_weight(self):
         """
-        E as the Hash Decoder reads it, (H*B, d). The head is tied. To untie it, create a second nn.Embedding of this
-        size in __init__ and return its weight here; the released format and expand.py do not support that.
+        The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
+        this size in __init__ and return its weight here; the released format and expand.py do not support that.
         """
         return self.embed.weight
 
@@ -394,11 +400,8 @@ class MHF(nn.Module):
     def forward(self, x, y):
         """
         Signatures x, y (N, T, H) -> mean loss over all positions, in nats: the loss that config.loss names; for the
-        Standard model the cross-entropy. Raises ValueError if there is no target.
+        Standard model the cross-entropy.
         """
-        if x.shape != y.shape or not y.numel():
-            shapes = f'inputs {tuple(x.shape)} and targets {tuple(y.shape)}'
-            raise ValueError(f'{shapes}: both must be (N, T, H), and none of them 0')
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
     def loss_per_position(self, o, y, loss):
@@ -434,8 +437,9 @@ class MHF(nn.Module):
 
     @torch.no_grad()
     def log_probs(self, ids):
-        """Token ids (N, T) -> log P(next token) (N, T, V), normalized over all tokens, float32 or better."""
+        """Token ids (N, T) -> log P(next token) (N, T, V), float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
+        # normalizes P(w) over the vocabulary
         return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     @torch.no_grad()
@@ -480,14 +484,14 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    # normalizes P, or a power of P, over the vocabulary
+    # normalizes P(w) over the vocabulary, to the power of 1 / temperature
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which stays
         ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0)
         p = torch.zeros_like(p).scatter(1, order, ordered)
-    # equivalent to multinomial, whose checks of p would synchronize a GPU
+    # draws from p; torch.multinomial would synchronize a GPU to check p
     return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
 
 

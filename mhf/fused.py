@@ -3,13 +3,17 @@ FusedMHF: model.MHF with a fused head, which computes the same losses faster and
 
 The plain head stores the H x B bucket logits of every position of a batch and, for the exact loss, its V token logits.
 The fused head processes the positions in chunks and computes the gradients of a chunk with its loss (FusedHead,
-chunk_gradients), so only dL/dh and dL/dE are kept between chunks. Token logits are gathered from the bucket logits, and
-their gradient is summed back. test_mhf.py compares both heads in float64: losses and every gradient.
+chunk_gradients), so only dL/dh and dL/dE are kept between chunks. test_fused_equals_plain compares both heads in
+float64: losses and every gradient.
 
-Tensors are (n, B) or (n, V), one row per position, so that a softmax reduces over contiguous memory: CUDA's softmax
-over columns runs on one multiprocessor. Only the exact loss's sums over the vocabulary are faster with one row per
-bucket; they transpose a few positions at a time ("columns"). On a GPU, use_kernels computes them by the Triton kernels
-of kernels.py instead.
+Tensors are (n, B) or (n, V), one row per position, because CUDA's softmax over columns runs on one multiprocessor. The
+exact loss's sums over the vocabulary are faster with one row per bucket, so they transpose a few positions at a time
+("columns"). On a GPU, the Triton kernels of kernels.py compute these sums if use_kernels is set.
+
+    cascade                     o_i, e_i and c_{i+1}
+    chunk_gradients             their gradients
+    exact_nll, probabilities    normalize P(w) in training; cross_entropies for the Standard model
+    predictions                 normalizes P(w) in evaluation
 """
 
 import functools
@@ -138,8 +142,7 @@ class FusedMHF(MHF):
         nll = self.loss_function(self.config.loss)
         if not torch.is_grad_enabled():
             return sum(nll(o, y_chunk).sum() for o, y_chunk in self.logits_by_chunk(h, y))
-        softmax = hard_softmax if self.hash_decoder.hard else soft_softmax
-        gradients = functools.partial(self.chunk_gradients, nll=nll, softmax=softmax)
+        gradients = functools.partial(self.chunk_gradients, nll=nll, hard=self.hash_decoder.hard)
         mixers = self.hash_decoder.parameters()
         return FusedHead.apply(gradients, self.get_chunk_sizes().chunk, h, y, self.head_weight, *mixers)
 
@@ -179,17 +182,6 @@ class FusedMHF(MHF):
 
 # -----------------------------------------------------------------------------
 # precision
-
-
-def soft_softmax(o):
-    """Bucket logits (n, B) -> probabilities in the precision of o; float32 or better inside, also under autocast."""
-    with torch.autocast(o.device.type, enabled=False):
-        return o.softmax(dim=-1)
-
-
-def hard_softmax(o):
-    """The ablation hard_embeddings: probability 1 for the likeliest bucket, without a derivative."""
-    return F.one_hot(o.argmax(dim=-1), o.shape[-1]).to(o.dtype)
 
 
 def for_matmul(parameter):
@@ -257,8 +249,7 @@ def probabilities(scores):
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    # normalizes P over the vocabulary
-    return P.div_(total), top + total.log()
+    return P.div_(total), top + total.log()  # normalizes P(w) over the vocabulary
 
 
 def bucket_sums(P, index):
@@ -295,7 +286,7 @@ def exact_nll(o, y, index, sizes, gradient=False):
     if sizes.use_kernels:
         inverse = [index.ids, index.offsets] if gradient else []
         target, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
-        # the logsumexp normalizes P over the vocabulary
+        # normalizes P(w) over the vocabulary
         return logsumexp - target
     parts = zip(split_positions(o, sizes.columns), y.split(sizes.columns), strict=True)
     return torch.cat([exact_nll_in_columns(part, y_part, index, gradient) for part, y_part in parts])
@@ -305,7 +296,7 @@ def cross_entropies(o, y, index, sizes, gradient=False):
     """
     The paper's loss, the sum of the coordinates' cross-entropies: arguments as above -> sum_i -log p_i[y_i] (n,),
     float32 or better. With `gradient`, o_i is overwritten by p_i, minus 1 at y_i. For the Standard model this is
-    -log P(y): the log_softmax normalizes P over the vocabulary without unused ids.
+    -log P(y): the log_softmax normalizes P(w) over the vocabulary.
     """
     nll = []
     for part, y_part in zip(split_positions(o, sizes.block), y.split(sizes.block), strict=True):
@@ -331,7 +322,7 @@ def predictions(o, targets, index, sizes):
         scores = token_scores(part, index)  # (m, V)
         target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
-        # normalizes P over the vocabulary
+        # normalizes P(w) over the vocabulary
         total = scores.sub_(top[:, None]).exp_().sum(-1)
         results.append(torch.stack([target - top - total.log(), likeliest == ids, 1 / total]))
     return torch.cat(results, dim=1)
@@ -349,7 +340,7 @@ class MixerActivations(NamedTuple):
     s: Tensor  # (n, z), after the SiLU
 
 
-def chunk_gradients(h, y, E, mixers, nll, softmax):
+def chunk_gradients(h, y, E, mixers, nll, hard):
     """
     Computes the loss of a chunk and its gradients, in plain operations on new tensors that compile to one graph.
 
@@ -358,11 +349,11 @@ def chunk_gradients(h, y, E, mixers, nll, softmax):
                   dL/dE_i = g_i c_i^T + p_i de_i^T       dL/dc_i = E_i^T g_i + (gradient through c_{i+1})
 
     Args: h (n, d); y (n, H); E (H, B, d) and the (Wdn, bdn, Wup, bup) of the mixers, H - 1 or none, in the precision of
-        the matrix products; nll, exact_nll or cross_entropies; softmax, soft_softmax or hard_softmax.
+        the matrix products; nll, exact_nll or cross_entropies; hard, whether the ablation is hard_embeddings.
     Returns: the sum of the loss, a scalar; dL/dh (n, d); for each coordinate pairs (a, b), where dL/dE_i is the sum of
         a^T b; for each mixer its four gradients. <,> is the inner product over d.
     """
-    cs, o, p, activations = cascade(h, E, mixers, softmax)
+    cs, o, p, activations = cascade(h, E, mixers, hard)
     # overwrites every o_i by the gradient of the loss itself
     loss = nll(o, y, gradient=True).sum()
     dc = torch.zeros_like(h)
@@ -383,8 +374,9 @@ def chunk_gradients(h, y, E, mixers, nll, softmax):
     return loss, dc, dE[::-1], dmixers[::-1]
 
 
-def cascade(h, E, mixers, softmax):
+def cascade(h, E, mixers, hard):
     """The forward pass of chunk_gradients: lists of c_i, o_i, p_i and MixerActivations."""
+    # p_i of the ablation hard_embeddings is 1 for the likeliest bucket, without a derivative
     c = h
     cs = []
     o = []
@@ -395,12 +387,12 @@ def cascade(h, E, mixers, softmax):
         o.append(cs[i] @ E_i.T)  # (n, B)
         if i < len(mixers):
             down, down_bias, up, up_bias = mixers[i]
-            p.append(softmax(o[i]))
+            p.append(F.one_hot(o[i].argmax(-1), o[i].shape[-1]).to(E.dtype) if hard else o[i].softmax(-1))
             x = torch.cat([cs[i], p[i] @ E_i], dim=1)  # (n, 2d)
             a = F.linear(x, down, down_bias)
             s = F.silu(a)
             activations.append(MixerActivations(x, a, s))
-            c = c + F.linear(s, up, up_bias)  # c_{i+1}
+            c = c + F.linear(s, up, up_bias)  # this is c_{i+1}
     return cs, o, p, activations
 
 
