@@ -36,7 +36,7 @@ from tqdm import tqdm
 from configurator import InputError, configure
 from hashing import signature_table
 from mhf.released import limit_to_tokenizer, load_model, save_pretrained
-from mhf.sources import new_counts, read_documents, split_holdout
+from mhf.sources import read_documents, split_holdout, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # tokenizer
@@ -96,7 +96,8 @@ def read_corpus(corpus):
     documents = []
     held_out = []
     size = 0
-    for parts in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, new_counts()):
+    counts = start_counts(read_documents(corpus), HELD_OUT)
+    for parts in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, counts):
         for text, is_held_out in parts:
             if is_held_out:
                 held_out.append(text)

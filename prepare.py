@@ -9,18 +9,14 @@ rerun the same command after an interruption; the output is identical.
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
 A unit of work is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. A
-finished unit is never repeated, an interrupted one is: split a single huge file if hours matter. One thread reads while
-the tokenizer's threads use all cores. Where one reader cannot feed them, run several parts on the machine. mhf/data.py
-describes the files. A document's way to the loss:
+finished unit is never repeated, an interrupted one is: split a single huge file if hours matter. mhf/data.py describes
+the files. A document's way to the loss:
 
     read_files       mhf/sources.py  the stripped text of each document
     split_holdout    mhf/sources.py  which documents are held out
-    prepare_batch    prepare.py      texts -> token ids (n,), bos before each document, by threads of mhf/tokenizers.py;
-                                     table[ids] are signatures (n, H); with --data_format=ids train.py looks them up
-    ShardWriter      prepare.py      signatures, back to back, in train_000000.bin and val_000000.bin
-
-and then, when train.py reads the shards,
-
+    prepare_unit     prepare.py      texts -> token ids (n,), by the threads of mhf/tokenizers.py
+    ShardWriter      prepare.py      bos before each document, table[ids] are signatures (n, H); with --data_format=ids
+                                     train.py looks them up. Written back to back, train_000000.bin and val_000000.bin
     Bins             mhf/data.py     the shards as one array, memory-mapped
     block_indices    mhf/data.py     which blocks of tokens a step trains on, in an order that the seed shuffles
     get_batch        train.py        a rank's part of them, (n, T + 1, H), on the device, shifted by one: inputs x and
@@ -45,7 +41,7 @@ from configurator import InputError, check_numbers, configure
 from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
-from mhf.tokenizers import get_tokenizer, tokenizer_facts
+from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lost
 
 # what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab, or files and
 # globs of .txt .jsonl (also .gz .xz .zst) or .parquet; commas between several, and @tokens after each of a mixture
@@ -74,11 +70,12 @@ BATCH_CHARS = 4 << 20  # what the tokenizer's threads share at once
 # meta.json
 
 
-def group_files(files, parts):
-    """Groups consecutive files, [path, size], into units of at most UNIT_BYTES; with parts, each file is a unit."""
+def group_files(paths, parts):
+    """Returns units of at most UNIT_BYTES, each a list of [path, size]; with parts, each file is a unit."""
     units = []
     total = 0
-    for path, size in files:
+    for path in paths:
+        size = sources.file_size(path)
         total += size
         if not units or parts > 1 or total > UNIT_BYTES:
             units.append([])
@@ -91,14 +88,11 @@ def describe_sources(config, parts, existing):
     """Returns each source of the mixture and its units. Hub data sets keep the commit that `existing` meta.json has."""
     pinned = {}
     if existing and existing['parts'] == parts:
-        pinned = {source['dataset']: source['units'] for source in existing['sources']}
+        pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.is_on_hub(s['dataset'])}
     described = []
     first_unit = 0
     for name, limit in sources.parse_mixture(config['dataset']):
-        if name in pinned and sources.is_on_hub(name):
-            units = pinned[name]
-        else:
-            units = group_files([[path, sources.file_size(path)] for path in sources.input_files(name)], parts)
+        units = pinned.get(name) or group_files(sources.input_files(name), parts)
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
         limit = None if limit is None else limit // parts
@@ -126,54 +120,12 @@ def check_same(folder, existing, meta):
     before, now = ({tuple(f) for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
     if before != now:
         path, _ = min(before ^ now)
-        raise InputError(
-            f'{folder} was prepared from other files: {path} is new, missing or has another size; {change}'
-        )
+        other = f'{path} is new, missing or has another size'
+        raise InputError(f'{folder} was prepared from other files: {other}; {change}')
 
 
 # -----------------------------------------------------------------------------
 # one unit
-
-
-class ShardWriter:
-    """
-    Writes a .npy file of tokens, under a temporary name until close(). `token` is an array with the shape and dtype of
-    one token: () for an id, (H,) for a signature.
-    """
-
-    def __init__(self, path, token):
-        self.path = path
-        self.temporary = path.with_suffix('.bin.tmp')
-        self.token = token
-        self.tokens = 0
-        self.documents = 0
-        self.bytes = 0  # of text
-        self.file = open(self.temporary, 'wb')
-        self.write_header()
-
-    def write_header(self):
-        self.file.seek(0)
-        header = dict(descr=self.token.dtype.str, fortran_order=False, shape=(self.tokens, *self.token.shape))
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def write(self, tokens):
-        """Appends ids (n,) or signatures (n, H)."""
-        self.file.write(np.ascontiguousarray(tokens, self.token.dtype))
-        self.tokens += len(tokens)
-
-    def close(self):
-        """Gives the file its name; returns its entry in the unit's json."""
-        self.write_header()
-        self.file.close()
-        data.replace_durably(self.temporary, self.path)
-        with open(self.path, 'rb') as f:
-            sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
-        return dict(file=self.path.name, tokens=self.tokens, documents=self.documents, bytes=self.bytes, sha256=sha256)
-
-    def discard(self):
-        """Deletes the file unless close() has renamed it."""
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
 
 
 @dataclass
@@ -184,9 +136,64 @@ class Job:
     meta: dict
     part: int
     tok: object  # of get_tokenizer
-    table: np.ndarray | None  # signatures (V, H); None writes ids
-    token: np.ndarray  # of the shape and dtype of one token
+    table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
+    byte_lengths: np.ndarray  # of the text of each id, (V,)
     bar: tqdm
+
+
+class ShardWriter:
+    """Writes the documents of one split of a unit into a .npy file, which has a temporary name until close()."""
+
+    def __init__(self, job, path):
+        self.job = job
+        self.path = path
+        self.temporary = path.with_suffix('.bin.tmp')
+        self.dtype = np.dtype(np.uint16 if job.table is not None or len(job.tok.tokens) <= 65536 else np.uint32)
+        self.ids = array('I')  # takes over a list in a seventh of the time that numpy needs
+        self.tokens = 0
+        self.documents = 0
+        self.bytes = 0  # of text
+        self.kept_bytes = 0  # of the text that the ids stand for
+        self.file = open(self.temporary, 'wb')
+        self.write_header()
+
+    def write_header(self):
+        token_shape = () if self.job.table is None else self.job.table.shape[1:]
+        self.file.seek(0)
+        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *token_shape))
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def add(self, text, ids):
+        """Adds a document, a text and its ids."""
+        self.ids.append(self.job.tok.bos)
+        self.ids.fromlist(ids)
+        self.tokens += 1 + len(ids)
+        self.documents += 1
+        self.bytes += len(text.encode())
+
+    def flush(self):
+        """Writes the documents that were added."""
+        ids = np.asarray(self.ids)
+        self.kept_bytes += int(self.job.byte_lengths[ids].sum())
+        tokens = ids if self.job.table is None else self.job.table[ids]
+        self.file.write(np.ascontiguousarray(tokens, self.dtype))
+        self.ids = array('I')
+
+    def close(self):
+        """Gives the file its name; returns its entry in the unit's json."""
+        self.write_header()
+        self.file.close()
+        data.replace_durably(self.temporary, self.path)
+        with open(self.path, 'rb') as f:
+            sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
+        counts = dict(tokens=self.tokens, documents=self.documents, bytes=self.bytes)
+        lost_bytes = max(0, self.bytes - self.kept_bytes)
+        return dict(file=self.path.name, **counts, lost_bytes=lost_bytes, sha256=sha256)
+
+    def discard(self):
+        """Deletes the file unless close() has renamed it."""
+        self.file.close()
+        self.temporary.unlink(missing_ok=True)
 
 
 def batches(documents):
@@ -200,44 +207,31 @@ def batches(documents):
             yield batch
             batch = []
             size = 0
-    if batch:
-        yield batch
-
-
-def prepare_batch(job, source, batch, counts, writers):
-    """Tokenizes and writes a batch of documents, up to the one with which the source reaches its token limit."""
-    encoded = iter(job.tok.encode([text for parts in batch for text, _ in parts]))
-    # an array takes over a list in a seventh of the time that numpy needs
-    ids = {split: array('I') for split in SPLITS}
-    written = counts['tokens']
-    for parts in batch:
-        if data.reached_limit(counts, source):
-            break
-        for text, is_held_out in parts:
-            split = 'val' if is_held_out else 'train'
-            ids[split].append(job.tok.bos)
-            ids[split].fromlist(next(encoded))
-            writers[split].documents += 1
-            writers[split].bytes += len(text.encode())
-        counts['tokens'] = written + len(ids['train'])
-    job.bar.update(len(ids['train']))
-    for split in SPLITS:
-        new_ids = np.asarray(ids[split])
-        writers[split].write(new_ids if job.table is None else job.table[new_ids])
+    yield batch
 
 
 def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, and last its json, which marks it as finished. Updates the source's counts."""
     meta = job.meta
-    paths = [path for path, _ in source['units'][number - source['first_unit']]]
     val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
-    documents = sources.split_holdout(sources.read_files(paths), meta['val_fraction'], val_bytes, counts)
-    writers = {split: ShardWriter(job.folder / f'{split}_{number:06}.bin', job.token) for split in SPLITS}
+    texts = sources.read_files(unit_paths(source, [number]))
+    documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
+    writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
+    tokens_before = counts['tokens']
     try:
         # a thread reads the next batch while the tokenizer's threads work on this one
         with contextlib.closing(data.prefetch(batches(documents))) as upcoming:
             for batch in upcoming:
-                prepare_batch(job, source, batch, counts, writers)
+                encoded = iter(job.tok.encode([text for parts in batch for text, _ in parts]))
+                for parts in batch:
+                    for text, is_held_out in parts:
+                        writers['val' if is_held_out else 'train'].add(text, next(encoded))
+                    counts['tokens'] = tokens_before + writers['train'].tokens
+                    if data.reached_limit(counts, source):
+                        break
+                job.bar.update(len(writers['train'].ids))
+                for writer in writers.values():
+                    writer.flush()
                 if data.reached_limit(counts, source):
                     break
         for split, writer in writers.items():
@@ -250,23 +244,28 @@ def prepare_unit(job, source, number, counts):
             writer.discard()
 
 
+def unit_paths(source, numbers):
+    """Returns the paths of the files of some units of a source."""
+    return [path for number in numbers for path, _ in source['units'][number - source['first_unit']]]
+
+
 def prepare_source(job, source):
     """Prepares the units of a source that belong to this part and are not finished; returns the source's counts."""
-    counts = sources.new_counts() | dict(tokens=0)
     numbers = data.part_units(source, job.part, job.meta['parts'])
+    counts = None
     for number in numbers:
-        if data.reached_limit(counts, source):
-            break
         path = job.folder / f'{number:06}.json'
         if path.exists():
             unit = json.loads(path.read_bytes())
             counts = unit['counts']
             job.bar.update(unit['train']['tokens'])
-            continue
-        if counts['few'] is None:  # a question about the source, which may have many small units
-            paths = [path for n in numbers for path, _ in source['units'][n - source['first_unit']]]
-            counts['few'] = sources.has_few_documents(sources.read_files(paths), job.meta['val_fraction'])
-        prepare_unit(job, source, number, counts)
+        else:
+            if counts is None:
+                texts = sources.read_files(unit_paths(source, numbers))
+                counts = sources.start_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
+            prepare_unit(job, source, number, counts)
+        if data.reached_limit(counts, source):
+            break
     return counts
 
 
@@ -285,21 +284,18 @@ def parse_part(text):
 @contextlib.contextmanager
 def locked(folder, part):
     """Creates the folder, and keeps any other prepare.py from the same part. Raises InputError."""
-    lock = FileLock(folder / f'.part_{part}.lock', timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
+            try:
+                yield
+            finally:
+                Path(lock.lock_file).unlink()
     except Timeout:
         raise InputError(f'another prepare.py is running in {folder}') from None
     except OSError as e:
-        raise InputError(f'{folder} cannot be written ({e})') from None
-    try:
-        yield
-    except OSError as e:
-        raise InputError(f'{folder} cannot be written ({e}); rerun the same command to resume') from None
+        raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
         with contextlib.suppress(OSError):
             folder.rmdir()  # only if it is empty
 
@@ -322,21 +318,24 @@ def meta_file(folder, meta, part):
                 (folder / name).unlink(missing_ok=True)
 
 
-def report(folder, meta, counts):
+def report(job, counts):
     """Prints the tokens of each source of a mixture, and the totals of both splits."""
-    for source, its_counts in zip(meta['sources'], counts, strict=True):
+    for source, source_counts in zip(job.meta['sources'], counts, strict=True):
         if source['limit'] is not None:
-            tokens = its_counts['tokens']
+            tokens = source_counts['tokens']
             print(f'{source["dataset"]}: {tokens:,} of {source["limit"]:,} training tokens')
             if tokens < source['limit']:
                 print(f'warning: {source["dataset"]} has fewer tokens than requested', file=sys.stderr)
-    if data.read_units(folder, meta)[1]:
-        print(f'{folder}: this part is complete, other parts are not')
+    units, incomplete = data.read_units(job.folder, job.meta)
+    entries = [unit[split] for unit in units.values() for split in SPLITS]
+    warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
+    if incomplete:
+        print(f'{job.folder}: this part is complete, other parts are not')
         return
     for split in SPLITS:
-        bins = data.Bins(folder, split)
+        bins = data.Bins(job.folder, split)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
-        print(f'{split}: {totals} -> {folder}/{split}_*.bin')
+        print(f'{split}: {totals} -> {job.folder}/{split}_*.bin')
 
 
 def main(config):
@@ -355,18 +354,14 @@ def main(config):
         if not data.read_units(folder, meta)[1]:
             print(f'{folder} is already prepared; delete it to prepare it again')
             return
-    if table is not None:
-        token = table[0]
-    else:
-        token = np.zeros((), np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
     limits = [source['limit'] for source in meta['sources']]
     total = None if None in limits else sum(limits)
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, part), meta_file(folder, meta, part), bar:
-        job = Job(folder, meta, part, tok, table, token, bar)
+        job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [prepare_source(job, source) for source in meta['sources']]
-    report(folder, meta, counts)
+    report(job, counts)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ that does not fit into memory belongs into a .jsonl. To add a data set on the hu
 """
 
 import glob
-import itertools
 import json
 import lzma
 import os
@@ -227,22 +226,20 @@ def one_line(error):
 # held-out text
 
 
-def new_counts():
-    """Returns what split_holdout counts: documents, bytes of held-out text; and whether documents are few."""
-    return dict(documents=0, held_out=0, few=None)
-
-
-def has_few_documents(texts, val_fraction):
-    """Returns whether the first LOOKAHEAD_CHARS of a source hold fewer documents than one in each 1 / val_fraction."""
+def start_counts(texts, val_fraction):
+    """
+    Returns what split_holdout counts: documents, bytes of held-out text; and whether documents are few: the first
+    LOOKAHEAD_CHARS of a source's documents, `texts`, hold fewer than one in each 1 / val_fraction.
+    """
     every = round(1 / val_fraction)
     chars = 0
+    few = True
     for number, text in enumerate(texts, start=1):
         chars += len(text)
-        if number == every:
-            return False
-        if chars > LOOKAHEAD_CHARS:
+        few = number < every
+        if not few or chars > LOOKAHEAD_CHARS:
             break
-    return True
+    return dict(documents=0, held_out=0, few=few)
 
 
 def split_holdout(texts, val_fraction, val_bytes, counts):
@@ -252,10 +249,6 @@ def split_holdout(texts, val_fraction, val_bytes, counts):
     continue from an earlier call.
     """
     every = round(1 / val_fraction)
-    if counts['few'] is None:
-        texts, ahead = itertools.tee(texts)
-        counts['few'] = has_few_documents(ahead, val_fraction)
-        del ahead  # tee keeps what it has not read
     for text in texts:
         counts['documents'] += 1
         parts = [(text, counts['documents'] % every == 0 and counts['held_out'] < val_bytes)]

@@ -17,6 +17,8 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import sys
 from pathlib import Path
 
 from configurator import InputError, did_you_mean
@@ -33,6 +35,7 @@ class SentencePieceTokenizer:
         self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
         self.bos = self.sp.bos_id()
         self.eos = self.sp.eos_id()
+        self.unk = self.sp.unk_id()
         if min(self.bos, self.eos) < 0:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
@@ -59,6 +62,7 @@ class TiktokenTokenizer:
     def __init__(self, name, encoding, roles=None):
         self.name = name
         self.encoding = encoding
+        self.unk = None
         self.tokens = [None] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             try:
@@ -127,8 +131,14 @@ class JsonTokenizer:
         self.eos = roles['eos']
         self.pad = roles.get('pad', self.eos)
 
+        self.unk = ids.get(getattr(self.json.model, 'unk_token', None))
+        self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'
+
     def encode(self, texts):
-        return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as e:  # such as an unknown character, if the file has no token for these
+            raise InputError(f"tokenizer '{self.name}' cannot encode '{texts[0]:.40} ...' ({e})") from None
 
     def decode(self, ids):
         return self.json.decode([int(i) for i in ids])
@@ -225,6 +235,27 @@ def tokenizer_fingerprint(tok):
             token = token.encode()
         digest.update(b'%d:' % len(token) + token)
     return digest.hexdigest()
+
+
+def byte_lengths(tok):
+    """Returns the bytes of text that each id stands for, (V,); 0 for bos and for the id of unknown characters."""
+    lengths = []
+    for token in tok.tokens:
+        if isinstance(token, str) and not getattr(tok, 'byte_level', False):
+            token = b'?' if re.fullmatch('<0x[0-9A-F]{2}>', token) else token.replace('▁', ' ').encode()
+        lengths.append(len(token or ''))
+    for i in (tok.bos, tok.unk):
+        if i is not None:
+            lengths[i] = 0
+    return lengths
+
+
+def warn_lost(tok, lost_bytes, num_bytes):
+    """Prints which share of a text a tokenizer drops, if it does."""
+    if lost_bytes > 1e-4 * num_bytes:
+        print(
+            f"warning: tokenizer '{tok.name}' drops {lost_bytes / num_bytes:.2%} of the text's bytes", file=sys.stderr
+        )
 
 
 def tokenizer_facts(tok):

@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import zstandard
 from conftest import CONFIG, REPO, library_texts, ok, real_documents, snapshot, start, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 import configurator
 import prepare
@@ -66,7 +68,7 @@ def test_shards_contain_the_text(tmp_path, mistral):
         assert path.stat().st_size == data.HEADER + ids.nbytes
         assert unit[split] == dict(
             file=path.name, tokens=len(ids), documents=len(texts), bytes=sum(len(t.encode()) for t in texts),
-            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            lost_bytes=0, sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         )  # fmt: skip
     before = snapshot(tmp_path)
     prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl')
@@ -143,6 +145,33 @@ def test_a_single_text_file(tmp_path, mistral):
     assert 'already prepared' in ok(*args, cwd=tmp_path).stdout
 
 
+def test_text_that_the_tokenizer_drops(tmp_path, capsys):
+    """A warning states which share of the text's bytes is not in the token ids: unknown or skipped characters."""
+    latin = [f'{k} plain words' for k in range(40)]
+    texts = [text + 'ы' * (k % 2 * 30) for k, text in enumerate(latin)]
+    write_jsonl(tmp_path / 'docs.jsonl', texts)
+    share = 1 - sum(map(len, latin)) / sum(len(text.encode()) for text in texts)
+    (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "words", "eos_token": "words"}')
+    ascii_ids = {word: i for i, word in enumerate(['words', '?', '▁', *'0123456789', *'abcdefghijklmnopqrstuvwxyz'])}
+    bytes_ids = {word: i for i, word in enumerate(['words', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme='never')
+    for model, pre_tokenizer, lost in (
+        (models.BPE(ascii_ids, []), metaspace, share),
+        (models.BPE(ascii_ids, [], unk_token='?'), metaspace, share),
+        (models.BPE(bytes_ids, []), pre_tokenizers.ByteLevel(add_prefix_space=False), 0),
+    ):
+        tok = tokenizers.Tokenizer(model)
+        tok.pre_tokenizer = pre_tokenizer
+        tok.save(f'{tmp_path}/tok.json')
+        prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl', tokenizer=f'{tmp_path}/tok.json')
+        warning = f"warning: tokenizer '{tmp_path}/tok.json' drops {lost:.2%} of the text's bytes\n"
+        assert capsys.readouterr().err == (warning if lost else '')
+        shutil.rmtree(tmp_path / 'd')
+    tokenizers.Tokenizer(models.WordLevel(ascii_ids, unk_token='<unk>')).save(f'{tmp_path}/tok.json')
+    with pytest.raises(InputError, match=r"tok.json' cannot encode '0 plain .*Missing \[UNK\] token"):
+        prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl', tokenizer=f'{tmp_path}/tok.json')
+
+
 def test_preparing_needs_no_torch():
     """prepare.py does not import torch, which takes seconds and memory."""
     program = 'import sys, prepare; sys.exit("torch" in sys.modules)'
@@ -213,11 +242,11 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
 def test_held_out_documents(tmp_path, mistral, monkeypatch):
     """Every k-th document of a source is held out up to val_bytes; if the source begins with few, the tail of each."""
     texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
-    parts = list(sources.split_holdout(iter(texts), 0.1, 900, sources.new_counts()))
+    parts = list(sources.split_holdout(texts, 0.1, 900, sources.start_counts(texts, 0.1)))
     held_out = [part[0][0] for part in parts if part[0][1]]
     assert [part[0][0] for part in parts] == texts and held_out == texts[9::10][: len(held_out)]
     assert 900 <= sum(map(len, held_out)) < 900 + 500
-    few = list(sources.split_holdout(iter(texts), 0.01, 900, sources.new_counts()))
+    few = list(sources.split_holdout(texts, 0.01, 900, sources.start_counts(texts, 0.01)))
     assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
     assert sum(len(part) == 2 for part in few) > 40
 
@@ -404,20 +433,20 @@ def test_stopped_runs(tmp_path, monkeypatch):
     prepared(tmp_path / 'good', **same)
     with prepare.locked(tmp_path / 'd', 0), pytest.raises(InputError, match='another prepare.py is running'):
         prepared(tmp_path / 'd', **same)
-    write = prepare.ShardWriter.write
+    flush = prepare.ShardWriter.flush
     room = 0
 
-    def full(self, *args):
+    def full(self):
         if self.path.name == f'train_00000{room}.bin':
             raise error
-        write(self, *args)
+        flush(self)
 
-    monkeypatch.setattr(prepare.ShardWriter, 'write', full)
+    monkeypatch.setattr(prepare.ShardWriter, 'flush', full)
     for room, error in ((0, OSError(28, 'No space')), (0, KeyboardInterrupt()), (2, OSError(28, 'No space'))):
         with pytest.raises(KeyboardInterrupt if room == 0 and not isinstance(error, OSError) else InputError):
             prepared(tmp_path / 'd', **same)
         assert len(contents(tmp_path / 'd')) == 3 * room and (tmp_path / 'd').exists() == (room > 0)
-    monkeypatch.setattr(prepare.ShardWriter, 'write', write)
+    monkeypatch.setattr(prepare.ShardWriter, 'flush', flush)
     prepared(tmp_path / 'd', **same)
     assert snapshot(tmp_path / 'd') == snapshot(tmp_path / 'good')
 
