@@ -12,13 +12,13 @@ Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. Witho
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
 Reads the bins that prepare.py writes with the same config. Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the
-last few as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
+last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
 143 and 130. The global batch at a step depends only on (seed, step), so a run can resume on any number of processes. On
 a CPU, and with --deterministic on a GPU, a resumed run ends with the same bits as an uninterrupted one.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -34,16 +34,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from configurator import InputError, check_numbers, configure
-from mhf.checkpoint import Checkpoints, check_resume
+from configurator import InputError, check_numbers, command_line_names, configure
+from mhf.checkpoint import Checkpoints, check_kept, check_same_data
 from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
 from mhf.released import check_vocabulary, init_model, make_config
 from mhf.runtime import (
     all_reduce,
+    barrier,
     check_same_on_all_ranks,
     cleanup,
     init_distributed,
+    is_rank0,
     no_triton,
     peak_flops,
     pick_compile,
@@ -56,7 +58,6 @@ from model import MHF
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also saves a checkpoint
 log_interval = 10  # steps between printed lines; log.jsonl has every step
-keep_checkpoints = 2  # numbered checkpoints to keep; if ckpt.pt does not load, the run resumes from the one before
 wandb = False  # also log to Weights & Biases; WANDB_PROJECT and WANDB_NAME name project and run
 # data, as in prepare.py
 dataset = 'fineweb-edu:sample-10BT'
@@ -107,13 +108,13 @@ plain = False  # train model.MHF instead of the fused model: slower and larger, 
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# A resumed run may change these settings only. dataset and data_dir may name another place of the same data. The
-# precision stays unless another is requested.
-FREE_ON_RESUME = (
-    'out_dir', 'eval_interval', 'log_interval', 'keep_checkpoints', 'wandb', 'dataset', 'data_dir',
-    'init_from', 'auto_resume', 'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps',
-    'grad_clip', 'device', 'dtype', 'compile', 'kernels', 'deterministic', 'plain', 'activation_checkpointing',
-)  # fmt: skip
+# A resumed run may change these settings only. dataset and data_dir may name another place of the same bins; bins of
+# the other data_format are other data. The precision stays unless another is requested.
+FREE_ON_RESUME = {
+    'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
+    'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
+    'compile', 'kernels', 'deterministic', 'plain', 'activation_checkpointing',
+}  # fmt: skip
 
 # -----------------------------------------------------------------------------
 # setup: settings and processes
@@ -123,14 +124,14 @@ check_numbers(
     config,
     above_zero='batch_size micro_batch_size block_size max_steps eval_interval log_interval learning_rate '
     'embedding_lr_mult',
-    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes keep_checkpoints unfrozen_end_layers',
+    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes unfrozen_end_layers',
     below=dict(seed=2**64, beta1=1, beta2=1),
 )
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
-if wandb and not importlib.util.find_spec('wandb'):
-    raise InputError('wandb=True, but it is not installed: pip install wandb')
+checkpoints = Checkpoints(out_dir, writes=is_rank0())
+checkpoints.lock()
 rank, world_size, device = init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
@@ -144,42 +145,39 @@ if remainder:
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
-# setup: data and model
-
-train_bins, val_bins, meta = open_bins(config)
-num_blocks = (len(train_bins) - 1) // block_size
-if num_blocks < 1:
-    raise InputError(f'block_size={block_size}: {data_folder(config)} has only {len(train_bins):,} training tokens')
+# setup: model and data
 
 Model = MHF if plain else FusedMHF
-checkpoints = Checkpoints(out_dir, keep_checkpoints, writes=master)
 resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
 model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
 source = checkpoints.last_path or init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
+# of a loaded model all but the context and the loss; a config file may say something else, the command line may not
+architecture = asdict(model.config).keys() & config.keys() - {'block_size', 'loss'} if model else set()
+run_config = config | {name: getattr(model.config, name) for name in architecture}
+
+train_bins, val_bins, meta = open_bins(run_config)
+num_blocks = (len(train_bins) - 1) // block_size
+if num_blocks < 1:
+    tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'
+    raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
 # machines may have paths of their own
 same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
 same_on_all_ranks |= {'resume': resume, 'checkpoint step': first_step, 'device type': device_type}
 same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data': val_bins.fingerprint}
 check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
 
-run_config = config
-if init_from not in ('scratch', 'resume'):  # the model's architecture counts, but our context and loss
-    architecture = asdict(model.config) | dict(block_size=block_size, loss=loss)
-    run_config = config | {name: value for name, value in architecture.items() if name in config}
 table = get_table(run_config, meta)
 data = data_identity(meta, table, train_bins)
+kept = architecture & command_line_names()
 if ckpt:
-    fixed = {name: value for name, value in run_config.items() if name not in FREE_ON_RESUME}
-    check_resume(ckpt, source, fixed, data)
+    kept |= config.keys() - architecture - FREE_ON_RESUME
+check_kept(source, ckpt['config'] if ckpt else run_config, {name: config[name] for name in config if name in kept})
+if ckpt:
+    check_same_data(source, ckpt['data'], data)
     if first_step >= max_steps and not auto_resume:
         raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
-    if first_step >= max_steps:
-        if master:
-            print(f'{source} is at step {first_step} of {max_steps}: done')
-        cleanup()
-        sys.exit()
 if model:
     check_vocabulary(model, source, meta, table)
     model.config.block_size = block_size
@@ -192,7 +190,6 @@ else:
         model.init_weights()
 dtype = pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
-checkpoints.make_folder()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
 raw_model.use_kernels = kernels
@@ -223,8 +220,10 @@ def configure_optimizer():
 
 
 optimizer = configure_optimizer()
+resumed_config = None
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
+    resumed_config = ckpt['config']
     ckpt = None  # frees its memory
 # after one backward pass on zeros, every .grad is a view of a DDP bucket, so gradients exist once
 accumulates_in_buckets = world_size > 1 and accumulation > 1
@@ -278,18 +277,16 @@ def evaluate():
         batches.append(starts[complete:])
     losses = ('product', 'exact') if trains_product else ('exact',)
     sums = torch.zeros(len(losses), dtype=torch.float64)
-    bar = tqdm(batches[rank::world_size], desc='validate', unit='batch', leave=False, disable=None if master else True)
-    for batch in bar:
+    for batch in tqdm(batches[rank::world_size], desc='validate', leave=False, disable=None if master else True):
         x, y = get_batch(val_bins, batch)
         # smaller batches are not worth a compilation of their own
         eager = compile and x.shape[:2] != (micro_batch_size, block_size)
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
             token_losses = raw_model.token_losses(x, y, losses)
-        sums += torch.stack([token_loss.double().sum().cpu() for token_loss in token_losses])
+        sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
     means = (all_reduce(sums) / n).tolist()
-    val_loss = means[0]
     nats = means[-1]  # -log P(w), the same value unless the run trains the product loss
-    result = dict(val_loss=val_loss, val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
+    result = dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
     if device_type == 'cuda':
         result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
     return result
@@ -299,6 +296,18 @@ def evaluate():
 # log and signals
 
 log_path = Path(out_dir) / 'log.jsonl'
+
+
+def open_wandb():
+    """Starts a run of Weights & Biases. Raises InputError."""
+    project = os.environ.get('WANDB_PROJECT', 'multihashformer')
+    name = os.environ.get('WANDB_NAME', Path(out_dir).name)
+    try:
+        return importlib.import_module('wandb').init(project=project, name=name, config=run_config)
+    except (ImportError, AttributeError):  # a folder wandb is a module without init
+        raise InputError('wandb=True, but it is not installed: pip install wandb') from None
+    except Exception as e:  # not logged in, no network
+        raise InputError(f'wandb=True: {e}; run `wandb login`, or set WANDB_MODE=offline') from None
 
 
 def open_log():
@@ -320,16 +329,14 @@ def plot_loss():
     """Draws loss.png from log.jsonl."""
     from matplotlib.figure import Figure  # slow to import
 
-    curves = dict(loss='training loss', val_loss='validation loss')
-    if trains_product:
-        curves['val_nats'] = 'validation: -log P(w)'
     events = [json.loads(line) for line in log_path.read_text().splitlines()]
     figure = Figure(figsize=(8, 5))
     ax = figure.add_subplot()
-    for key, label in curves.items():
+    for key, label in dict(loss='training', val_loss='validation', val_nats='validation: -log P(w)').items():
         points = [(event['tokens'], event[key]) for event in events if key in event]
-        ax.plot(*zip(*points, strict=True), label=label, lw=0.8, marker='' if key == 'loss' else 'o')
-    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{out_dir}: {sum(raw_model.num_params()):,} parameters')
+        if points and (key != 'val_nats' or trains_product):
+            ax.plot(*zip(*points, strict=True), label=label, lw=0.8, marker='' if key == 'loss' else 'o')
+    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{sum(raw_model.num_params()):,} parameters')
     ax.grid(alpha=0.3)
     ax.legend()
     figure.savefig(Path(out_dir) / 'loss.png', dpi=120, bbox_inches='tight')
@@ -349,10 +356,6 @@ def request_stop(signum, frame):
         signal.raise_signal(signum)
 
 
-# -----------------------------------------------------------------------------
-# training loop
-
-
 def describe_speed(seconds):
     """Returns the time of a step, tokens/s and, if the GPU's peak is known, MFU as text."""
     speed = tokens_per_step / seconds
@@ -362,7 +365,8 @@ def describe_speed(seconds):
     return text
 
 
-if master:
+def print_setup():
+    """Prints the model, the batch, and what the user may not expect."""
     c = raw_model.config
     interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
@@ -375,14 +379,31 @@ if master:
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
     print(f'{device}, {dtype}, compile={compile}, plain={plain}; {sequences}')
     epochs = max_steps * batch_size / num_blocks
-    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(config)}')
+    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(run_config)}')
+    if schedule_steps < max_steps:
+        print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from there to max_steps={max_steps}')
     if resume:
         print(f'resumed at step {first_step}')
+        schedule = ('learning_rate', 'warmup_steps')
+        before = resumed_config['lr_decay_steps'] or resumed_config['max_steps']
+        if before != schedule_steps or any(resumed_config[name] != config[name] for name in schedule):
+            rates = f'{optimizer.param_groups[-1]["lr"]:.2e} to {get_lr(first_step):.2e}'
+            print(f'the schedule differs from that of the checkpoint: the learning rate jumps from {rates}')
+
+
+# -----------------------------------------------------------------------------
+# training loop
+
+if first_step >= max_steps:
+    if master:
+        print(f'{source} is at step {first_step} of {max_steps}: done')
+        plot_loss()
+    cleanup()
+    sys.exit()
+if master:
+    wandb_run = open_wandb() if wandb else None
     log_file = open_log()
-    if wandb:
-        project = os.environ.get('WANDB_PROJECT', 'multihashformer')
-        name = os.environ.get('WANDB_NAME', Path(out_dir).name)
-        wandb_run = importlib.import_module('wandb').init(project=project, name=name, config=config)
+    print_setup()
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, request_stop)
 peak = peak_flops(device) if dtype == 'bfloat16' else None
@@ -412,7 +433,7 @@ for step in range(first_step, max_steps):
         stop_signal = signal.SIGTERM  # another rank received it
     if not math.isfinite(mean_loss + grad_norm):
         values = f'loss {mean_loss}, gradient norm {grad_norm}'
-        raise InputError(f'step {step}: {values}; stopped before the update; {checkpoints.resume_hint()}')
+        raise InputError(f'step {step}: {values}; {checkpoints.describe_last()}; resume with a smaller learning_rate')
     optimizer.step()
     optimizer.zero_grad(set_to_none=not accumulates_in_buckets)
     step_seconds.append(time.perf_counter() - start)
@@ -450,6 +471,7 @@ for step in range(first_step, max_steps):
             add_bos=True,  # prepare.py puts bos before each document
         )
         checkpoints.save(state, is_best)
+        barrier()  # rank 0 may have waited for the previous write
     if stop_signal:
         break
 
@@ -461,7 +483,8 @@ checkpoints.wait()
 cleanup()
 if done < max_steps:
     if master:
-        print(f'stopped by signal {stop_signal:d}; {checkpoints.resume_hint()}', file=sys.stderr)
+        last = f'{checkpoints.describe_last()}; resume with --init_from=resume'
+        print(f'stopped by signal {stop_signal:d}; {last}', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
     seconds = statistics.mean(step_seconds[min(5, len(step_seconds) - 1) :])  # without warm-up

@@ -7,16 +7,18 @@ A checkpoint is a dict with the entries KEYS. Its file gets its name by a rename
 file.
 """
 
+import atexit
 import contextlib
 import os
-import re
 import shutil
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from filelock import FileLock, SoftFileLock, Timeout
 from tqdm import tqdm
 
 from configurator import InputError
@@ -24,6 +26,7 @@ from mhf.data import replace_durably
 from mhf.fused import FusedMHF
 from model import MHFConfig
 
+KEEP_CHECKPOINTS = 2  # numbered ones; a run whose ckpt.pt does not load resumes from the one before
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
 
@@ -68,15 +71,16 @@ def load_checkpoint(path, Model=FusedMHF):
     return model, ckpt
 
 
-def check_resume(ckpt, path, config, data):
-    """
-    Raises InputError where a resumed run would differ from its checkpoint: in `config`, the settings that must not
-    change, or in `data`, the dict of mhf.data.data_identity.
-    """
-    changed = [f'{k}={ckpt["config"].get(k)} (now {v})' for k, v in config.items() if ckpt['config'].get(k) != v]
+def check_kept(source, before, now):
+    """Raises InputError if a setting in `now` differs from the one that the model of `source` was trained with."""
+    changed = [f'{name}={before.get(name)} (now {value})' for name, value in now.items() if before.get(name) != value]
     if changed:
-        raise InputError(f'{path} was trained with {", ".join(changed)}; a resumed run keeps it')
-    changed = [name for name, value in data.items() if ckpt['data'].get(name) != value]
+        raise InputError(f'{source} was trained with {", ".join(changed)}, which must not change; omit the change')
+
+
+def check_same_data(path, before, now):
+    """Raises InputError if mhf.data.data_identity of a resumed run differs from that of its checkpoint."""
+    changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
         new_run = f'--init_from={path.parent} and another --out_dir start a new run with its weights'
         raise InputError(f'{path} was trained on other data: {", ".join(changed)} differs; {new_run}')
@@ -85,17 +89,17 @@ def check_resume(ckpt, path, config, data):
 class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the last
-    `keep_checkpoints` also have a name with their step, ckpt_000123.pt. All ranks call save(); the one that `writes`
+    KEEP_CHECKPOINTS also have a name with their step, ckpt_000123.pt. All ranks call save(); the one that `writes`
     copies the state and lets a thread write it. last_path and last_step describe the last checkpoint that was loaded or
     written.
     """
 
-    def __init__(self, out_dir, keep_checkpoints, writes=True):
+    def __init__(self, out_dir, writes=True):
         self.folder = Path(out_dir)
-        self.keep_checkpoints = keep_checkpoints
         self.writes = writes
         self.newest = self.folder / 'ckpt.pt'
         self.temporary = self.folder / 'ckpt.pt.tmp'
+        self.second_temporary = self.folder / 'ckpt_link.tmp'
         self.last_path = None
         self.last_step = None
         self.pending = None
@@ -103,32 +107,45 @@ class Checkpoints:
         # torch.load does not check them
         torch.serialization.set_crc32_options(False)
 
-    @staticmethod
-    def step_of(path):
-        """The step in the name of a checkpoint, or None."""
-        match = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
-        return int(match[1]) if match else None
-
-    def numbered(self):
-        """The checkpoints with a step in their name, newest first."""
-        paths = [path for path in self.folder.glob('ckpt_*.pt') if self.step_of(path) is not None]
-        return sorted(paths, key=self.step_of, reverse=True)
-
-    def list(self):
-        """The checkpoints that a run can resume from, newest first."""
-        return [path for path in (self.newest, *self.numbered()) if path.exists()]
-
-    def make_folder(self):
-        """Creates out_dir, on the rank that writes. Raises InputError if it is not writable."""
+    def lock(self):
+        """
+        Creates out_dir, on the rank that writes, and keeps other runs from it until this process ends, in any way.
+        Raises InputError.
+        """
         if not self.writes:
             return
+        path = self.folder / '.lock'
+        file_lock = FileLock(path, timeout=0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.temporary.unlink(missing_ok=True)  # a killed run left it
-            self.temporary.touch()
-            self.temporary.unlink()
+            file_lock.acquire()
+            atexit.register(self.unlock, path, file_lock)
+            if not isinstance(file_lock, SoftFileLock):  # which writes the same, where the file system has no flock
+                path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
+            # a killed run left them
+            self.temporary.unlink(missing_ok=True)
+            self.second_temporary.unlink(missing_ok=True)
+        except Timeout:
+            holder = ' on '.join(path.read_text().split())
+            raise InputError(f'out_dir={self.folder} is in use by process {holder}; choose another out_dir') from None
         except OSError as e:
             raise InputError(f'out_dir={self.folder} cannot be written ({e}); choose another') from None
+
+    def unlock(self, path, file_lock):
+        """Releases out_dir, and deletes it if the run has written nothing."""
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+        file_lock.release()
+
+    def numbered(self):
+        """Returns {step: path} of the checkpoints with a step in their name, newest first."""
+        paths = {int(path.stem[5:]): path for path in self.folder.glob('ckpt_*.pt') if path.stem[5:].isdecimal()}
+        return dict(sorted(paths.items(), reverse=True))
+
+    def list(self):
+        """Returns the checkpoints that a run can resume from, newest first."""
+        return [path for path in (self.newest, *self.numbered().values()) if path.exists()]
 
     def load_latest(self, Model=FusedMHF):
         """
@@ -177,39 +194,39 @@ class Checkpoints:
         start = time.perf_counter()
         step = state['step']
         try:
-            self.temporary.unlink(missing_ok=True)  # it may be a link to ckpt.pt
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
+            # before ckpt.pt: a run that is killed in between trains these steps again
+            if is_best:
+                self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
-            if is_best:
-                self._link_newest('ckpt_best.pt')
-            if self.keep_checkpoints:
-                self._link_newest(f'ckpt_{step:06}.pt')
+            self._link(self.newest, f'ckpt_{step:06}.pt')
             # later ones are damaged, or of a run that was abandoned
-            later = [path for path in self.numbered() if self.step_of(path) > step]
-            for path in later + self.numbered()[len(later) + self.keep_checkpoints :]:
-                path.unlink()
+            numbered = self.numbered()
+            kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
+            for number in numbered.keys() - kept:
+                numbered[number].unlink()
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
             raise InputError(f'{self.newest} could not be written ({e}); the previous checkpoint is intact') from None
         seconds = time.perf_counter() - start
         tqdm.write(f'checkpoint of step {step}: training waited {stall_seconds:.2f} s, written in {seconds:.2f} s')
 
-    def _link_newest(self, name):
-        """Gives ckpt.pt a second name, or copies it on a file system without hard links."""
+    def _link(self, path, name):
+        """Gives a checkpoint a second name, or copies it on a file system without hard links."""
         try:
-            os.link(self.newest, self.temporary)
+            os.link(path, self.second_temporary)
         except OSError:
-            shutil.copyfile(self.newest, self.temporary)
-        replace_durably(self.temporary, self.folder / name)
+            shutil.copyfile(path, self.second_temporary)
+        replace_durably(self.second_temporary, self.folder / name)
 
-    def resume_hint(self):
+    def describe_last(self):
         """Returns a sentence about the last checkpoint of a run that stops."""
         # if the last write fails, the previous checkpoint stays
         with contextlib.suppress(InputError):
             self.wait()
         if self.last_step is None:
             return 'no checkpoint was written yet'
-        return f'{self.last_path} contains step {self.last_step}; continue with --init_from=resume'
+        return f'{self.last_path} contains step {self.last_step}'

@@ -412,7 +412,7 @@ def open_model(out_dir='', released='', tokenizer=''):
 
 def export(out_dir, folder):
     """Writes the newest checkpoint of a run to a new folder in the released format. Raises InputError."""
-    checkpoints = Checkpoints(out_dir, 0, writes=False)
+    checkpoints = Checkpoints(out_dir, writes=False)
     model, ckpt = checkpoints.load_latest(FusedMHF)
     save_pretrained(model, folder, ckpt['config']['tokenizer'], ckpt['add_bos'])
     print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {folder}')

@@ -45,6 +45,8 @@ def pick_device(device=None):
     Returns the device to compute on: the requested one, else cuda if available, else cpu. mps must be requested, since
     it is untested. Under torchrun, cuda is the GPU of this process. Raises InputError for an unavailable device.
     """
+    if not isinstance(device, str | None):
+        raise InputError(f'device={device}: must be cuda, cuda:1, cpu or mps')
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
@@ -241,8 +243,14 @@ def all_reduce(tensor):
     return tensor
 
 
-def cleanup():
-    """Waits for all ranks, then leaves the process group: torchrun ends the other ranks as soon as one fails."""
+def barrier():
+    """Waits for all ranks, up to a day: rank 0 may need long to write a checkpoint."""
     if dist.is_initialized():
         dist.barrier(group=host_group())
+
+
+def cleanup():
+    """Waits for all ranks, then leaves the process group: torchrun ends the other ranks as soon as one fails."""
+    barrier()
+    if dist.is_initialized():
         dist.destroy_process_group()

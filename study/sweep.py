@@ -197,7 +197,6 @@ class Study:
             data_dir=entry['train'],
             tokenizer=self.data[entry['train']].get('tokenizer', 'mistral'),
             out_dir=scripts.folder,
-            keep_checkpoints=0,
         )
         return scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
@@ -261,7 +260,8 @@ def keep_weights_only(folder):
     state['optimizer'] = dict(state={}, param_groups=[{}])
     torch.save(state, folder / 'ckpt.pt.tmp')
     replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
-    (folder / 'ckpt_best.pt').unlink(missing_ok=True)
+    for path in folder.glob('ckpt_*.pt'):
+        path.unlink()
     parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
     counts = Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():

@@ -3,6 +3,7 @@ Helpers for the tests of the scripts. run() runs a script as a user does, but in
 already imported torch and other libraries: 3 seconds of imports would otherwise dominate each test.
 """
 
+import atexit
 import hashlib
 import importlib
 import json
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -68,7 +70,8 @@ def fork_server():
 
 
 def child(script, args, cwd, environment, patch, output):
-    """Runs `python script args`, or `python -m script args`, in a forked process, without the functions of atexit."""
+    """Runs `python script args`, or `python -m script args`, in a forked process."""
+    atexit._clear()  # the parent's
     # a process group of its own, which can be killed with all its workers
     os.setsid()
     # a daemon may not have processes of its own
@@ -99,6 +102,10 @@ def child(script, args, cwd, environment, patch, output):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
+    finally:
+        # as at the end of Python; multiprocessing does not call them
+        threading._shutdown()
+        atexit._run_exitfuncs()
 
 
 class Forked:

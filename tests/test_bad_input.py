@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -237,9 +238,10 @@ BAD = [
     Bad('learning rate without end', TRAIN + '--learning_rate=1e999', says='learning_rate=inf'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('negative layers', TRAIN + '--unfrozen_end_layers=-1', says='unfrozen_end_layers=-1'),
-    Bad('keep', TRAIN + '--keep_checkpoints=-1', says='keep_checkpoints=-1'),
     Bad('no such GPU', TRAIN + '--device=cuda:9', says='device=cuda:9 is not available'),
     Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', environment(LOCAL_RANK='5')),
+    Bad('a device without its kind', TRAIN + '--device=1', says='device=1: must be cuda, cuda:1, cpu or mps'),
+    Bad('no value for the device', TRAIN + '--device', says='device=True: must be'),
     Bad('no such device', TRAIN + '--device=abacus', says='abacus'),
     Bad('not an Apple', TRAIN + '--device=mps', says='device=mps is not available'),
     Bad('no such dtype', TRAIN + '--dtype=float8', says='dtype=float8'),
@@ -360,8 +362,8 @@ def test_bad_input(bad, copy):
     before = snapshot(copy)
     done = run(*bad.command.split(), cwd=copy, **variables if isinstance(variables, dict) else {})
     assert done.returncode == 1, (done.stdout, done.stderr)
-    # the measured precision is not part of the error
-    lines = [line for line in done.stderr.splitlines() if not line.startswith('dtype=')]
+    # neither the measured precision nor a progress bar is part of the error
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not re.search('^dtype=|%\\|', line)]
     assert len(lines) == 1 and lines[0].startswith('error: ') and bad.says in lines[0], done.stderr
     assert snapshot(copy) == before
 

@@ -59,10 +59,10 @@ def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'fsync', fsync)
     monkeypatch.setattr(os, 'replace', replace)
-    checkpoints = Checkpoints(tmp_path, keep_checkpoints=1)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(dict(step=1), is_best=True)
     checkpoints.wait()
-    names = ('ckpt.pt', 'ckpt_best.pt', 'ckpt_000001.pt')
+    names = ('ckpt_best.pt', 'ckpt.pt', 'ckpt_000001.pt')
     assert calls == [call for name in names for call in ('file', name, 'folder')]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 

@@ -77,7 +77,8 @@ def test_training_learns_and_reports(few):
 
 def test_a_redirected_log_is_readable(quick):
     """A file receives a line every log_interval steps, a warning for the product loss, and no progress bar."""
-    done = ok('train.py', 'cfg.py', '--out_dir=b', '--loss=product', '--log_interval=2', *until(5), cwd=quick)
+    args = ('--out_dir=o$a_{$b', '--loss=product', '--log_interval=2')  # no TeX in the picture
+    done = ok('train.py', 'cfg.py', *args, *until(5), cwd=quick)
     lines = re.findall(r'^step (\d)/5: loss [\d.]+, lr \S+, norm [\d.]+, \d+ ms, [\d,]+ tokens/s$', done.stdout, re.M)
     assert lines == ['2', '4', '5'] and '%|' not in done.stdout + done.stderr
     assert 'P(w) will be overconfident' in done.stdout and '--loss=exact' in done.stdout
@@ -321,14 +322,14 @@ def test_what_a_resumed_run_may_change(quick):
     # single_id excludes num_lsh
     refused = [run('train.py', *args, *ids, *changes, cwd=quick) for changes in (flags, [single_id])]
     for done in refused:
-        assert done.returncode == 1 and 'Traceback' not in done.stderr and 'a resumed run keeps it' in done.stderr
+        assert done.returncode == 1 and 'Traceback' not in done.stderr and 'must not change' in done.stderr
     for key, value in OTHER.items():
         assert re.search(rf'\b{key}=\S* \(now {value}\)', refused[key == 'single_id'].stderr), key
     other = run('train.py', *args, '--tokenizer=tekken', cwd=quick)
     shutil.rmtree(quick / 'ids')
     assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr and snapshot(quick) == before
     changed = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5')
-    changed += ('--keep_checkpoints=1', '--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1')
+    changed += ('--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1')
     ok('train.py', *args, *changed, cwd=quick)
     assert weights(quick)['step'] == 25
 
@@ -364,6 +365,97 @@ def test_other_data_is_refused(quick):
     assert refused.returncode == 1 and 'was trained on other data: train_sha256 differs' in refused.stderr
     assert '--init_from=out and another --out_dir' in refused.stderr
     ok('train.py', *data, '--init_from=out', '--out_dir=b', cwd=quick)
+
+
+def test_a_resumed_run_takes_its_architecture_from_its_checkpoint(quick):
+    """A stopped run with init_from=MODEL resumes as advised; another architecture on the command line is refused."""
+    (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\n')
+    command = ('train.py', 'cfg.py', 'three.py', '--out_dir=b')
+    stop = IN_FORWARD.format(n=3, do='os.kill(os.getpid(), signal.SIGINT)')
+    refused = run(*command, '--init_from=out', '--num_layers=3', cwd=quick)
+    assert refused.returncode == 1 and 'num_layers=2 (now 3)' in refused.stderr and not (quick / 'b').exists()
+    stopped = run(*command, '--init_from=out', cwd=quick, patch=stop)
+    assert stopped.returncode == 130 and 'resume with --init_from=resume' in stopped.stderr
+    assert 'resumed at step 2' in ok(*command, '--init_from=resume', cwd=quick).stdout
+    assert weights(quick, 'b')['model_config']['num_layers'] == 2
+    refused = run(*command, '--init_from=resume', '--max_steps=30', '--num_layers=3', cwd=quick)
+    assert refused.returncode == 1 and 'num_layers=2 (now 3)' in refused.stderr
+
+
+def test_a_changed_schedule_is_reported(quick):
+    """A resumed run says that its learning rate jumps, and a run whose schedule ends early says so."""
+    args = ('train.py', 'cfg.py', '--init_from=resume')
+    done = ok(*args, '--max_steps=26', cwd=quick)
+    lr = [step['lr'] for step in steps(quick)]
+    assert f'the learning rate jumps from {lr[23]:.2e} to {lr[24]:.2e}' in done.stdout and lr[24] > 1.5 * lr[23]
+    done = ok(*args, '--max_steps=28', '--lr_decay_steps=26', cwd=quick)
+    assert 'jumps' not in done.stdout and 'lr_decay_steps=26: the learning rate is 0 from there' in done.stdout
+
+
+def test_a_run_from_scratch_starts_its_log(quick):
+    """Without its checkpoints a run starts from scratch, with a log of its own."""
+    for path in (quick / 'out').glob('ckpt*'):
+        path.unlink()
+    ok('train.py', 'cfg.py', *until(2), cwd=quick)
+    assert [e['step'] for e in events(quick)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize('renames', [1, 2])
+def test_a_kill_between_two_names(quick, renames):
+    """A run that is killed between the names of its last checkpoint ends with all of them, and with its picture."""
+    patch = f"""
+import os, signal
+names = []
+def replace(source, target, real=os.replace):
+    real(source, target)
+    names.append(target)
+    if len(names) == {renames}:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace = replace
+"""
+    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume', '--eval_interval=24')
+    assert run(*command, cwd=quick, patch=patch).returncode == -signal.SIGKILL
+    ok(*command, cwd=quick)
+    for name in ('ckpt.pt', 'ckpt_best.pt'):
+        assert torch.load(quick / 'b' / name, weights_only=True)['step'] == 24
+    assert (quick / 'b/loss.png').exists() and not list((quick / 'b').glob('*.tmp'))
+
+
+def test_one_run_in_an_out_dir(quick):
+    """A second run in an out_dir ends in one line that names the first; a killed run does not block the next."""
+    slow = IN_FORWARD.format(n=20, do="open('slow', 'w').close(); import time; time.sleep(60)")
+    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
+    first = started(*command, cwd=quick, wait_for='slow', patch=slow)
+    before = snapshot(quick)
+    second = run(*command, cwd=quick)
+    assert second.returncode == 1 and second.stderr.count('\n') == 1 and snapshot(quick) == before
+    assert f'out_dir=b is in use by process {first.pid} on ' in second.stderr
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
+
+
+WANDB = """
+def init(**options):
+    {body}
+class Run:
+    def log(self, event, step):
+        open('logged', 'a').write(f'{{step}} ')
+"""
+
+
+@pytest.mark.parametrize(
+    'body, says', [(None, 'pip install wandb'), ('raise ValueError("No API key")', 'No API key; run')]
+)
+def test_wandb_is_not_ready(quick, body, says):
+    """Without wandb, even next to a folder wandb, or without a login, a run ends in one line and writes nothing."""
+    (quick / 'wandb').mkdir()
+    if body:
+        (quick / 'wandb/__init__.py').write_text(WANDB.format(body=body))
+    before = snapshot(quick)
+    done = run('train.py', 'cfg.py', '--out_dir=b', '--wandb', cwd=quick, patch="import sys; sys.path.append('')")
+    assert done.returncode == 1 and done.stderr.count('\n') == 1 and says in done.stderr, done.stderr
+    assert snapshot(quick) == before or body
 
 
 # -----------------------------------------------------------------------------
@@ -416,7 +508,7 @@ def test_a_signal_saves_a_checkpoint(quick, signum, code):
     assert process.returncode == code and 'Traceback' not in stderr and '--init_from=resume' in stderr, stderr
     at = weights(quick, 'b')['step']
     assert [e['step'] for e in steps(quick, 'b')] == list(range(1, at + 1)) and at < 24
-    assert f'resumed at step {at}' in ok(*command, cwd=quick).stdout
+    assert f'resumed at step {at}' in ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=quick).stdout
     for key in ('model', 'optimizer'):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
     assert 'ckpt.pt is at step 24 of 24: done' in ok(*command, cwd=quick).stdout
@@ -546,6 +638,20 @@ def test_ranks_must_agree(quick, tmp_path):
     assert all(difference in errors for difference in expected), errors
     # under torchrun one line is enough
     assert rest == (1, '', '') and snapshot(tmp_path) == before
+
+
+def test_a_slow_write_is_not_a_failure(quick):
+    """All ranks wait for rank 0's write, even if it takes longer than a training step may."""
+    slow = """
+import datetime, time
+from mhf import checkpoint, runtime
+runtime.TIMEOUT = datetime.timedelta(seconds=2)
+write = checkpoint.Checkpoints._write
+checkpoint.Checkpoints._write = lambda *args: (time.sleep(4), write(*args))
+"""
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6))
+    done = wait_all(ranks(2, *args, cwd=quick, patch=slow))
+    assert [code for code, *_ in done] == [0, 0], done
 
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
