@@ -2,14 +2,14 @@ PYTHON ?= python3
 
 .PHONY: demo gpu lint test
 
-# Text in, a trained MultiHashFormer out, samples on the screen. Repeated, it goes on with what is there. ARGS goes to
-# train.py: make demo ARGS='--max_steps=100'
+# Prepares data, trains a small model and samples from it; rerunning resumes. ARGS goes to train.py:
+# make demo ARGS='--max_steps=100'
 demo: .venv/installed
 	.venv/bin/python prepare.py config/mhf_tiny.py
 	.venv/bin/python train.py config/mhf_tiny.py --auto_resume $(ARGS)
 	.venv/bin/python sample.py config/mhf_tiny.py
 
-# Checks the rules of pyproject.toml.
+# Checks style and formatting.
 lint: .venv/installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -18,8 +18,8 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# Measures this machine's GPU, the kernels of the head and a step of 100M, and tests that the results are right. Prints
-# times, then yes or no, and writes gpu.json. PY=python3 uses installed packages instead of .venv.
+# Benchmarks this GPU (the head's kernels, a training step of 100M) and runs the GPU tests. Prints times, then yes or no,
+# and writes gpu.json. PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
@@ -28,6 +28,7 @@ gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 .venv/installed: requirements.txt
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c "import sys; sys.version_info < (3, 11) and sys.exit('error: Python ' + sys.version.split()[0] + ' is older than 3.11; name another: make PYTHON=python3.12')"
+	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install -r requirements.txt
 	touch $@

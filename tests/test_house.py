@@ -1,7 +1,11 @@
-"""Imports point one way, scripts -> mhf/ -> model, hashing -> configurator, without a cycle."""
+"""The repository: imports point one way, scripts -> mhf/ -> model, hashing -> configurator; the Makefile installs."""
 
 import ast
+import shutil
+import subprocess
+import sys
 
+import pytest
 from conftest import REPO
 
 SCRIPTS = {'train', 'prepare', 'sample', 'eval', 'expand', 'bench'}
@@ -9,7 +13,7 @@ GROUND = {'configurator': set(), 'hashing': {'configurator'}, 'model': {'configu
 
 
 def imported(path):
-    """The modules of this repository that a file imports, anywhere in it: mhf.fused, model, study.rows ..."""
+    """Returns the modules of this repository that a file imports: mhf.fused, model, study.rows ..."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
@@ -17,21 +21,48 @@ def imported(path):
         elif isinstance(node, ast.ImportFrom):
             # from mhf import kernels: a module; from mhf.data import Bins: not one
             names |= {f'{node.module}.{alias.name}' for alias in node.names} | {node.module}
-    there = {'.'.join(file.relative_to(REPO).with_suffix('').parts) for file in REPO.glob('[!.]*/*.py')}
-    there |= {file.stem for file in REPO.glob('*.py')}
-    return names & there
+    modules = {'.'.join(file.relative_to(REPO).with_suffix('').parts) for file in REPO.glob('[!.]*/*.py')}
+    modules |= {file.stem for file in REPO.glob('*.py')}
+    return names & modules
 
 
 def test_imports_point_one_way():
-    """No file imports a script, model.py does not need mhf/, and no two files of mhf/ need each other."""
+    """No file imports a script, model.py does not import mhf/, and mhf/ has no import cycle."""
     for name, allowed in GROUND.items():
         assert imported(REPO / f'{name}.py') <= allowed, name
-    needs = {}
+    imports = {}
     for path in (*REPO.glob('mhf/*.py'), *REPO.glob('study/*.py'), *(REPO / f'{name}.py' for name in SCRIPTS)):
         assert not imported(path) & SCRIPTS, path
         if path.parent.name == 'mhf':
-            needs[f'mhf.{path.stem}'] = {name for name in imported(path) if name not in GROUND}
-    while needs:
-        alone = {name for name, others in needs.items() if not others & needs.keys()}
-        assert alone, f'a cycle among {sorted(needs)}, or something that is not in mhf/'
-        needs = {name: others for name, others in needs.items() if name not in alone}
+            imports[f'mhf.{path.stem}'] = {name for name in imported(path) if name not in GROUND}
+    while imports:
+        leaves = {name for name, imported_names in imports.items() if not imported_names & imports.keys()}
+        assert leaves, f'an import cycle among {sorted(imports)}'
+        for name in leaves:
+            del imports[name]
+
+
+# stands in for a Python of a version, and notes its arguments
+PYTHON = """#!/bin/sh
+echo "$@" >> calls
+if [ "$1" = -c ]; then exec {python} -c "import sys; sys.version = '{version}'; sys.version_info = ({tuple}); $2"; fi
+"""
+
+
+@pytest.mark.skipif(not shutil.which('make'), reason='no make')
+@pytest.mark.parametrize(
+    'version, code, line', [('3.10.4', 2, 'error: Python 3.10.4 is older than 3.11'), ('3.12.1', 0, '')]
+)
+def test_make_needs_a_current_python(tmp_path, version, code, line):
+    """`make` refuses an older Python in one line before it installs, and replaces the .venv of another Python."""
+    for name in ('Makefile', 'requirements.txt'):
+        shutil.copy(REPO / name, tmp_path)
+    fake = PYTHON.format(python=sys.executable, version=version, tuple=version.replace('.', ', '))
+    (tmp_path / '.venv/bin').mkdir(parents=True)
+    for path in ('python', '.venv/bin/python'):
+        (tmp_path / path).write_text(fake)
+        (tmp_path / path).chmod(0o755)
+    command = ['make', '.venv/installed', 'PYTHON=./python']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.startswith(line), done.stderr
+    assert ('-m venv --clear .venv' in (tmp_path / 'calls').read_text()) == (code == 0)
