@@ -30,6 +30,7 @@ from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
 from mhf.runtime import all_gather_object, cleanup
 from mhf.sources import read_documents
+from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
 out_dir = ''  # folder of the checkpoint; '': the newest one under the working folder
@@ -96,6 +97,8 @@ def read_text(path, tok):
         ids += [tok.bos, *tok.encode([document])[0]]
     if not ids:
         raise InputError(f'--text={path}: no text in it')
+    lengths = byte_lengths(tok)
+    warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
     return ids, num_bytes
 
 

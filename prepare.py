@@ -328,7 +328,7 @@ def report(job, counts):
                 print(f'warning: {source["dataset"]} has fewer tokens than requested', file=sys.stderr)
     units, incomplete = data.read_units(job.folder, job.meta)
     entries = [unit[split] for unit in units.values() for split in SPLITS]
-    warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
+    warn_lost(job.tok, sum(entry.get('lost_bytes', 0) for entry in entries), sum(entry['bytes'] for entry in entries))
     if incomplete:
         print(f'{job.folder}: this part is complete, other parts are not')
         return

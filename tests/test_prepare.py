@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 import configurator
+import eval as evaluation
 import prepare
 from configurator import InputError
 from hashing import fingerprint, signature_table
@@ -165,6 +166,8 @@ def test_text_that_the_tokenizer_drops(tmp_path, capsys):
         tok.save(f'{tmp_path}/tok.json')
         prepared(tmp_path / 'd', dataset=f'{tmp_path}/docs.jsonl', tokenizer=f'{tmp_path}/tok.json')
         warning = f"warning: tokenizer '{tmp_path}/tok.json' drops {lost:.2%} of the text's bytes\n"
+        assert capsys.readouterr().err == (warning if lost else '')
+        evaluation.read_text(tmp_path / 'docs.jsonl', get_tokenizer(f'{tmp_path}/tok.json'))
         assert capsys.readouterr().err == (warning if lost else '')
         shutil.rmtree(tmp_path / 'd')
     tokenizers.Tokenizer(models.WordLevel(ascii_ids, unk_token='<unk>')).save(f'{tmp_path}/tok.json')
