@@ -13,7 +13,7 @@ so that its rows stay in the L2 cache.
 
 There are no atomic adds, so equal inputs give equal bits. Offsets into what grows with n are 64-bit. Block sizes come
 from compiling for sm_90 and counting registers (tests/compile_kernels.py). No GPU has measured them yet;
-study/kernels.py finds the fastest ones on a GPU.
+study/kernels.py times other ones on a GPU.
 """
 
 from typing import NamedTuple

@@ -19,7 +19,7 @@ from mhf import fused
 from mhf.fused import ChunkSizes
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
-from study import kernels as study_kernels
+from study.kernels import COLUMNS, KERNELS, random_inputs, signature_index
 
 pytest.importorskip('triton', reason='needs the package triton')
 DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] == '0' else 'cpu'
@@ -27,9 +27,10 @@ on_a_gpu = pytest.mark.skipif(DEVICE == 'cpu', reason='needs a GPU, and `make gp
 KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
 
 
-def distance(ours, theirs):
+def distance(measured, expected):
     """Relative distance of two tensors."""
-    a, b = (t.detach().double().cpu() for t in (ours, theirs))
+    a = measured.detach().double().cpu()
+    b = expected.detach().double().cpu()
     return ((a - b).norm() / b.norm()).item()
 
 
@@ -87,31 +88,52 @@ def test_a_compiled_chunk(changes):
     assert not ReinplaceCounters.get_total_missed()
 
 
+def random_index(V, H, B):
+    return signature_index(torch.randint(1, B, (V, H), device='cpu').numpy(), B)
+
+
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
     """The kernels have the loss and gradient of the sums in columns, and equal bits each time."""
-    sizes = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
-    V, H, B, n = sizes
-    case = study_kernels.random_case(torch.randint(1, B, (V, H)).to(DEVICE), B, n, dtype)
-    measured = study_kernels.exactness(case)
-    assert measured['nll'] < 1e-5 and measured['gradient'] < tolerance and measured['same_bits'], measured
-    if DEVICE == 'cuda':
-        assert study_kernels.peak_memory(case) < 1.1 * sum(study_kernels.bytes_allocated(case))
+    V, H, B, n = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
+    with torch.device(DEVICE):
+        index = random_index(V, H, B)
+        o, y = random_inputs(index, n, dtype)
+    again = [o_i.clone() for o_i in o]
+    in_columns = [o_i.clone() for o_i in o]
+    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
+    assert torch.equal(nll, fused.exact_nll(again, y, index, KERNELS, gradient=True))
+    assert all(map(torch.equal, o, again))
+    expected = fused.exact_nll(in_columns, y, index, COLUMNS, gradient=True)
+    assert (nll - expected).abs().max() < 1e-5 and distance(torch.cat(o), torch.cat(in_columns)) < tolerance
+
+
+@on_a_gpu
+def test_memory_of_the_kernels():
+    """The kernels allocate the transposed bucket logits and the token logits, and little else."""
+    with torch.device(DEVICE):
+        index = random_index(32768, 4, 16384)
+        o, y = random_inputs(index, 4096, torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused.exact_nll(o, y, index, KERNELS, gradient=True)
+    token_logits = 4 * 4096 * 32768
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * (sum(o_i.nbytes for o_i in o) + token_logits)
 
 
 @on_a_gpu
 def test_more_bucket_logits_than_an_int32_counts():
     """The kernels are correct for a chunk with more than 2^31 bucket logits."""
     n = 2**15 + 100
-    B = 16384
-    case = study_kernels.random_case(torch.randint(1, B, (1000, 4), device=DEVICE), B, n, torch.bfloat16)
-    for part in (slice(0, 100), slice(n - 100, n)):
-        o = [o_i[part].clone() for o_i in case.o]
-        expected = fused.exact_nll(o, case.y[part], case.index, study_kernels.COLUMNS, gradient=True)
-        whole = case.copies()
-        nll = fused.exact_nll(whole, case.y, case.index, study_kernels.KERNELS, gradient=True)
-        assert torch.allclose(nll[part], expected, atol=1e-5)
-        assert all(distance(ours[part], theirs) < 5e-3 for ours, theirs in zip(whole, o, strict=True))
+    with torch.device(DEVICE):
+        index = random_index(1000, 4, 16384)
+        o, y = random_inputs(index, n, torch.bfloat16)
+    parts = (slice(0, 100), slice(n - 100, n))
+    expected = [[o_i[part].clone() for o_i in o] for part in parts]
+    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
+    for part, o_part in zip(parts, expected, strict=True):
+        assert torch.allclose(nll[part], fused.exact_nll(o_part, y[part], index, COLUMNS, gradient=True), atol=1e-5)
+        assert all(distance(g[part], g_part) < 5e-3 for g, g_part in zip(o, o_part, strict=True))
 
 
 def test_products_are_summed_in_float32():
