@@ -79,12 +79,8 @@ def last_words(path):
     """
     path = re.sub(r'@[\d.e+]+$', '', path)
     is_glob = re.search(r'[*?[]', path)
-    words = []
-    for name in path.split('/'):
-        word = re.sub(r'[*?[\]]', '', name).strip('.-')
-        if word:
-            words.append(word)
-    return '-'.join(words[-2:] if is_glob else words[-1:])
+    words = [re.sub(r'[*?[\]]', '', name).strip('.-') for name in path.split('/')]
+    return '-'.join([word for word in words if word][-2 if is_glob else -1 :])
 
 
 # -----------------------------------------------------------------------------
@@ -113,14 +109,11 @@ def write_json(path, value, part):
 
 
 def parse_meta(folder):
-    """Returns the contents of meta.json, complete or not, or None if it does not exist. Raises InputError."""
+    """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
     path = Path(folder) / 'meta.json'
     if not os.path.exists(path):
         return None
-    try:
-        meta = json.loads(path.read_bytes())
-    except ValueError:
-        meta = {}
+    meta = json.loads(path.read_bytes())
     if 'parts' not in meta:
         raise InputError(f'{path} is not of this version of prepare.py; delete {folder} and prepare it again')
     return meta
@@ -155,7 +148,7 @@ def reached_limit(counts, source):
 
 
 def read_folder(folder):
-    """Returns the contents of meta.json and {number: json} of all units. Raises InputError if absent or incomplete."""
+    """Returns meta.json and {number: json} of all units. Raises InputError if the folder is absent or incomplete."""
     meta = parse_meta(folder)
     if meta is None:
         raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
@@ -166,21 +159,15 @@ def read_folder(folder):
     return meta, finished
 
 
-def read_meta(folder):
-    """Returns the contents of meta.json. Raises InputError if the folder is absent or incomplete."""
-    meta, _ = read_folder(folder)
-    return meta
-
-
 class Bins:
     """
     The shards of a split as one array: len(), and [a:b], memory-mapped within a shard: token ids (b - a,) uint16 or
     uint32, or signatures (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` of text are its totals;
-    `fingerprint` is a SHA-256 of the shards' SHA-256.
+    `fingerprint` is a SHA-256 of the shards' SHA-256; `meta` is meta.json. Raises InputError.
     """
 
     def __init__(self, folder, split):
-        _, units = read_folder(folder)
+        self.meta, units = read_folder(folder)
         shards = [unit[split] for unit in units.values()]
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
@@ -220,11 +207,10 @@ def open_shard(folder, shard):
     path = Path(folder) / shard['file']
     try:
         tokens = np.load(path, mmap_mode='r')
+        if len(tokens) != shard['tokens']:
+            raise ValueError(f'{len(tokens):,} tokens, its json has {shard["tokens"]:,}')
     except (OSError, ValueError, EOFError) as e:  # missing, cut off, or not .npy
         raise InputError(f'{path} is missing or damaged ({e!s:.200}); delete {folder} and prepare it again') from None
-    if len(tokens) != shard['tokens']:
-        sizes = f'{len(tokens):,} tokens, its json has {shard["tokens"]:,}'
-        raise InputError(f'{path} has {sizes}; delete {folder} and prepare it again')
     return tokens
 
 
@@ -233,14 +219,15 @@ def open_bins(config):
     folder = data_folder(config)
     if parse_meta(folder) is None:
         raise no_bins(config, folder)
-    meta = read_meta(folder)
+    train = Bins(folder, 'train')
+    meta = train.meta
     if meta['tokenizer'] != config['tokenizer']:
         differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
         raise InputError(f'{folder} was prepared with {differs}')
     if meta['dataset'] != config['dataset'] and any(arg.startswith('--dataset=') for arg in sys.argv[1:]):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir, or leave --dataset out')
-    return Bins(folder, 'train'), Bins(folder, 'val'), meta
+    return train, Bins(folder, 'val'), meta
 
 
 def no_bins(config, folder):
@@ -310,10 +297,10 @@ def data_identity(meta, table, train_bins):
 
 def held_out_ids(folder, tok):
     """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
-    meta = read_meta(folder)
+    val = Bins(folder, 'val')
+    meta = val.meta
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
         raise InputError(f"{folder} was prepared with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
-    val = Bins(folder, 'val')
     if meta['data_format'] == 'ids':
         return val[:].tolist(), val.bytes
     table = config_table(meta, tok)

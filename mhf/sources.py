@@ -4,8 +4,8 @@ Sources: the files of a data set, and the documents in them.
     for text in read_documents('books/*.jsonl.xz'): ...
 
 A document is a .txt file, a line of a .jsonl file (its field `text`) or a row of a .parquet file (its column `text`).
-Text is UTF-8; a byte order mark at the start of a file is dropped, and \\r\\n becomes \\n. A .txt is read whole: text
-that does not fit into memory belongs into a .jsonl. To add a data set on the hub, name it in HUB.
+Text is UTF-8; a byte order mark is dropped, and \\r\\n becomes \\n. A .txt is read into memory at once: put more text
+than fits into a .jsonl. To add a data set on the hub, name it in HUB.
 """
 
 import glob
@@ -118,7 +118,7 @@ def file_size(path):
 
 def read_documents(dataset):
     """Yields the documents of a data set, as read_files does."""
-    yield from read_files(input_files(dataset))
+    return read_files(input_files(dataset))
 
 
 def read_files(paths):
@@ -132,23 +132,20 @@ def read_files(paths):
 
 def read_file(path):
     """Yields the text of each document of a file, '' if it has none. Raises InputError."""
-    rows = 0
+    row = 1
     try:
         for text in read_parquet(path) if path.endswith('.parquet') else read_text(path):
             if not isinstance(text, str | None):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
-            rows += 1
+            row += 1
     except Exception as e:  # of decompression, decoding, parquet, the network: each library has its own
-        if isinstance(e, InputError):
-            raise InputError(f'{path}, row {rows + 1:,}: {e}') from None
-        advice = ''
+        reason = str(e) if isinstance(e, InputError) else f'cannot be read ({one_line(e)})'
+        if isinstance(e, UnicodeError):
+            reason += '; convert it to UTF-8'
         if path.startswith('hf://'):
-            advice = '; rerun the same command to resume'
-        elif isinstance(e, UnicodeError):
-            advice = '; convert it to UTF-8'
-        after = f' after row {rows:,}' if rows else ''
-        raise InputError(f'{path} cannot be read{after} ({one_line(e)}){advice}') from None
+            reason += '; rerun the same command to resume'
+        raise InputError(f'{path}, row {row:,}: {reason}') from None
 
 
 class XzFile(lzma.LZMAFile):

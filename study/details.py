@@ -17,7 +17,7 @@ import torch
 
 from configurator import InputError, install_excepthook
 from mhf.checkpoint import load_checkpoint
-from mhf.data import Bins, read_meta
+from mhf.data import Bins
 from mhf.runtime import pick_device
 
 TEMPERATURES = [k / 10 for k in range(5, 51)]
@@ -25,12 +25,13 @@ TEMPERATURES = [k / 10 for k in range(5, 51)]
 
 def read_ids(folder, split, tokenizer_sha256):
     """The token ids of a split, (n,) int64. Raises InputError if the folder is of another format or tokenizer."""
-    meta = read_meta(folder)
+    bins = Bins(folder, split)
+    meta = bins.meta
     if meta['data_format'] != 'ids':
         raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids in another folder')
     if meta['tokenizer_sha256'] != tokenizer_sha256:
         raise InputError(f"{folder} was prepared with '{meta['tokenizer']}', not with the model's tokenizer")
-    return torch.tensor(Bins(folder, split)[:].astype('int64'))
+    return torch.tensor(bins[:].astype('int64'))
 
 
 def score_tokens(model, ids, temperatures):

@@ -171,7 +171,7 @@ BAD = [
     Bad(
         'UTF-16',
         PREPARE + '--dataset=e.txt',
-        'e.txt cannot be read (UnicodeDecodeError: ',
+        'e.txt, row 1: cannot be read (UnicodeDecodeError: ',
         file('e.txt', ('word ' * 99).encode('utf-16')),
     ),
     Bad('truncated xz', PREPARE + '--dataset=e.jsonl.xz', 'e.jsonl.xz', file('e.jsonl.xz', lzma.compress(noise)[:-20])),

@@ -28,7 +28,7 @@ import prepare
 from configurator import InputError
 from hashing import fingerprint, signature_table
 from mhf import data, sources
-from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins, read_meta
+from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins
 from mhf.tokenizers import get_tokenizer
 
 
@@ -85,7 +85,7 @@ def test_signatures_equal_ids(tmp_path, mistral):
     ids = prepared(tmp_path / 'ids', **same)
     prepared(tmp_path / 's', **same, data_format='signatures')
     table = signature_table(mistral.tokens, 3, 2048, pad_id=mistral.pad)
-    assert read_meta(tmp_path / 's')['table_sha256'] == fingerprint(table)
+    assert Bins(tmp_path / 's', 'val').meta['table_sha256'] == fingerprint(table)
     for split, split_ids in zip(data.SPLITS, ids, strict=True):
         signatures = Bins(tmp_path / 's', split)[:]
         assert signatures.dtype == np.uint16 and (signatures == table[split_ids]).all()
@@ -355,11 +355,11 @@ def test_hub(tmp_path, mistral, monkeypatch):
             yield text
 
     monkeypatch.setattr(sources, 'read_parquet', shaky)
-    with pytest.raises(InputError, match='001.parquet cannot be read after row 7 .*the network is down'):
+    with pytest.raises(InputError, match='001.parquet, row 8: cannot be read .*the network is down'):
         prepared(tmp_path / 'broken', dataset='fineweb-edu')
     assert set(contents(tmp_path / 'broken')) == {'000000.json', 'train_000000.bin', 'val_000000.bin'}
     with pytest.raises(InputError, match='is incomplete'):
-        read_meta(tmp_path / 'broken')
+        Bins(tmp_path / 'broken', 'train')
     monkeypatch.setattr(sources, 'read_parquet', read_parquet)
     # a later commit has other files
     monkeypatch.setattr(sources, 'hub_files', lambda dataset: pytest.fail('listed again'))
