@@ -220,10 +220,14 @@ def configure_optimizer():
 
 
 optimizer = configure_optimizer()
-resumed_config = None
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
-    resumed_config = ckpt['config']
+    before = ckpt['config']
+    resumed_schedule = (
+        before['learning_rate'],
+        before['warmup_steps'],
+        before['lr_decay_steps'] or before['max_steps'],
+    )
     ckpt = None  # frees its memory
 # after one backward pass on zeros, every .grad is a view of a DDP bucket, so gradients exist once
 accumulates_in_buckets = world_size > 1 and accumulation > 1
@@ -356,24 +360,19 @@ def request_stop(signum, frame):
         signal.raise_signal(signum)
 
 
-def describe_speed(seconds):
-    """Returns the time of a step, tokens/s and, if the GPU's peak is known, MFU as text."""
-    speed = tokens_per_step / seconds
-    text = f'{seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
-    if peak:
-        text += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
-    return text
+def check_finite(**values):
+    """Ends a run that diverged, before it updates or saves its weights."""
+    if not all(map(math.isfinite, values.values())):
+        advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
+        raise InputError(f'step {step}: {", ".join(f"{key} {value}" for key, value in values.items())}; {advice}')
 
 
 def print_setup():
-    """Prints the model, the batch, and what the user may not expect."""
+    """Prints the model, the batch, and surprising consequences of the settings."""
     c = raw_model.config
     interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
-    frozen = sum(p.numel() for p in raw_model.parameters() if not p.requires_grad)
-    if frozen:
-        print(f'{frozen:,} parameters are frozen: the layers between the first and the last {unfrozen_end_layers}')
     if trains_product:
         print('P(w) will be overconfident, because the product loss does not train it; --loss=exact trains it')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
@@ -384,11 +383,9 @@ def print_setup():
         print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from there to max_steps={max_steps}')
     if resume:
         print(f'resumed at step {first_step}')
-        schedule = ('learning_rate', 'warmup_steps')
-        before = resumed_config['lr_decay_steps'] or resumed_config['max_steps']
-        if before != schedule_steps or any(resumed_config[name] != config[name] for name in schedule):
-            rates = f'{optimizer.param_groups[-1]["lr"]:.2e} to {get_lr(first_step):.2e}'
-            print(f'the schedule differs from that of the checkpoint: the learning rate jumps from {rates}')
+    if resume and resumed_schedule != (learning_rate, warmup_steps, schedule_steps):
+        rates = f'{optimizer.param_groups[-1]["lr"]:.2e} to {get_lr(first_step):.2e}'
+        print(f'the schedule differs from the checkpoint: the learning rate jumps from {rates}')
 
 
 # -----------------------------------------------------------------------------
@@ -397,7 +394,8 @@ def print_setup():
 if first_step >= max_steps:
     if master:
         print(f'{source} is at step {first_step} of {max_steps}: done')
-        plot_loss()
+        if log_path.exists():
+            plot_loss()
     cleanup()
     sys.exit()
 if master:
@@ -406,7 +404,7 @@ if master:
     print_setup()
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, request_stop)
-peak = peak_flops(device) if dtype == 'bfloat16' else None
+peak = peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
 bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
@@ -431,9 +429,7 @@ for step in range(first_step, max_steps):
     mean_loss, any_signal = shared.tolist()
     if any_signal and not stop_signal:
         stop_signal = signal.SIGTERM  # another rank received it
-    if not math.isfinite(mean_loss + grad_norm):
-        values = f'loss {mean_loss}, gradient norm {grad_norm}'
-        raise InputError(f'step {step}: {values}; {checkpoints.describe_last()}; resume with a smaller learning_rate')
+    check_finite(loss=mean_loss, grad_norm=grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=not accumulates_in_buckets)
     step_seconds.append(time.perf_counter() - start)
@@ -444,13 +440,18 @@ for step in range(first_step, max_steps):
     if master:
         tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
         log(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
-        if done % log_interval == 0 or done == max_steps:
-            speed = describe_speed(statistics.median(step_seconds[-log_interval:]))
-            tqdm.write(f'step {done}/{max_steps}: loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {speed}')
+    if master and (done % log_interval == 0 or done == max_steps):
+        seconds = statistics.median(step_seconds[-log_interval:])
+        speed = tokens_per_step / seconds
+        line = f'loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
+        if peak:
+            line += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
+        tqdm.write(f'step {done}/{max_steps}: {line}')
     validates = done % eval_interval == 0 or done == max_steps
     is_best = False
     if validates:
         result = evaluate()
+        check_finite(val_loss=result['val_loss'])
         is_best = result['val_loss'] < best_val_loss
         best_val_loss = min(best_val_loss, result['val_loss'])
     if validates and master:
@@ -487,6 +488,5 @@ if done < max_steps:
         print(f'stopped by signal {stop_signal:d}; {last}', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
-    seconds = statistics.mean(step_seconds[min(5, len(step_seconds) - 1) :])  # without warm-up
-    print(f'{describe_speed(seconds)}; {out_dir}/ckpt.pt, log.jsonl, loss.png')
     plot_loss()
+    print(f'{out_dir}: ckpt.pt, ckpt_best.pt, log.jsonl, loss.png')

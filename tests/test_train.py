@@ -253,6 +253,36 @@ def test_non_finite_loss_stops_before_the_update(quick):
     assert snapshot(quick) == before
 
 
+def test_a_diverged_run_resumes_as_advised(quick):
+    """A run that diverges saves no broken weights, so it resumes with a smaller learning rate."""
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=1', '--warmup_steps=1', *until(6))
+    done = run(*args, '--learning_rate=1e30', '--grad_clip=0', cwd=quick)
+    assert done.returncode == 1 and 'resume with a smaller learning_rate' in done.stderr, done.stderr
+    ok(*args, '--init_from=resume', cwd=quick)
+    assert weights(quick, 'b')['step'] == 6
+
+
+def test_advice_works(quick):
+    """The change that an error of train.py advises leads to a run that trains."""
+
+    def advice(says, *args):
+        done = run('train.py', 'cfg.py', *args, cwd=quick)
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+        return done.stderr
+
+    resume = '--init_from=resume'
+    advice('resume it with --init_from=resume')
+    advice('raise max_steps=24', resume)
+    more = (resume, '--max_steps=25')
+    advice('num_layers=2 (now 3), which must not change; omit the change', *more, '--num_layers=3')
+    advice('use a smaller micro_batch_size', *more, '--micro_batch_size=16')
+    ok('train.py', 'cfg.py', *more, cwd=quick)
+    command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
+    ok(*command.split('make it with: python ')[1].split(), cwd=quick)
+    advice('use a smaller block_size', '--data_dir=new', '--out_dir=b', '--block_size=100000')
+    ok('train.py', 'cfg.py', '--data_dir=new', '--out_dir=b', *until(5), cwd=quick)
+
+
 # -----------------------------------------------------------------------------
 # resuming
 
@@ -325,6 +355,7 @@ def test_what_a_resumed_run_may_change(quick):
         assert done.returncode == 1 and 'Traceback' not in done.stderr and 'must not change' in done.stderr
     for key, value in OTHER.items():
         assert re.search(rf'\b{key}=\S* \(now {value}\)', refused[key == 'single_id'].stderr), key
+    assert 'data_format=signatures (now ids)' in refused[0].stderr
     other = run('train.py', *args, '--tokenizer=tekken', cwd=quick)
     shutil.rmtree(quick / 'ids')
     assert other.returncode == 1 and 'tokenizer=mistral' in other.stderr and snapshot(quick) == before
