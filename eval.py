@@ -124,7 +124,7 @@ def score_windows(lm, ids):
     and the probability of the likeliest.
     """
     requests = list(windows(ids, lm.max_length))
-    scores = dict(lm.score_requests(requests[lm.rank :: lm.world_size], None, 'text'))
+    scores = dict(lm.score_requests(requests[lm.rank :: lm.world_size], 'text'))
     gathered = all_gather_object([scores[k] for k in range(len(scores))])
     by_window = [None] * len(requests)
     for rank, rank_scores in enumerate(gathered):

@@ -75,6 +75,22 @@ def row_length(row):
     return len(context) + sum(len(continuation) - 1 for continuation in continuations)
 
 
+def split_row(context, continuations):
+    """Yields rows with a part of a context's continuations each: up to 512 tokens, or 4 x the context's."""
+    room = max(512, 4 * len(context))
+    part = {}
+    length = 0
+    for continuation, indices in continuations.items():
+        length += len(continuation) - 1
+        # the attention of a row is quadratic in its length
+        if part and length > room:
+            yield context, part
+            part = {}
+            length = len(continuation) - 1
+        part[continuation] = indices
+    yield context, part
+
+
 def pack(rows):
     """Rows (context, continuations) -> PackedBatch."""
     S = max(map(row_length, rows))
@@ -153,7 +169,7 @@ class MHFLM(TemplateLM):
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         # lm-eval writes it next to its results
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
-        self.too_long = []  # indices of the last scored requests whose context did not fit
+        self.documents = []  # (task, document) of each request that loglikelihood scores
         self.truncated = set()  # (task, document) of all requests whose context did not fit
 
     @classmethod
@@ -210,14 +226,28 @@ class MHFLM(TemplateLM):
         return list(self.tok.encode([string])[0])
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        results = super().loglikelihood(requests, disable_tqdm or self.rank > 0)
-        self.warn_truncated([requests[k] for k in self.too_long])
-        return results
+        self.documents = [(request.task_name, request.doc_id) for request in requests]
+        return super().loglikelihood(requests, disable_tqdm or self.rank > 0)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        T = self.max_length
+        pairs = []
+        truncated = set()
+        for (_, context, continuation), document in zip(requests, self.documents, strict=True):
+            if self.bos is not None and context[:1] != [self.bos]:
+                context = [self.bos, *context]
+            name = f'task {document[0]}, document {document[1]}'
+            if not context or not continuation:
+                raise InputError(f'{name}: context or choice has no token of its own; set its target_delimiter to " "')
+            if len(continuation) > T:
+                raise InputError(f'{name}: {len(continuation)} tokens to score exceed the context of {T}')
+            room = T + 1 - len(continuation)
+            if len(context) > room:
+                truncated.add(document)
+            pairs.append((context[-room:], continuation))
+        self.warn_truncated(truncated)
         results = [None] * len(requests)
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        for k, (logp, is_best, _) in self.score_requests(pairs, self.bos, 'scoring'):
+        for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
             results[k] = logp.sum().item(), bool(is_best.all())
             self.cache_hook.add_partial('loglikelihood', requests[k][0], results[k])
         return results
@@ -235,19 +265,23 @@ class MHFLM(TemplateLM):
                 windows.append(make_disjoint_window(window))
                 owners.append(k)
         results = [0.0] * len(requests)
-        for i, (logp, _, _) in self.score_requests(windows, None, 'text'):
+        for i, (logp, _, _) in self.score_requests(windows, 'text'):
             results[owners[i]] += logp.sum().item()
         return results
 
-    def score_requests(self, requests, bos, desc):
+    def score_requests(self, requests, desc):
         """
-        Scores requests (context ids, continuation ids); bos: the id in front of every context, or None.
+        Scores requests (context ids, continuation ids), at most max_length + 1 ids together, neither empty.
 
         Yields, as soon as it is known, (index of the request, scores (3, n), float64): for each of the n tokens of the
         continuation log P in nats, whether it is the likeliest token (1 or 0), and the probability of the likeliest.
         """
+        rows = defaultdict(lambda: defaultdict(list))
+        for k, (context, continuation) in enumerate(requests):
+            rows[tuple(context)][tuple(continuation)].append(k)
+        rows = [part for row in rows.items() for part in split_row(*row)]
         batches = [[]]
-        for row in self.group_by_context(requests, bos):
+        for row in sorted(rows, key=row_length, reverse=True):
             size = len(batches[-1])
             if size and (size == MAX_ROWS or (size + 1) * row_length(batches[-1][0]) > self.max_tokens):
                 batches.append([])
@@ -260,28 +294,8 @@ class MHFLM(TemplateLM):
                         yield k, scores
                     bar.update(len(indices))
 
-    def group_by_context(self, requests, bos):
-        """Requests -> rows (context, {continuation: indices of its requests}), the longest first."""
-        T = self.max_length
-        self.too_long = []
-        rows = defaultdict(lambda: defaultdict(list))
-        for k, (context, continuation) in enumerate(requests):
-            if bos is not None and context[:1] != [bos]:
-                context = [bos, *context]
-            if not context or not continuation:
-                empty = 'continuation' if context else 'context'
-                raise InputError(f'request {k}: an empty {empty} has no probability')
-            if len(continuation) > T:
-                raise InputError(f'request {k}: {len(continuation)} tokens to score are over the context of {T}')
-            room = T + 1 - len(continuation)
-            if len(context) > room:
-                self.too_long.append(k)
-            rows[tuple(context[-room:])][tuple(continuation)].append(k)
-        return sorted(rows.items(), key=row_length, reverse=True)
-
-    def warn_truncated(self, requests):
-        """Warns about requests whose context did not fit, and adds their documents to `truncated`."""
-        documents = {(request.task_name, request.doc_id) for request in requests}
+    def warn_truncated(self, documents):
+        """Warns about documents with a context that did not fit, and adds them to `truncated`."""
         for task, count in Counter(task for task, _ in documents).items():
             message = '%s: %d documents with a context over %d tokens; the model sees only its end'
             logging.getLogger('lm_eval.mhf').warning(message, task, count, self.max_length)
@@ -291,7 +305,10 @@ class MHFLM(TemplateLM):
         """compute(batch); a batch that does not fit memory is computed in halves."""
         try:
             return compute(batch) if batch else []
-        except torch.OutOfMemoryError:
+        except RuntimeError as e:
+            # a CPU's is a plain RuntimeError
+            if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+                raise
             if len(batch) == 1:
                 raise InputError(f'a single sequence does not fit {self.device}') from None
         half = len(batch) // 2
@@ -337,7 +354,7 @@ class MHFLM(TemplateLM):
         options. A prompt that does not fit loses its start.
         """
         groups = defaultdict(list)
-        truncated = []
+        truncated = set()
         for k, request in enumerate(requests):
             options = self.parse_gen_kwargs(request.args[1])
             room = self.max_length - options['max_gen_toks']
@@ -345,7 +362,7 @@ class MHFLM(TemplateLM):
             if self.bos is not None:
                 prompt = [self.bos, *prompt]
             if len(prompt) > room:
-                truncated.append(request)
+                truncated.add((request.task_name, request.doc_id))
             groups[json.dumps(options, sort_keys=True)].append((prompt[-room:] or [self.tok.bos], k))
         self.warn_truncated(truncated)
         # a CPU reads all weights for each token: 16 rows cost little more than one

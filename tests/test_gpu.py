@@ -151,14 +151,14 @@ def test_evaluation():
     m = random_model()
     draw = np.random.default_rng(0)
     contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 9)]
-    requests = [(c, draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 4, 9)]
+    requests = [([1, *c], draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 4, 9)]
     expected = []
     for context, continuation in requests:
-        ids = torch.tensor([[1, *context, *continuation]])
+        ids = torch.tensor([[*context, *continuation]])
         logp = m.log_probs(ids[:, :-1])[0].gather(1, ids[0, 1:, None])
-        expected.append(logp[len(context) :].sum().item())
+        expected.append(logp[len(context) - 1 :].sum().item())
     lm = MHFLM(m.to(DEVICE, torch.float32), get_tokenizer('mistral'))
-    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.score_requests(requests, 1, '')}
+    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.score_requests(requests, '')}
     assert np.allclose([scores[k] for k in range(len(requests))], expected, rtol=1e-4, atol=1e-3)
 
 

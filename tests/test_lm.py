@@ -28,6 +28,7 @@ def words_model():
 
 def score(lm, requests):
     """[(context ids, continuation ids)] -> [(log P, is it greedy)]."""
+    lm.documents = [('task', k) for k in range(len(requests))]
     return lm._loglikelihood_tokens([(None, *request) for request in requests])
 
 
@@ -67,13 +68,27 @@ def test_scores_equal_log_probs(num_hashes):
         assert np.allclose([logp for logp, _ in scores], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
     assert score(model_of_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
-    for continuation, message in (([], 'empty continuation'), ([7] * 25, '25 tokens')):
-        with pytest.raises(InputError, match=message):
-            score(model_of_lm_eval(m), [([5], continuation)])
+    for continuation, message in (([], 'no token of its own'), ([7] * 25, '25 tokens')):
+        with pytest.raises(InputError, match=f'task task, document 1: .*{message}'):
+            score(model_of_lm_eval(m), [([5], [7]), ([5], continuation)])
 
 
-def test_out_of_memory(monkeypatch):
-    """A batch that does not fit memory is scored in halves, with the same scores."""
+def test_batches_are_bounded(monkeypatch):
+    """The memory of a batch does not depend on how many continuations share a context."""
+    m = random_model()
+    shapes = []
+    hidden_states = m.hidden_states
+    monkeypatch.setattr(m, 'hidden_states', lambda x, **o: shapes.append(x.shape[:2]) or hidden_states(x, **o))
+    draw = np.random.default_rng(0)
+    requests = [([1], draw.integers(3, 300, 6).tolist()) for _ in range(300)]
+    shared = score(model_of_lm_eval(m, max_tokens=1000), requests)
+    assert all(N * T <= 1000 for N, T in shapes)
+    assert np.allclose(shared, [score(model_of_lm_eval(m), [request])[0] for request in requests], atol=1e-9)
+
+
+@pytest.mark.parametrize('on_gpu', [False, True])
+def test_out_of_memory(monkeypatch, on_gpu):
+    """A batch that does not fit memory is scored in halves, with the same scores; other errors are not retried."""
     m = random_model()
     draw = np.random.default_rng(0)
     requests = [(draw.integers(3, 300, n).tolist(), [5, 7]) for n in (1, 4, 9, 3, 8)]
@@ -82,14 +97,19 @@ def test_out_of_memory(monkeypatch):
     room = 2
 
     def limited(x, **options):
-        if len(x) > room:
+        if len(x) > room and on_gpu:
             raise torch.OutOfMemoryError
+        if len(x) > room:
+            torch.empty(1 << 60)
         return hidden_states(x, **options)
 
     monkeypatch.setattr(m, 'hidden_states', limited)
     assert np.allclose([logp for logp, _ in score(model_of_lm_eval(m), requests)], expected)
     room = 0
-    with pytest.raises(InputError, match='a single sequence does not fit cpu'):
+    with pytest.raises(InputError, match='a single sequence does not fit'):
+        score(model_of_lm_eval(m), requests)
+    monkeypatch.setattr(m, 'hidden_states', lambda x, **options: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match='size'):
         score(model_of_lm_eval(m), requests)
 
 
@@ -123,7 +143,8 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
 
         def _loglikelihood_tokens(self, requests, *args, **kwargs):
             # windows of a text have no key, and their own prefix
-            with_bos = [(key, [mistral.bos, *context] if key else context, ids) for key, context, ids in requests]
+            bos = [mistral.bos]
+            with_bos = [(key, bos * bool(key and key[0]) + context, ids) for key, context, ids in requests]
             return super()._loglikelihood_tokens(with_bos, *args, **kwargs)
 
     torch.manual_seed(0)
@@ -140,8 +161,12 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     # less than a window, a window, a window and a token, and several windows
     ids = mistral.encode([real_documents()[0]])[0]
     texts = ['a few words', *(mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300))]
+    # contexts that are empty, end with spaces, or are too long; a choice that changes the context's tokens
+    pairs = [('', text) for text in ('A cat sleeps.', 'A cat sleep.', ' a')]
+    pairs += [('two ', 'words'), ('some', 'thing else'), (texts[-1], ' a'), (texts[-1], ' b')]
     scores = []
     rolling = []
+    single = []
     for lm in (
         MHFLM(model, mistral, mistral.bos),
         HuggingFace(pretrained=reference, backend='causal', tokenizer=words, batch_size=16, max_length=512),
@@ -149,9 +174,11 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
         loaded, _ = load_tasks(['piqa', 'arc_easy'], tmp_path)
         results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
+        single.append([logp for logp, _ in lm.loglikelihood([instance(*pair) for pair in pairs])])
         rolling.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
     assert scores[0] == scores[1] and len(scores[0]) == 2
     assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
+    assert single[0] == pytest.approx(single[1], rel=1e-5)
 
 
 def test_cache_belongs_to_one_model(mistral, tmp_path):
