@@ -1,52 +1,49 @@
 """
-Rank: how many dimensions log P has, contexts x vocabulary, in float64, and its bounds
+The rank of log P, contexts x vocabulary, in float64, and its bounds.
 
-    $ python prepare.py config/mhf_tiny.py     # the contexts, and what MODELS learn
-    $ python -m study.rank                     # trains MODELS; writes study/rank.csv and study/rank.png
-    $ python -m study.rank out/mhf_tiny        # checkpoints of train.py instead; writes into the first one's folder
+    $ python prepare.py config/mhf_tiny.py     # the contexts, and the training data of MODELS
+    $ python -m study.rank                     # trains MODELS; writes study/rank.csv
+    $ python -m study.rank out/mhf_tiny        # runs of train.py instead; prints the rows
 
-A row of log P is linear in h (d numbers), in what each of H - 1 mixers adds to it (z numbers), and in two constants:
-the mixers' biases and the normalizer. The logits of a coordinate lie in the span of E_i, of dimension min(d, B). So
+A row of log P is linear in h (d numbers), in what each of the H - 1 mixers adds to it (z numbers), and in two
+constants: the mixers' biases and the normalizer. The logits of a coordinate lie in the span of E_i, of dimension
+min(d, B). So
 
     rank <= min(d + (H - 1) z + 2, H min(d, B) + 1, V)        Standard: d + 1        the paper: min(B, H d)
 
-Random E and mixers fill what is called reachable. It has H (B - 2) + 2 in place of H B + 1: the buckets of each
-coordinate sum to the same vector of ones, and bucket 0 belongs to the padding token alone. Fresh biases are 0, which
-takes 1. The last columns are singular values by the largest: the first beyond Standard's bound, the last above numpy's
+`reachable` is what random E and mixers fill. It has H (B - 2) + 2 instead of H B + 1: the buckets of each coordinate
+sum to the same vector of ones, and bucket 0 belongs to the padding token alone. Biases of 0 at initialization take 1.
+The last columns are singular values relative to the largest: the first beyond Standard's bound, the last above numpy's
 threshold of 9.1e-13, and the first below it. Columns are 2,048 random tokens; fewer columns only lower a rank.
 """
 
 import argparse
-import csv
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from configurator import InputError, install_excepthook
 from mhf.checkpoint import load_checkpoint
 from mhf.data import data_folder, held_out_ids
 from mhf.tokenizers import get_tokenizer
 from model import MHF
-from study.pictures import save_axes
+from study.rows import write_csv
 
 HERE = Path(__file__).resolve().parent
 CONTEXTS = 4096
 COLUMNS = 2048
 # z is 64; every bound is far below CONTEXTS and COLUMNS
 _TINY = '--num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16 --intermediate_size=96 --num_buckets=2048'
-_TINY += (
-    ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_lr_mult=1 --beta2=0.95'
-)
-_TINY += ' --encoder_init=normal --embedding_scale=1 --loss=exact'
+_TINY += ' --max_steps=300 --eval_interval=150 --warmup_steps=30 --learning_rate=4e-3 --embedding_lr_mult=1'
+_TINY += ' --beta2=0.95 --encoder_init=normal --embedding_scale=1 --loss=exact'
 MODELS = {
     'Standard, d=32': '--hidden_size=32 --num_hashes=0',
-    'H4, d=32': '--hidden_size=32 --num_hashes=4',
-    'H4, d=32, B=20': '--hidden_size=32 --num_hashes=4 --num_buckets=20',
-    'H4, d=128': '--hidden_size=128 --num_hashes=4',
+    'MHF H4 B2,048, d=32': '--hidden_size=32 --num_hashes=4',
+    'MHF H4 B20, d=32': '--hidden_size=32 --num_hashes=4 --num_buckets=20',
+    'MHF H4 B2,048, d=128': '--hidden_size=128 --num_hashes=4',
 }
 
 
@@ -69,44 +66,37 @@ def bounds(c):
     )
 
 
-@torch.no_grad()
-def log_p(model, ids, columns):
-    """A model in float64, ids (N, T) -> log P of the tokens `columns` after each: (N T, columns), numpy."""
-    # one sequence at a time, because log_probs gives the whole vocabulary
-    return torch.cat([model.log_probs(block[None])[0, :, columns] for block in ids]).numpy()
-
-
-def numerical_rank(singular, shape):
-    """Singular values, the largest first -> how many are above numpy's threshold, that of rounding errors."""
-    return int((singular > max(shape) * np.finfo(np.float64).eps * singular[0]).sum())
-
-
-def some_columns(model, number):
-    """The padding token, whose buckets no other has, and others at random, (number,). Fewer cannot raise a rank."""
+def random_tokens(model, count):
+    """The padding token, whose buckets no other token has, and random others, (count,)."""
     tokens = model.token_mask.nonzero()[:, 0]
-    others = tokens[tokens != model.config.pad_id]
-    chosen = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: number - 1]]
-    return torch.cat([torch.tensor([model.config.pad_id]), chosen])
+    pad_id = torch.tensor([model.config.pad_id])
+    tokens = tokens[tokens != pad_id]
+    chosen = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[: count - 1]
+    return torch.cat([pad_id, tokens[chosen]])
 
 
+@torch.no_grad()
 def measure(name, weights, model, ids):
-    """A model over the contexts ids (N, T) -> its row of the table, and the singular values of log P."""
-    matrix = log_p(model.double(), ids, some_columns(model, COLUMNS))
+    """A model over the contexts ids (N, T) -> its row of the CSV, and the singular values of log P."""
+    model.double()
+    columns = random_tokens(model, COLUMNS)
+    # one sequence at a time, because log_probs returns the whole vocabulary
+    matrix = torch.cat([model.log_probs(block[None])[0, :, columns] for block in ids]).numpy()
     singular = np.linalg.svd(matrix, compute_uv=False)
-    rank = numerical_rank(singular, matrix.shape)
+    # numpy's threshold, that of rounding errors
+    rank = int((singular > max(matrix.shape) * np.finfo(np.float64).eps * singular[0]).sum())
     c = model.config
     row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets_per_coordinate, z=c.bottleneck)
     row |= dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
-    # by the largest: the first one beyond Standard's bound, the last that counts, the first that does not
     relative = np.append(singular, 0) / singular[0]
-    places = dict(beyond=row['standard'], above=rank - 1, below=rank)
-    row |= {column: f'{relative[k]:.1e}' for column, k in places.items()}
+    positions = dict(beyond=row['standard'], above=rank - 1, below=rank)
+    row |= {column: f'{relative[k]:.1e}' for column, k in positions.items()}
     return row, singular
 
 
 def train():
     """Trains those of MODELS that are not trained yet. Returns {name: out_dir}."""
-    folders = {name: Path('out/rank') / name.replace(', ', '_') for name in MODELS}
+    folders = {name: Path('out/rank') / name.replace(', ', '_').replace(' ', '_') for name in MODELS}
     for name, folder in folders.items():
         # train.py writes it last
         if not (folder / 'loss.png').exists():
@@ -125,58 +115,34 @@ def read_contexts(folder, config, model):
     n = min(CONTEXTS, len(ids)) // T
     bound = bounds(model.config)['bound']
     if bound > min(n * T, COLUMNS):
-        seen = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
-        raise InputError(f'{folder}: {seen} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
+        contexts = f'{n * T:,} held-out contexts x {COLUMNS:,} tokens'
+        raise InputError(f'{folder}: {contexts} cannot show a rank of {bound:,}; prepare more, or raise COLUMNS')
     return torch.tensor(ids[: n * T]).view(n, T)
 
 
 def measure_run(name, folder):
-    """A run of train.py -> what measure gives of its model, before and after training."""
+    """A run of train.py -> the rows of its model at initialization and trained."""
     trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
     ids = read_contexts(folder, ckpt['config'], trained)
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
     fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)
     fresh.init_weights()
-    return [measure(name, 'fresh', fresh, ids), measure(name, 'trained', trained, ids)]
-
-
-def draw(spectra, path):
-    """Draws [(row, singular values)]; a bound has the color of its model."""
-    fig = Figure(figsize=(9, 5.5))
-    ax = fig.add_subplot()
-    names = list(dict.fromkeys(row['model'] for row, _ in spectra))
-    for row, singular in spectra:
-        color = f'C{names.index(row["model"])}'
-        style = '-' if row['weights'] == 'trained' else ':'
-        label = f'{row["model"]}, {row["weights"]}: {row["rank"]}'
-        ax.plot(range(1, len(singular) + 1), singular / singular[0], style, color=color, label=label)
-        ax.axvline(row['bound'], color=color, lw=0.6)
-    last = max(row['bound'] for row, _ in spectra)
-    labels = dict(xlabel='index; vertical lines: the bound of each', ylabel='singular value of log P, by the largest')
-    save_axes(
-        fig, ax, path, xlim=(0, 1.7 * last), ylim=(1e-18, 2), yscale='log', title='numerical rank of log P', **labels
-    )
+    return [measure(name, weights, model, ids)[0] for weights, model in (('fresh', fresh), ('trained', trained))]
 
 
 def main():
     install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('folders', nargs='*', help='checkpoints of train.py in place of MODELS')
+    parser.add_argument('folders', nargs='*', help='runs of train.py instead of MODELS')
     named = parser.parse_args().folders
-    folders = {path: Path(path) for path in named} if named else train()
-    target = Path(named[0] if named else HERE) / 'rank'
-    spectra = []
-    for name, folder in folders.items():
-        spectra += measure_run(name, folder)
-    rows = [row for row, _ in spectra]
-    with open(target.with_suffix('.csv'), 'w', newline='') as f:
-        writer = csv.DictWriter(f, list(rows[0]), lineterminator='\n')
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(spectra, target.with_suffix('.png'))
-    for line in (rows[0], ['---'] * len(rows[0]), *(row.values() for row in rows)):
-        print(f'| {" | ".join(map(str, line))} |')
+    rows = []
+    for name, folder in ({path: Path(path) for path in named} or train()).items():
+        rows += measure_run(name, folder)
+        for row in rows[-2:]:
+            print(', '.join(f'{column} {value}' for column, value in row.items()), flush=True)
+    if not named:
+        write_csv(HERE / 'rank.csv', rows)
 
 
 if __name__ == '__main__':

@@ -1,30 +1,34 @@
 """
-RESULTS.md and its pictures, from the CSVs alone: the same CSVs give the same bytes. `study.sweep --report` calls it.
+Rewrites the tables and figures of study/RESULTS.md from the CSVs. The same CSVs give the same bytes.
 
-Its first page is first_page.py's; here are the tables of each list, and the sections of the other CSVs.
+    $ python -m study.report                     # the report
+    $ python -m study.report study/mine.py       # prints the tables of another list
+
+A table follows its line `<!-- table: NAME -->`; the text is written by hand. README.md repeats rows of the table
+`english`. A list's MAIN names the models of its table, by default all. CLAIMS are tuples (claim,
+model, the model that it is compared with); a claim is decided in each group that has both. MEASURE names their columns.
 """
 
-import ast
-import csv
-import os
-from collections import Counter
+import argparse
+import re
+import statistics
 from pathlib import Path
 
-from study import pictures
-from study.first_page import MISSING, check, costs_by_device, first_page, number, title_and_text, to_be_run
-from study.rows import best_rows, learning_rate_nats, parameters, values
+from matplotlib.figure import Figure
+
+from configurator import InputError, install_excepthook
+from study.rows import parameters, read_csv, std, values
+from study.sweep import Study
+from study.vocabulary import VOCABULARY_SIZES
 
 HERE = Path(__file__).resolve().parent
-# the repository's own lists, whose report is RESULTS.md
-OWN_LISTS = ['english.py', 'vocabulary.py', 'paper100m.py']
-HOW = """## How the numbers were made
+MISSING = '–'
+# a measure's name in a table and its format; less is better
+MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte', '.4f')}
+COST_MODELS = ('Standard', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss')
 
-    $ python -m study.sweep {lists}             # what has no row yet
-    $ python -m study.sweep {lists} --report    # this page
-
-Costs, tasks and ranks have their commands in their sections. The CSVs have more columns than this page: calibration
-error, and nats, top-1 and ranks by how frequent a token is. Rows by the code and the device that made them:
-"""
+# -----------------------------------------------------------------------------
+# tables
 
 
 def table(heads, lines):
@@ -32,173 +36,201 @@ def table(heads, lines):
     return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, rule, *lines)) + '\n'
 
 
-def main_table(study, rows):
-    """The models that the list calls MAIN, or all, group by group. README shows rows of the first list's table."""
-    texts = list(study.entries[0]['texts'])
-    measure = 'nats'
-    column = 'nats_per_token'
-    form = '.3f'
-    # nats per token are another quantity for each tokenizer
-    if study.vocabularies:
-        measure = 'bits per byte'
-        column = 'bits_per_byte'
-        form = '.4f'
+def number(numbers, form):
+    """The mean of some seeds and, if there are several, their standard deviation."""
+    if not numbers:
+        return MISSING
+    mean = f'{statistics.mean(numbers):{form}}'
+    return mean if len(numbers) == 1 else f'{mean} ± {statistics.stdev(numbers):{form}}'
+
+
+def model_table(studies, measure):
+    """The models in MAIN of some lists that have rows, group by group."""
+    name, form = MEASURES[measure]
+    corpora = list(studies[0].entries[0]['corpora'])
     lines = []
-    for group, entries in study.groups.items():
-        for entry in entries:
-            if study.main and entry['name'] not in study.main:
-                continue
-            seed_rows = best_rows(study, entry, rows)
-            size = f'{parameters(seed_rows[0]) / 1e6:.2f} M' if seed_rows else MISSING
-            measured = [number(values(seed_rows, f'{text}_{column}'), form) for text in texts]
-            top1 = number(values(seed_rows, f'{texts[0]}_top1_accuracy'), '.1%')
-            lines.append([group, entry['name'], size, *measured, top1])
-    heads = ['trained on', 'model', 'parameters', *(f'{measure}, {text}' for text in texts), 'top-1']
-    return table(heads, lines)
+    for study in studies:
+        rows = study.rows()
+        for entry in sorted(study.entries, key=lambda entry: groups(study).index(entry['group'])):
+            seeds = study.best_rows(entry, rows)
+            if seeds and (entry['name'] in study.main or not study.main):
+                measured = [number(values(seeds, f'{corpus}_{measure}'), form) for corpus in corpora]
+                top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.1%')
+                size = f'{parameters(seeds[0]) / 1e6:.2f} M'
+                lines.append([entry['group'], entry['name'], size, *measured, top1])
+    return table(['trained on', 'model', 'parameters', *(f'{name}, {corpus}' for corpus in corpora), 'top-1'], lines)
 
 
-def table_of_groups(study, cells):
-    """{name: {group: cell}} -> a row a name, a column a group."""
-    groups = list(study.groups)
-    lines = [[name, *(group_cells.get(group, '') for group in groups)] for name, group_cells in cells.items()]
-    return table(['model', *groups], lines)
+def groups(study):
+    return list(dict.fromkeys(entry['group'] for entry in study.entries))
 
 
-def other_models(study, rows):
-    """The nats on each text of the models that are not in MAIN, without those that the list gives one seed."""
-    cells = {}
-    for entry in study.entries:
-        if entry['name'] in study.main or len(entry['seeds']) == 1:
-            continue
-        seed_rows = best_rows(study, entry, rows)
-        nats = [number(values(seed_rows, f'{text}_nats_per_token'), '.3f') for text in entry['texts']]
-        cells.setdefault(entry['name'], {})[entry['group']] = ' / '.join(nats)
-    return table_of_groups(study, cells)
+def verdict(differences):
+    """
+    {corpus: (difference, its standard deviation or None)}, positive where the first model is better -> the verdict.
+    Two models are on par if the difference is below two standard deviations on every corpus.
+    """
+    decided = {}
+    for corpus, (difference, deviation) in differences.items():
+        if deviation is None:
+            return 'one seed'
+        if abs(difference) > 2 * deviation:
+            decided[corpus] = 'ahead' if difference > 0 else 'behind'
+    if not decided:
+        return 'on par'
+    if len(decided) == len(differences) and len(set(decided.values())) == 1:
+        return decided.popitem()[1]
+    return ', '.join(f'{word} on {corpus}' for corpus, word in decided.items())
 
 
-def rates_tried(study, rows):
-    """The learning rates that were tried, the best one first, with the nats of the first seed."""
-    cells = {}
-    for group, entries in study.groups.items():
-        for name, curve in learning_rate_nats(study, entries, rows).items():
-            best_first = sorted(curve, key=curve.get)
-            tried = ', '.join(f'{rate:g}: {curve[rate]:.3f}' for rate in best_first)
-            cells.setdefault(name, {})[group] = tried or MISSING
-    return table_of_groups(study, cells) if cells else None
+def claim_line(study, rows, claim, pair):
+    """The line of a claim in the table; pair: the entries of its models in a group. None if one of them has no rows."""
+    name, form = MEASURES[study.measure]
+    seeds = [study.best_rows(entry, rows) for entry in pair]
+    if not all(seeds):
+        return None
+    differences = {}
+    cells = []
+    for corpus in pair[0]['corpora']:
+        first, second = (values(seed_rows, f'{corpus}_{study.measure}') for seed_rows in seeds)
+        difference = statistics.mean(second) - statistics.mean(first)
+        several = len(first) > 1 and len(second) > 1
+        deviation = (statistics.variance(first) + statistics.variance(second)) ** 0.5 if several else None
+        differences[corpus] = (difference, deviation)
+        cells.append(f'{difference:+{form}} ± {deviation:{form}}' if several else f'{difference:+{form}}')
+    counts = ' + '.join(str(len(seed_rows)) for seed_rows in seeds)
+    return [claim, *(entry['name'] for entry in pair), pair[0]['group'], *cells, name, counts, verdict(differences)]
 
 
-def costs_table(path):
-    """Time and memory of a training step: a row a model, two columns a device."""
-    devices = costs_by_device(path)
-    names = dict.fromkeys(name for device_rows in devices.values() for name in device_rows)
-    heads = ['model', 'parameters']
-    for device in devices:
-        heads += [f'time, {device}', 'MB']
+def claims_table(studies):
+    """A line for each claim and group whose two models have rows. Raises InputError if no group has both models."""
     lines = []
-    for name in names:
-        # {} where a device has not run the model
-        measured = [device_rows.get(name, {}) for device_rows in devices.values()]
-        sizes = [row['parameters'] for row in measured if row]
-        line = [name, f'{int(sizes[0]):,}']
-        for row in measured:
-            memory = row.get('peak_memory')
-            line.append(row.get('time / the first') or MISSING)
-            line.append(f'{int(memory) / 1e6:,.0f}' if memory else MISSING)
-        lines.append(line)
-    return table(heads, lines)
+    for study in studies:
+        rows = study.rows()
+        entries = {(entry['group'], entry['name']): entry for entry in study.entries}
+        for claim, *names in study.claims:
+            pairs = [[entries.get((group, name)) for name in names] for group in groups(study)]
+            pairs = [pair for pair in pairs if all(pair)]
+            if not pairs:
+                raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
+            lines += [claim_line(study, rows, claim, pair) for pair in pairs]
+    heads = [
+        'claim',
+        'model',
+        'compared with',
+        'trained on',
+        *studies[0].entries[0]['corpora'],
+        'in',
+        'seeds',
+        'verdict',
+    ]
+    return table(heads, filter(None, lines))
 
 
-def shortened(cell):
-    """A number of a CSV with commas between its thousands; other text as it is."""
-    return f'{int(cell):,}' if cell.isdecimal() else cell
+def costs_table():
+    """The step time of some models on each device, relative to Standard's."""
+    devices = {}
+    for row in read_csv(HERE / 'costs.csv'):
+        device = row['device'] if row['device'] != 'cpu' else f'CPU, threads: {row["threads"]}'
+        devices.setdefault(device, {})[row['model']] = f'{float(row["relative_time"]):.2f}'
+    lines = [[name, *(times.get(name, MISSING) for times in devices.values())] for name in COST_MODELS]
+    return table(['step time, relative to Standard', *devices], lines)
 
 
-def whole_table(path):
-    """A CSV as it is."""
-    with open(path, newline='') as f:
-        heads, *lines = csv.reader(f)
-    return table(heads, [[shortened(cell) for cell in line] for line in lines])
+# -----------------------------------------------------------------------------
+# figures
 
 
-# The CSVs beside the first list. The script of the same name makes each, and its docstring is the section's text.
-TABLES = dict(costs=costs_table, tasks=whole_table, rank=whole_table)
+def save(fig, path):
+    fig.tight_layout()
+    # without matplotlib's version, so that the bytes do not depend on it
+    fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
-def image(text, path, target):
-    """A picture, by its path from the report's folder."""
-    return f'![{text}]({os.path.relpath(path, target.parent)})\n'
+def draw_tokens(study, path):
+    """Nats against the tokens of training, of the models in MAIN with d=256."""
+    rows = study.rows()
+    corpora = list(study.entries[0]['corpora'])
+    fig = Figure(figsize=(9, 3.8))
+    for ax, corpus in zip(fig.subplots(1, len(corpora)), corpora, strict=True):
+        for k, name in enumerate(dict.fromkeys(study.main)):
+            points = []
+            for entry in study.entries:
+                seeds = study.best_rows(entry, rows)
+                if entry['name'] == name and seeds and 'd=' not in entry['group']:
+                    nats = values(seeds, f'{corpus}_nats_per_token')
+                    points.append((int(seeds[0]['trained_tokens']) / 1e6, statistics.mean(nats), std(nats)))
+            if points:
+                millions, nats, deviations = zip(*sorted(points), strict=True)
+                ax.errorbar(millions, nats, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+        ax.set(xlabel='tokens of training, millions', ylabel=f'nats per token, held-out {corpus}')
+        ax.grid(alpha=0.3)
+    ax.legend(fontsize=7)
+    save(fig, path)
 
 
-def section(path, target):
-    """The section of a CSV in TABLES."""
-    title, text = title_and_text(ast.get_docstring(ast.parse((HERE / f'{path.stem}.py').read_text())))
-    parts = [f'## {title}\n', f'{text}\n']
-    picture = path.with_suffix('.png')
-    if picture.exists():
-        parts.append(image(path.stem, picture, target))
-    return [*parts, TABLES[path.stem](path)]
+def draw_vocabularies(study, path):
+    """Bits per byte, and parameters, against the size of the vocabulary; a group is a tokenizer."""
+    rows = study.rows()
+    corpus = study.first_corpus(study.entries[0])
+    fig = Figure(figsize=(9, 3.4))
+    left, right = fig.subplots(1, 2)
+    for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
+        points = []
+        for entry in study.entries:
+            seeds = study.best_rows(entry, rows)
+            if entry['name'] == name and seeds:
+                bits = values(seeds, f'{corpus}_bits_per_byte')
+                # models side by side, so that none hides another
+                size = VOCABULARY_SIZES[entry['group']] * (1 + 0.03 * k)
+                points.append((size, statistics.mean(bits), std(bits), parameters(seeds[0]) / 1e6))
+        if points:
+            sizes, bits, deviations, millions = zip(*sorted(points), strict=True)
+            left.errorbar(sizes, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+            right.plot(sizes, millions, marker='o', color=f'C{k}', label=name)
+    for ax, label in ((left, f'bits per byte, held-out {corpus}'), (right, 'parameters, millions')):
+        ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
+        ax.set_xticks(list(VOCABULARY_SIZES.values()), [f'{size // 1000} K' for size in VOCABULARY_SIZES.values()])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    right.set_ylim(bottom=0)
+    right.legend(fontsize=8, loc='upper left')
+    save(fig, path)
 
 
 # -----------------------------------------------------------------------------
 # the report
 
 
-def study_section(study, target):
-    """A list's docstring, its tables and its pictures, which are drawn here."""
-    rows = study.rows()
-    title, text = title_and_text(study.doc)
-    if not rows:
-        return [f'## {title}\n', f'{text}\n', f'{to_be_run(study)}\n']
-    picture = study.path.with_suffix('.png')
-    pictures.draw(study, rows, picture)
-    parts = [f'## {title}\n', f'{text}\n', main_table(study, rows)]
-    if study.main:
-        texts = ' / '.join(study.entries[0]['texts'])
-        about = f'The other models that the list gives several seeds, nats on {texts} (no ±: one seed so far):\n'
-        parts += [about, other_models(study, rows)]
-    if rates := rates_tried(study, rows):
-        parts += ['The learning rates that were tried, the best one first, with the nats of the first seed:\n', rates]
-    parts.append(image(title, picture, target))
-    if study.over_tokens:
-        picture = study.path.with_name(f'{study.path.stem}_tokens.png')
-        pictures.draw_over_tokens(study, rows, picture)
-        parts.append(image('nats by tokens of training', picture, target))
-    if study.vocabularies:
-        picture = study.path.with_name(f'{study.path.stem}_size.png')
-        pictures.draw_vocabularies(study, rows, picture)
-        parts.append(image('bits per byte by vocabulary', picture, target))
-    return parts
+def write():
+    """Rewrites RESULTS.md and its figures."""
+    english, vocabulary, large = (Study(HERE / f'{name}.py') for name in ('english', 'vocabulary', 'large_vocabulary'))
+    tables = dict(
+        english=model_table([english], 'nats_per_token'),
+        vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
+        costs=costs_table(),
+        claims=claims_table([english, vocabulary, large, Study(HERE / 'paper100m.py')]),
+    )
+    path = HERE / 'RESULTS.md'
+    text = path.read_text(encoding='utf-8')
+    for name, lines in tables.items():
+        text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
+    path.write_text(text, encoding='utf-8')
+    draw_tokens(english, HERE / 'english_tokens.png')
+    draw_vocabularies(vocabulary, HERE / 'vocabulary_size.png')
 
 
-def how_it_was_made(studies):
-    """The commands, and how many rows each commit and device have made."""
-    lines = [HOW.format(lists=' '.join(os.path.relpath(study.path) for study in studies))]
-    for study in studies:
-        commits = Counter(f'{row["commit"]}, {row["device"]}' for row in study.rows().values())
-        listed = '; '.join(f'{count} of {commit}' for commit, count in sorted(commits.items()))
-        lines.append(f'* `{os.path.relpath(study.csv)}`: {listed or MISSING}.')
-    return '\n'.join(lines) + '\n'
+def main():
+    install_excepthook()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('lists', nargs='*', help='lists of runs whose tables are printed instead')
+    studies = [Study(path) for path in parser.parse_args().lists]
+    if studies:
+        print(model_table(studies, studies[0].measure))
+        print(claims_table(studies))
+    else:
+        write()
 
 
-def report_path(studies):
-    """RESULTS.md for the repository's own lists, else a file of the first list's name. Both lie beside that list."""
-    if [study.path.name for study in studies] == OWN_LISTS:
-        return studies[0].path.with_name('RESULTS.md')
-    return studies[0].path.with_suffix('.md')
-
-
-def write(studies):
-    """Writes the report of some lists, and a picture beside each CSV. Raises InputError, as check() does."""
-    for study in studies:
-        check(study)
-    target = report_path(studies)
-    parts = first_page(studies)
-    for study in studies:
-        parts += study_section(study, target)
-    for name in TABLES:
-        path = studies[0].path.with_name(f'{name}.csv')
-        if path.exists():
-            parts += section(path, target)
-    parts.append(how_it_was_made(studies))
-    target.write_text('\n'.join(parts), encoding='utf-8')
-    print(os.path.relpath(target))
+if __name__ == '__main__':
+    main()

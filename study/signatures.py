@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from hashing import signature_table
 from mhf.tokenizers import get_tokenizer
-from study.pictures import save_axes
 
 WORDS = ('▁the', '▁The', '▁hash', 'ing', '<0x0A>')
 H = 4
@@ -29,7 +28,9 @@ def draw(path):
     # room for the legend
     ax.set_xlim(0.8, 7.4)
     ax.set_xticks(range(1, H + 1))
-    save_axes(fig, ax, path, xlabel='hash function', ylabel=f'bucket, of {B:,}', title='a token is its signature')
+    ax.set(xlabel='hash function', ylabel=f'bucket, of {B:,}', title='a token is its signature')
+    ax.legend()
+    fig.savefig(path, dpi=120, bbox_inches='tight')
 
 
 if __name__ == '__main__':

@@ -1,22 +1,19 @@
 """
 Train and evaluate the runs of a list. The sweep is resumable: rerun the same command after an interruption.
 
-    $ python -m study.sweep study/english.py --jobs=2      # appends a row per run to study/english.csv
-    $ python -m study.sweep study/english.py study/vocabulary.py study/paper100m.py --report     # study/RESULTS.md
-    $ python -m study.sweep study/mine.py --report         # study/mine.md, the report of another list
+    $ python -m study.sweep study/english.py --jobs=2                # adds a row per run to study/english.csv
+    $ python -m study.sweep study/english.py --corpus_dir=corpora    # the folder of the list's corpora
 
-A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}. RUNS are entries with a name, a
-group, a config, learning rates (`rates`), seeds, the folder to `train` on and `texts`, {name: folder whose held-out
-split is measured}. All other keys of an entry are settings of train.py and override the config. The first seed is
-trained at every learning rate, the other seeds at the one with the fewest nats on the first text. rates='H3' uses the
-best learning rate of the entry H3 of the same group, or else of the first group that has one. rows='H3' shares the rows
-of the entry H3 of the same group, which has the same settings. All learning rates are trained first, then all second
-seeds, then all third ones. CLAIMS, SENTENCES, MAIN, VOCABULARIES and OVER_TOKENS are for the report. CLAIMS is
-{question of study/first_page.py: claims (text, better model, other model, more keys)}.
+A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; {corpus_dir} in a dataset is replaced
+by the option. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and
+`corpora`, {name: folder whose held-out split is measured}. All other keys of an entry are settings of train.py and
+override the config. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
+on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group if it has one.
+All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads MAIN, CLAIMS
+and MEASURE.
 
-A row is identified by group, name, learning rate and seed; its column `settings` records the other settings as JSON.
-If an entry's settings change, its name must change too.
-
+Group, name, learning rate and seed identify a row; its column `settings` records the other settings as JSON. If an
+entry's settings change, its name must change, too. A run's folder is out/LIST/GROUP_NAME_LEARNING-RATE_SEED.
 OMP_NUM_THREADS sets the threads of each run; by default the runs share the cores.
 """
 
@@ -37,16 +34,15 @@ import torch
 
 from configurator import InputError, install_excepthook, read_config, settings_of
 from mhf.data import replace_durably
-from study import report
 from study.rows import add_row, commit, read_log, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
-# what eval.py reports for a text
+# what eval.py reports for a corpus
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
 # the keys of an entry that are not settings of train.py
-ENTRY_KEYS = {'name', 'group', 'config', 'train', 'texts', 'rates', 'seeds'}
+ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
 # keys of a config or an entry that the key of a run or the list's DATA decides
-LIST_KEYS = {'rows', 'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer'}
+LIST_KEYS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer'}
 
 
 class Study:
@@ -56,55 +52,42 @@ class Study:
         if not Path(path).is_file():
             raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
         scope = runpy.run_path(path)
-        if missing := {'DATA', 'RUNS'} - scope.keys():
-            raise InputError(f'{path}: no {" and no ".join(sorted(missing))}; define both, like study/english.py')
         self.path = Path(path).resolve()
         self.csv = self.path.with_suffix('.csv')
         self.out = Path('out') / self.path.stem
-        self.doc = scope['__doc__'] or self.path.stem
         self.data = scope['DATA']
         self.entries = scope['RUNS']
-        self.main = scope.get('MAIN')
-        self.claims = [
-            dict(about=about, says=says, better=better, than=than) | dict(*more)
-            for about, claims in scope.get('CLAIMS', {}).items()
-            for says, better, than, *more in claims
-        ]
-        self.sentences = scope.get('SENTENCES', {})
-        self.vocabularies = scope.get('VOCABULARIES', {})
-        self.over_tokens = scope.get('OVER_TOKENS', {})
+        self.main = scope.get('MAIN', ())
+        self.claims = scope.get('CLAIMS', ())
+        self.measure = scope.get('MEASURE', 'nats_per_token')
         self.failed = {}
-        if not self.entries:
-            raise InputError(f'{path}: RUNS is empty; add entries, like study/english.py')
         for entry in self.entries:
             missing = ENTRY_KEYS - entry.keys()
             # folders that DATA does not define
             if not missing:
-                missing = {entry['train'], *entry['texts'].values()} - self.data.keys()
+                missing = {entry['train'], *entry['corpora'].values()} - self.data.keys()
             if missing:
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
             self.lr_sweep(entry)
-        self.groups = {}
-        for entry in self.entries:
-            self.groups.setdefault(entry['group'], []).append(entry)
         names = Counter((entry['group'], entry['name']) for entry in self.entries)
-        name, count = names.most_common(1)[0]
-        if count > 1:
-            raise InputError(f'{path}: {count} entries are called {name}; rename one, a row is identified by both')
+        for name, count in names.items():
+            if count > 1:
+                raise InputError(f'{path}: {count} entries are called {name}; rename one')
 
     def lr_sweep(self, entry):
         """The entry whose learning rates are tried for this one: itself, or the one that it names."""
-        if isinstance(entry['rates'], tuple):
+        name = entry['learning_rates']
+        if isinstance(name, tuple):
             return entry
-        named = [e for e in self.entries if e['name'] == entry['rates'] and isinstance(e['rates'], tuple)]
+        named = [e for e in self.entries if e['name'] == name and isinstance(e['learning_rates'], tuple)]
         if not named:
-            raise InputError(f'{entry["name"]}: rates={entry["rates"]!r} names no entry with rates')
+            raise InputError(f'{entry["name"]}: learning_rates={name!r} names no entry with learning rates')
         same_group = [e for e in named if e['group'] == entry['group']]
         return (same_group or named)[0]
 
-    def first_text(self, entry):
-        """The name of the text that chooses an entry's learning rate."""
-        return next(iter(entry['texts']))
+    def first_corpus(self, entry):
+        """The name of the corpus that chooses an entry's learning rate."""
+        return next(iter(entry['corpora']))
 
     def settings(self, entry):
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
@@ -114,13 +97,15 @@ class Study:
 
     def key(self, entry, learning_rate, seed):
         """What identifies a run and its row."""
-        return entry['group'], entry.get('rows', entry['name']), learning_rate, seed
+        return entry['group'], entry['name'], learning_rate, seed
 
     def rows(self):
         """{key: row} of the CSV. Raises InputError if a row was trained with other settings than its entry has."""
         rows = read_rows(self.csv)
         for entry in self.entries:
-            keys = [self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['rates'] for seed in entry['seeds']]
+            keys = [
+                self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
+            ]
             for key in rows.keys() & keys:
                 recorded = json.loads(rows[key]['settings'])
                 changed = [k for k, v in entry.items() if k in recorded and recorded[k] != v]
@@ -135,13 +120,19 @@ class Study:
         also while a learning rate has neither finished nor failed.
         """
         swept = self.lr_sweep(entry)
-        keys = {self.key(swept, lr, swept['seeds'][0]): lr for lr in swept['rates']}
+        keys = {self.key(swept, lr, swept['seeds'][0]): lr for lr in swept['learning_rates']}
         ended = rows.keys() | self.failed.keys()
         if not so_far and not keys.keys() <= ended:
             return None
-        column = f'{self.first_text(swept)}_nats_per_token'
+        column = f'{self.first_corpus(swept)}_nats_per_token'
         nats = {lr: float(rows[key][column]) for key, lr in keys.items() if key in rows}
         return min(nats, key=lambda lr: (nats[lr], lr), default=None)
+
+    def best_rows(self, entry, rows):
+        """The finished runs of an entry at its best learning rate so far, one row per seed."""
+        lr = self.best_lr(entry, rows, so_far=True)
+        keys = [self.key(entry, lr, seed) for seed in entry['seeds']]
+        return [rows[key] for key in keys if key in rows]
 
     def runs(self, rows):
         """{key: entry} of every run whose learning rate is known: all first seeds, then all second ones."""
@@ -150,7 +141,7 @@ class Study:
             seeds = entry['seeds']
             pairs = []
             if self.lr_sweep(entry) is entry:
-                pairs += [(lr, seeds[0]) for lr in entry['rates']]
+                pairs += [(lr, seeds[0]) for lr in entry['learning_rates']]
             best = self.best_lr(entry, rows)
             if best:
                 pairs += [(best, seed) for seed in seeds]
@@ -162,13 +153,9 @@ class Study:
         """{key: entry} of the runs that have no row yet and have not failed."""
         return {key: entry for key, entry in self.runs(rows).items() if key not in rows and key not in self.failed}
 
-    def folder(self, key):
-        """The folder of a run, like out/english/1.02_M_tokens_H4_0.002_1."""
-        return self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
-
     def run(self, key, entry, threads):
-        """Trains, evaluates and appends the row. Raises InputError if a script fails."""
-        folder = self.folder(key)
+        """Trains, evaluates and adds the row. Raises InputError if a script fails."""
+        folder = self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
         folder.mkdir(parents=True, exist_ok=True)
         # a process of a killed sweep may still run: it holds the lock until it ends
         with open(folder / 'lock', 'w') as lock:
@@ -185,8 +172,8 @@ class Study:
             row |= keep_weights_only(folder)
             row |= self.evaluate(scripts, entry, row['dtype'])
             add_row(self.csv, row)
-        nats = [row[f'{text}_nats_per_token'] for text in entry['texts']]
-        print(', '.join([described(key), *map('{:.4f}'.format, nats)]), flush=True)
+        nats = [row[f'{corpus}_nats_per_token'] for corpus in entry['corpora']]
+        print(', '.join([describe(key), *map('{:.4f}'.format, nats)]), flush=True)
 
     def train(self, scripts, key, entry):
         """Trains a run and returns the peak memory in MB."""
@@ -201,21 +188,21 @@ class Study:
         return scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
-        """Measures a trained run on the texts, in the dtype of its training, and returns columns of its row."""
+        """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
         folder = scripts.folder
-        flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['texts'].values()))
+        flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
         scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval.json')
-        scripts.run('study.details', folder, entry['train'], entry['texts'][self.first_text(entry)])
+        scripts.run('study.details', folder, entry['train'], entry['corpora'][self.first_corpus(entry)])
         # eval.py adds the date to the name
         results = json.loads(max(folder.glob('eval_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
         row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
-        for text, path in entry['texts'].items():
-            row |= {f'{text}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
+        for corpus, path in entry['corpora'].items():
+            row |= {f'{corpus}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
         return row | json.loads((folder / 'details.json').read_text())
 
 
-def described(key):
+def describe(key):
     group, name, learning_rate, seed = key
     return f'{name}, {group}, {learning_rate}, {seed}'
 
@@ -250,7 +237,8 @@ class Scripts:
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise InputError(f'{name} ended with {process.returncode}; see {out.name}')
+            *_, last_line = ['', *Path(out.name).read_text(errors='replace').splitlines()]
+            raise InputError(f'{name} ended with {process.returncode}: {last_line}; see {out.name}')
         return usage.ru_maxrss // 1024
 
 
@@ -278,38 +266,41 @@ def keep_weights_only(folder):
     return row | {f'params_{part}': count for part, count in counts.items()}
 
 
-def prepare(study):
-    """Prepares the data of a list; folders that are complete are skipped."""
+def prepare(study, corpus_dir):
+    """Prepares the data of a list; complete folders are skipped. Raises InputError if a corpus does not exist."""
+    recipes = {}
+    for folder, recipe in study.data.items():
+        dataset = recipe['dataset'].replace('{corpus_dir}', corpus_dir)
+        path = dataset.split('@')[0]
+        if dataset != recipe['dataset'] and not Path(path).exists():
+            fix = f'name its folder by --corpus_dir, or other corpora in DATA of {study.path.name}'
+            raise InputError(f'{path} does not exist; {fix}')
+        # every model of the list can read token ids
+        recipes[folder] = recipe | dict(dataset=dataset, data_format='ids', data_dir=folder)
+    study.out.mkdir(parents=True, exist_ok=True)
     with open(study.out / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         scripts = Scripts(study.out, lock, environment={})
-        for folder, recipe in study.data.items():
+        for folder, recipe in recipes.items():
             print(f'preparing {folder}', flush=True)
-            # every model of the list can read token ids
-            scripts.run('prepare.py', *as_flags(recipe | dict(data_format='ids', data_dir=folder)))
+            scripts.run('prepare.py', *as_flags(recipe))
 
 
-def threads_per_run(jobs):
-    """OMP_NUM_THREADS if it is set, else a run's share of the cores."""
-    return os.environ.get('OMP_NUM_THREADS') or str(max(1, os.cpu_count() // jobs))
-
-
-def sweep(study, jobs):
+def sweep(study, jobs, corpus_dir):
     """Runs what has no row yet, `jobs` runs at a time. Raises InputError at the end if runs failed."""
     if not study.pending(study.rows()):
         print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
         return
-    study.out.mkdir(parents=True, exist_ok=True)
-    prepare(study)
-    threads = threads_per_run(jobs)
-    nats = [f'{text}_nats_per_token' for text in study.entries[0]['texts']]
+    prepare(study, corpus_dir)
+    threads = os.environ.get('OMP_NUM_THREADS') or str(max(1, os.cpu_count() // jobs))
+    nats = [f'{corpus}_nats_per_token' for corpus in study.entries[0]['corpora']]
     print(', '.join(['name', 'group', 'learning_rate', 'seed', *nats]), flush=True)
     running = {}
     with ThreadPoolExecutor(jobs) as pool:
         while True:
             for key, entry in study.pending(study.rows()).items():
                 if len(running) < jobs and key not in running.values():
-                    print(f'starting {described(key)}', flush=True)
+                    print(f'starting {describe(key)}', flush=True)
                     running[pool.submit(study.run, key, entry, threads)] = key
             if not running:
                 break
@@ -326,18 +317,16 @@ def main():
     install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
-    parser.add_argument('--jobs', type=int, default=1, help='parallel runs, which share the cores')
-    parser.add_argument('--report', action='store_true', help='write the report and its figures instead')
+    parser.add_argument('--jobs', type=int, default=1, help='parallel runs')
+    parser.add_argument(
+        '--corpus_dir', default='../shared/data/text', help='the folder of the corpora that a list names'
+    )
     args = parser.parse_args()
     if args.jobs < 1:
         raise InputError(f'--jobs={args.jobs}: must be 1 or more')
-    studies = [Study(path) for path in args.lists]
-    if args.report:
-        report.write(studies)
-        return
     try:
-        for study in studies:
-            sweep(study, args.jobs)
+        for study in map(Study, args.lists):
+            sweep(study, args.jobs, args.corpus_dir)
     except KeyboardInterrupt:
         sys.exit('interrupted; rerun the same command to resume')
 

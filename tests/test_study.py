@@ -4,10 +4,13 @@ import ast
 import contextlib
 import csv
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import statistics
+import sys
 import time
 
 import numpy as np
@@ -15,19 +18,22 @@ import pytest
 import torch
 from conftest import REPO, events, ok, random_model, run, snapshot, start
 
-LIST = '''"""
-A title
+from configurator import InputError
+from study import costs, report
+from study.details import score_tokens
+from study.rows import add_row, read_csv, write_csv
+from study.sweep import Scripts, Study, sweep
 
-What was done.
-"""
+LIST = """
 DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
 RUNS = [
     dict(
-        name='H3', group='tiny', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3, 1e-2), seeds=(1,),
-        block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100, loss='product',
+        name='H3', group='tiny', config='cfg.py', train='data', corpora=dict(docs='data'), seeds=(1,),
+        learning_rates=(1e-3, 1e-2), block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100,
+        loss='product',
     )
 ]
-'''
+"""
 # what depends on the load of the machine
 NOT_REPEATED = ('tokens_per_s', 'peak_mb')
 RUNS = ('tiny_H3_0.001_1', 'tiny_H3_0.01_1')
@@ -93,7 +99,9 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     assert rows(killed) == expected
     assert {name: snapshot(killed / 'out/runs' / name) for name in finished} == before
     check_details(uninterrupted)
-    check_report(uninterrupted)
+    printed = ok('study.report', 'runs.py', cwd=uninterrupted).stdout
+    best = min(float(row['docs_nats_per_token']) for row in expected.values())
+    assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
 
 
 def check_details(folder):
@@ -113,8 +121,6 @@ def check_details(folder):
 
 def test_details_of_tokens():
     """Nats, top-1 and ranks are those of log P; a temperature divides the logits."""
-    from study.details import score_tokens
-
     m = random_model()
     ids = torch.randint(3, 300, (60,))
     T = m.config.block_size
@@ -141,106 +147,54 @@ def test_details_needs_token_ids(quick):
     assert "tekken was prepared with 'tekken', not with the model's tokenizer" in done.stderr
 
 
-def check_report(folder):
-    """The same CSV gives the same report; missing runs are reported as such."""
-    read = []
-    pictures = []
-    for _ in range(2):
-        ok('study.sweep', 'runs.py', '--report', cwd=folder)
-        read.append((folder / 'runs.md').read_text())
-        pictures.append((folder / 'runs.png').read_bytes())
-    nats = {float(row['learning_rate']): float(row['docs_nats_per_token']) for row in rows(folder).values()}
-    best, other = sorted(nats, key=nats.get)
-    assert read[0] == read[1] and pictures[0] == pictures[1]
-    assert '## A title' in read[0] and '–' not in read[0]
-    assert f'| H3 | {best:g}: {nats[best]:.3f}, {other:g}: {nats[other]:.3f} |' in read[0]
-    assert re.search(rf'\| tiny \| H3 \| \S+ M \| {nats[best]:.3f} \|', read[0])
-    header, first, _ = (folder / 'runs.csv').read_text().splitlines()
-    (folder / 'runs.csv').write_text(f'{header}\n{first}\n')
-    ok('study.sweep', 'runs.py', '--report', cwd=folder)
-    assert re.search(r'\n\| H3 \| [\d.]+: [\d.]+ \|\n', (folder / 'runs.md').read_text())
-    (folder / 'runs.csv').write_text(f'{header}\n')
-    ok('study.sweep', 'runs.py', '--report', cwd=folder)
-    text = (folder / 'runs.md').read_text()
-    assert '* A title: yet to be run, by' in text and '\n|' not in text
-
-
-CLAIMS = '''"""
-Claims
-
-Made up.
+def random_study(folder, names, claims):
+    """A list with models of the given names on two corpora, whose rows are written by hand."""
+    entries = f"""
+_COMMON = dict(group='all', config='cfg.py', train='data', corpora=dict(a='data', b='data'), learning_rates=(1e-3,))
+RUNS = [_COMMON | dict(name=name, seeds=(1, 2, 3)) for name in {names!r}]
+CLAIMS = {claims!r}
 """
-DATA = {'data': dict(dataset='docs.jsonl')}
-_COMMON = dict(group='all', config='cfg.py', train='data', texts=dict(docs='data'), rates=(1e-3,), seeds=(1, 2, 3))
-RUNS = [_COMMON | dict(name=name, num_buckets=ord(name)) for name in 'ABCDE']
-CLAIMS = dict(
-    other=[
-        ('A below D', 'A', 'D'),
-        ('A 0.1 below B', 'A', 'B', dict(by=0.1)),
-        ('A 0.1 below C', 'A', 'C', dict(by=0.1)),
-        ('B below A', 'B', 'A'),
-        ('A 0.3 below B', 'A', 'B', dict(by=0.3)),
-    ],
-    parts=[('A below C', 'A', 'C')],
-)
-_ALL = dict(group='all', better='A')
-SENTENCES = dict(
-    time=('A {0.word} E ({0.figure}), {time}.', [_ALL | dict(than='E')]),
-    parts=(
-        'A {0.word} B ({0.figure}), B {1.word} A, A {2.word} C, D {3.word} A ({3.sizes[1]}).',
-        [_ALL | dict(better=better, than=than) for better, than in ('AB', 'BA', 'AC', 'DA')],
-    ),
-)
-'''
+    (folder / 'claims.py').write_text("DATA = {'data': dict(dataset='docs.jsonl')}" + entries)
+    return Study('claims.py')
 
 
-def test_verdicts_come_from_the_rows(few, tmp_path, monkeypatch):
-    """Claims and sentences follow from means and standard deviations over the seeds."""
-    from study.rows import add_row
-    from study.sweep import Study
-
-    (tmp_path / 'claims.py').write_text(CLAIMS)
+def test_verdicts(few, tmp_path, monkeypatch):
+    """A claim is decided where the difference of the means exceeds two standard deviations, on each corpus."""
     (tmp_path / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
     monkeypatch.chdir(tmp_path)
-    study = Study('claims.py')
-    nats = dict(A=(5.0, 5.01, 4.99), B=(5.2, 5.21, 5.19), C=(4.9, 5.01, 5.15), E=(4.9,))
-    same = dict(commit='c', device='d', learning_rate=1e-3, params_embedding=2000000, params_hash=0, params_decoder=1)
-    for entry in study.entries:
-        for seed, value in zip(entry['seeds'], nats.get(entry['name'], ()), strict=False):
-            row = dict(group=entry['group'], name=entry['name'], seed=seed, docs_nats_per_token=value, settings='{}')
+    nats = dict(
+        A=((5.0, 5.01, 4.99), (6.0, 6.01, 5.99)),
+        B=((5.2, 5.21, 5.19), (6.2, 6.21, 6.19)),
+        C=((4.9, 5.01, 5.15), (6.2, 6.21, 6.19)),
+        D=((4.9, 5.01, 5.15), (5.9, 6.01, 6.15)),
+        E=((5.2, 5.21, 5.19), (5.8, 5.81, 5.79)),
+        F=((5.1,), (6.1,)),
+    )
+    study = random_study(tmp_path, 'ABCDEFG', [('claim', 'A', other) for other in 'BCDEFG'] + [('claim', 'B', 'A')])
+    same = dict(group='all', learning_rate=1e-3, params_embedding=2000000, params_hash=0, params_decoder=1)
+    for name, (on_a, on_b) in nats.items():
+        for seed, (a, b) in enumerate(zip(on_a, on_b, strict=True), 1):
+            row = dict(name=name, seed=seed, a_nats_per_token=a, b_nats_per_token=b, settings='{}')
             add_row(study.csv, row | same)
-    ok('study.sweep', 'claims.py', '--report', cwd=tmp_path)
-    page = (tmp_path / 'claims.md').read_text()
-    sentences = """
-1. A ahead of B (+0.200 ± 0.014), B behind A, A level with C, D not yet compared with A (2.0 M).
-2. A behind E (-0.100, one seed), –.
-
-## Every claim
-"""
-    claims = """
-## What each part of the method earns
-
-* Open, too small to tell: A below C: all +0.020 ± 0.126 (3+3).
-
-## Other claims
-
-* **Holds**: A 0.1 below B: all +0.200 ± 0.014 (3+3).
-* **Does not hold**: B below A: all -0.200 ± 0.014 (3+3).
-* **Does not hold**: A 0.3 below B: all +0.200 ± 0.014 (3+3).
-* Open, too small to tell: A 0.1 below C: all +0.020 ± 0.126 (3+3).
-* Open, not run: A below D: all – (3+0).
-"""
-    assert sentences in page and claims in page
+    lines = [line.split(' | ') for line in table_rows(report.claims_table([study]))[2:]]
+    assert {line[2]: (*line[4:6], *line[7:]) for line in lines} == {
+        'B': ('+0.200 ± 0.014', '+0.200 ± 0.014', '3 + 3', 'ahead |'),
+        'C': ('+0.020 ± 0.126', '+0.200 ± 0.014', '3 + 3', 'ahead on b |'),
+        'D': ('+0.020 ± 0.126', '+0.020 ± 0.126', '3 + 3', 'on par |'),
+        'E': ('+0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'ahead on a, behind on b |'),
+        'F': ('+0.100', '+0.100', '3 + 1', 'one seed |'),
+        'A': ('-0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'behind |'),
+    }
+    with pytest.raises(InputError, match='no group has both A and Z'):
+        report.claims_table([random_study(tmp_path, 'A', [('claim', 'A', 'Z')])])
 
 
 def test_best_learning_rate(study, monkeypatch):
     """A learning rate is chosen when all are finished or have failed; first seeds are trained before second ones."""
-    from study.sweep import Study
-
     monkeypatch.chdir(study('rates'))
     runs = Study('runs.py')
     entry = runs.entries[0]
-    first, second = (runs.key(entry, lr, 1) for lr in entry['rates'])
+    first, second = (runs.key(entry, lr, 1) for lr in entry['learning_rates'])
     one = {first: dict(docs_nats_per_token='5')}
     both = one | {second: dict(docs_nats_per_token='4')}
     assert runs.best_lr(entry, {}) is None and runs.best_lr(entry, {}, so_far=True) is None
@@ -249,7 +203,7 @@ def test_best_learning_rate(study, monkeypatch):
     assert list(runs.pending(one)) == [second] and not runs.pending(both)
     # the entry of another group uses its learning rate
     two_seeds = entry | dict(seeds=(1, 2))
-    longer = two_seeds | dict(group='longer', max_steps=50, rates='H3')
+    longer = two_seeds | dict(group='longer', max_steps=50, learning_rates='H3')
     runs.entries = [two_seeds, longer]
     assert runs.best_lr(longer, both) == 1e-2 and runs.best_lr(longer, one) is None
     assert list(runs.pending(both)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
@@ -259,60 +213,37 @@ def test_best_learning_rate(study, monkeypatch):
 
 
 def test_rows_belong_to_entries(study, monkeypatch):
-    """Entries can share rows; an entry whose settings differ from those of its rows is refused."""
-    from configurator import InputError
-    from study.rows import add_row, best_rows
-    from study.sweep import Study
-
-    path = study('shared') / 'runs.py'
+    """An entry whose settings differ from those of its rows is refused."""
+    path = study('changed') / 'runs.py'
     monkeypatch.chdir(path.parent)
-    shared = "RUNS.append(RUNS[0] | dict(name='H3 again', rates=(1e-2,), rows='H3'))\n"
-    path.write_text(LIST + shared)
     row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
     row['settings'] = '{"num_buckets": 100, "beta2": 0.5}'
     add_row(Study('runs.py').csv, row)
     runs = Study('runs.py')
-    assert best_rows(runs, runs.entries[1], runs.rows()) == best_rows(runs, runs.entries[0], runs.rows())
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
     path.write_text(LIST.replace('num_buckets=100', 'num_buckets=99'))
     with pytest.raises(InputError, match='has num_buckets=99 .its row: 100.; give the entry a new name'):
         Study('runs.py').rows()
 
 
-def test_costs_and_tasks_are_sections(study):
-    """costs.csv and tasks.csv are sections of the report; models of other documents are not compared."""
-    from configurator import InputError
-    from study.tasks import main
-
-    folder = study('sections')
+def test_costs(study, monkeypatch):
+    """Step times are relative to the first model's; rows of other devices stay, rows of this device are replaced."""
+    folder = study('costs')
     (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
-    # rows of another device stay, those of this device are measured again
-    heads = 'model,time / the first,parameters,tokens_per_s,flops_per_token,gemm_share,peak_memory,device,dtype,torch,'
-    heads += 'threads,gemm_flops,commit\n'
-    other = 'H3,1.000,5,1,1,1,1,another,float32,2,1,1,a\n'
-    (folder / 'costs.csv').write_text(heads + other + other.replace('another', 'cpu'))
-    ok('study.costs', 'runs.py', cwd=folder)
-    assert (folder / 'costs.csv').read_text().startswith(heads + other)
-    with open(folder / 'costs.csv', newline='') as f:
-        rows = list(csv.DictReader(f))
-        costs = {row['model']: row for row in rows[1:]}
-    assert [row['device'] for row in rows] == ['another', 'cpu', 'cpu']
-    assert float(costs['H3']['time / the first']) == 1 and float(costs['S']['time / the first']) > 0
-    assert int(costs['H3']['parameters']) < int(costs['S']['parameters'])
-    for name, documents in (('a', 6), ('b', 6), ('c', 7)):
-        accuracy = {'acc,none': 0.5, 'acc_stderr,none': 0.25}
-        results = {'results': {'copa': accuracy}, 'n-samples': {'copa': dict(original=100, effective=documents)}}
-        (folder / f'{name}.json').write_text(json.dumps(results))
-    main(dict(A=folder / 'a.json', B=folder / 'b.json'), folder / 'tasks.csv')
-    for wrong, says in (('c.json', 'A 6, B 7'), ('none.json', 'B=.*none.json cannot be read')):
-        with pytest.raises(InputError, match=says):
-            main(dict(A=folder / 'a.json', B=folder / wrong), folder / 'tasks.csv')
-    ok('study.sweep', 'runs.py', '--report', cwd=folder)
-    text = (folder / 'runs.md').read_text()
-    assert '| copa | acc | 6 | 50.0% | 50.0% ± 25.0% | 50.0% ± 25.0% |' in text
-    assert '| above chance | – | – | – | 0 of 1 | 0 of 1 |' in text
-    ratio = costs['S']['time / the first']
-    assert re.search(rf'\| S \| {int(costs["S"]["parameters"]):,} \| – \| – \| {ratio} \| – \|\n', text)
+    other = dict(model='H3', relative_time='1.000', tokens_per_s='1', device='another', threads='1')
+    write_csv(folder / 'costs.csv', [other, other | dict(device='cpu')])
+
+    def measure(shape):
+        step = dict.fromkeys(costs.COLUMNS, 1) | dict(tokens_per_s=50 if shape['num_hashes'] else 100)
+        return dict.fromkeys(costs.MACHINE, 1) | dict(device='cpu'), step
+
+    monkeypatch.setattr(costs, 'measure', measure)
+    monkeypatch.setattr(sys, 'argv', ['costs.py', 'runs.py'])
+    monkeypatch.chdir(folder)
+    costs.main()
+    rows = read_csv(folder / 'costs.csv')
+    assert [(row['model'], row['device']) for row in rows] == [('H3', 'another'), ('H3', 'cpu'), ('S', 'cpu')]
+    assert [row['relative_time'] for row in rows] == ['1.000', '1.000', '0.500']
 
 
 def table_rows(markdown):
@@ -320,56 +251,119 @@ def table_rows(markdown):
     return [line for line in markdown.splitlines() if line.startswith('|')]
 
 
-OWN_LISTS = 'english', 'vocabulary', 'paper100m'
+LISTS = ('english', 'vocabulary', 'large_vocabulary')
 
 
-def test_results_are_what_the_rows_say(tmp_path):
-    """RESULTS.md follows from the CSVs, README's table from RESULTS.md; another list has its own report."""
-    for folder in ('study', 'config'):
-        shutil.copytree(REPO / folder, tmp_path / folder)
-    (tmp_path / 'study' / 'RESULTS.md').unlink()
-    ok('study.sweep', *(f'study/{name}.py' for name in OWN_LISTS), '--report', cwd=tmp_path)
-    results = (REPO / 'study' / 'RESULTS.md').read_text()
-    assert (tmp_path / 'study' / 'RESULTS.md').read_text() == results
-    # its pictures are where it says, in a folder of their own
-    pictures = re.findall(r'!\[.*?\]\((.*?)\)', results)
-    assert len(pictures) > 3 and all((REPO / 'study' / picture).is_file() for picture in pictures)
-    # a list of one's own, and one of the three alone, leave it as it is
-    shutil.copy(REPO / 'study' / 'vocabulary.py', tmp_path / 'study' / 'mine.py')
-    for name in ('mine', 'english'):
-        said = ok('study.sweep', f'study/{name}.py', '--report', cwd=tmp_path).stdout
-        assert said == f'study/{name}.md\n' and (tmp_path / 'study' / f'{name}.md').exists()
-    assert (tmp_path / 'study' / 'RESULTS.md').read_text() == results
-    # README's table has the same columns and some of the rows
-    readme = re.search(r'\| trained on \|.*?\n\n', (REPO / 'README.md').read_text(), re.DOTALL)[0]
-    shown = table_rows(readme)
-    assert len(shown) > 3 and set(shown) <= set(table_rows(results))
+def seed_values(group, name, column):
+    """The values of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+    rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
+    rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
+    first = [row for row in rows if row['seed'] == '1']
+    best = min(first, key=lambda row: float(row['english_nats_per_token']))['learning_rate']
+    return [float(row[column]) for row in rows if row['learning_rate'] == best and row[column]]
 
 
-def test_a_wrong_list_ends_in_one_line(study):
-    """A wrong list and a failed run end in one line, without a row."""
-    folder = study('wrong')
-    for right, wrong, says in (
-        ('rates=(1e-3, 1e-2)', "rates='H9'", 'names no entry'),
+def written(values, digits):
+    if len(values) < 2:
+        return f'{values[0]:.{digits}f}' if values else '–'
+    return f'{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
+
+
+def check_model_line(line, measure, digits):
+    group, name, size, english, fineweb, top1 = line
+    for corpus, cell in (('english', english), ('fineweb', fineweb)):
+        assert cell == written(seed_values(group, name, f'{corpus}_{measure}'), digits)
+    percents = written([100 * v for v in seed_values(group, name, 'english_top1_accuracy')], 1)
+    assert top1.replace('%', '') == percents
+    total = sum(seed_values(group, name, f'params_{part}')[0] for part in ('embedding', 'hash', 'decoder'))
+    assert size == f'{total / 1e6:.2f} M'
+
+
+def check_claim_line(line):
+    _, model, other, group, english, fineweb, unit, seeds, verdict = line
+    measure, digits = {'nats': ('nats_per_token', 3), 'bits per byte': ('bits_per_byte', 4)}[unit]
+    words = {}
+    for corpus, cell in (('english', english), ('fineweb', fineweb)):
+        a, b = (seed_values(group, name, f'{corpus}_{measure}') for name in (model, other))
+        assert seeds == f'{len(a)} + {len(b)}'
+        difference = statistics.mean(b) - statistics.mean(a)
+        if min(len(a), len(b)) == 1:
+            assert cell == f'{difference:+.{digits}f}' and verdict == 'one seed'
+            continue
+        deviation = math.hypot(statistics.stdev(a), statistics.stdev(b))
+        assert cell == f'{difference:+.{digits}f} ± {deviation:.{digits}f}'
+        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
+    if len(set(words.values())) == 1:
+        assert verdict == words['english']
+    elif words:
+        assert verdict == ', '.join(f'{word} on {corpus}' for corpus, word in words.items() if word != 'on par')
+
+
+def test_results_are_what_the_rows_say():
+    """Every cell of the tables of RESULTS.md, and every number with ±, follows from the CSVs."""
+    text = (REPO / 'study/RESULTS.md').read_text()
+    tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
+    cells = {name: [line.strip('| ').split(' | ') for line in table_rows(lines)[2:]] for name, lines in tables.items()}
+    assert cells.keys() == {'english', 'vocabulary', 'costs', 'claims'} and all(cells.values())
+    for line in cells['english']:
+        check_model_line(line, 'nats_per_token', 3)
+    for line in cells['vocabulary']:
+        check_model_line(line, 'bits_per_byte', 4)
+    for line in cells['claims']:
+        check_claim_line(line)
+    devices = {}
+    for row in read_csv(REPO / 'study/costs.csv'):
+        devices.setdefault((row['device'], row['threads']), {})[row['model']] = float(row['tokens_per_s'])
+    for name, *times in cells['costs']:
+        assert times == [f'{speeds["Standard"] / speeds[name]:.2f}' for speeds in devices.values()]
+    # the prose, here and in README
+    readme = (REPO / 'README.md').read_text()
+    for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
+        assert number in ''.join(tables.values()), number
+    shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
+    assert len(shown) > 3 and set(shown) <= set(table_rows(tables['english']))
+    assert len(text.splitlines()) <= 150
+
+
+def test_the_report_regenerates(tmp_path, monkeypatch):
+    """The CSVs give the same tables and figures, byte by byte."""
+    shutil.copytree(REPO / 'study', tmp_path / 'study')
+    monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
+    text = (REPO / 'study/RESULTS.md').read_text()
+    (tmp_path / 'study/RESULTS.md').write_text(re.sub(r'^\|.*\n', '', text, flags=re.MULTILINE))
+    monkeypatch.chdir(REPO)
+    report.write()
+    assert (tmp_path / 'study/RESULTS.md').read_text() == text
+    figures = re.findall(r'!\[.*?\]\((.*?)\)', text)
+    assert figures == ['english_tokens.png', 'vocabulary_size.png']
+    first = {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+    report.write()
+    assert first == {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+
+
+@pytest.mark.parametrize(
+    'right, wrong, says',
+    [
+        ('learning_rates=(1e-3, 1e-2)', "learning_rates='H9'", 'names no entry'),
         ("docs='data'", "docs='other'", "lacks {'other'}"),
-        ('DATA = ', 'DATUM = ', 'no DATA'),
-        ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called ('tiny', 'H3')"),
+        (
+            "='docs.jsonl'",
+            "='{corpus_dir}/english_edu.jsonl.xz@5e6'",
+            'none/english_edu.jsonl.xz does not exist; name its',
+        ),
+        ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: '),
+        ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called .'tiny', 'H3'."),
         ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
-    ):
-        (folder / 'runs.py').write_text(LIST.replace(right, wrong))
-        done = run('study.sweep', 'runs.py', cwd=folder)
-        assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
+    ],
+)
+def test_a_wrong_list(study, monkeypatch, right, wrong, says):
+    """A wrong list, a corpus that does not exist and a failed run raise an InputError and add no row."""
+    folder = study('wrong')
+    monkeypatch.chdir(folder)
+    (folder / 'runs.py').write_text(LIST.replace(right, wrong))
+    with pytest.raises(InputError, match=says):
+        sweep(Study('runs.py'), 2, 'none')
     assert not (folder / 'runs.csv').exists()
-    # such a claim, or a line of README's table, would be missing silently
-    for more, says in (
-        ("CLAIMS = dict(other=[('', 'H3', 'H9')])", "no entry has the name 'H9'"),
-        ("CLAIMS = dict(price=[('', 'H3', 'H3')])", "about='price' of a claim: must be one of"),
-        ("SENTENCES = dict(loss=('', [dict(better='H3', than='H3')]))", "no 'group' among the entries, or none in"),
-    ):
-        (folder / 'runs.py').write_text(f'{LIST}{more}\n')
-        done = run('study.sweep', 'runs.py', '--report', cwd=folder)
-        assert done.returncode == 1 and says in done.stderr and 'Traceback' not in done.stderr, done.stderr
-        assert not (folder / 'runs.md').exists()
 
 
 def test_the_picture_of_signatures(tmp_path):
@@ -382,8 +376,6 @@ def test_the_picture_of_signatures(tmp_path):
 
 def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
     """Scripts that a sweep starts find the repository's modules from any folder; PYTHONPATH is kept."""
-    from study.sweep import Scripts
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'folder' / 'own.py').write_text('import model; print("found")')
@@ -393,7 +385,7 @@ def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
     assert (tmp_path / 'own.out').read_text() == 'found\n'
 
 
-MODULES = 'costs details kernels rank sweep tasks tfree'.split()
+MODULES = 'costs details kernels rank report sweep tfree'.split()
 
 
 @pytest.mark.parametrize('name', MODULES)
