@@ -226,6 +226,9 @@ def expand_tokenizer(tok, documents, counts):
         # a piece that its own text is not split into never occurs: merges of higher priority prevent it
         splits = larger.split(larger.tokens[V:])
         unreachable = {larger.tokens[k] for k, ids in enumerate(splits, V) if ids != [k]}
+        # a tokenizer.json splits a character that is no piece into bytes before it merges
+        characters = old_pieces.union(pieces)
+        unreachable.update(piece for piece in pieces if not characters.issuperset(piece))
         if not unreachable:
             return larger, chosen
         excluded |= unreachable

@@ -32,7 +32,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import configurator
 import model as model_module
@@ -574,7 +574,7 @@ def test_ablations_are_what_they_are_called(tmp_path):
 
 
 def test_embedding_scale_of_standard(tmp_path):
-    """embedding_scale multiplies the input rows but not the head; an export keeps it, and transformers refuses it."""
+    """embedding_scale multiplies the input rows but not the head; an export keeps it, also for transformers."""
     m = random_model(num_hashes=0, embedding_scale=3.0)
     scaled = random_model(num_hashes=0)
     scaled.load_state_dict(m.state_dict())
@@ -589,8 +589,8 @@ def test_embedding_scale_of_standard(tmp_path):
     exported = from_pretrained(tmp_path / 'released')
     assert exported.config.embedding_scale == 3
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
-    with pytest.raises(ValueError, match='mhf_standard'):
-        AutoConfig.from_pretrained(tmp_path / 'released')
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'released')
+    assert relative(m.bucket_logits(ids)[:, :, 0], theirs(ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize('encoder_init', ['normal', 'orthogonal'])

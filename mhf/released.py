@@ -10,9 +10,11 @@ The released format of the paper's authors, in both directions, and loading of t
 
 import json
 import os
-import shutil
+import re
 import sys
+import tempfile
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +23,12 @@ import torch
 import configurator
 from configurator import InputError
 from hashing import signature_table
-from mhf.checkpoint import Checkpoints, build_on_meta, load_checkpoint, load_weights
+from mhf.checkpoint import build_on_meta, load_checkpoint, load_weights
 from mhf.fused import FusedMHF
 from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, validate_table
 
-# fields of config.json -> fields of MHFConfig; the first six are required
+# fields of config.json -> fields of MHFConfig
 RELEASED_FIELDS = dict(
     vocab_size='vocab_size', hidden_size='hidden_size', intermediate_size='intermediate_size',
     num_hidden_layers='num_layers', num_attention_heads='num_heads', num_key_value_heads='num_kv_heads',
@@ -34,8 +36,18 @@ RELEASED_FIELDS = dict(
     pad_token_id='pad_id', trained_loss='loss', num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh',
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
 )  # fmt: skip
+REQUIRED_FIELDS = (
+    'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads',
+    'num_key_value_heads', 'rope_theta',
+)  # fmt: skip
 # fields of a MultiHashFormer; the authors' format has no single_id
 HASH_FIELDS = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim', 'single_id')
+# other fields of config.json: the values that this code computes, and names of fields that change the computation
+SUPPORTED = dict(
+    model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
+    rope_scaling=(None,), rope_parameters=(None,), layer_types=(None,),
+)  # fmt: skip
+COMPUTATION = re.compile('bias|bidirectional|multiplier|quant|rotary|scal(ar|e|ing)|softcap|use_sliding_window')
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -72,73 +84,82 @@ def released_weights(model):
         if prefix is None:
             raise InputError(f'{name} has no name in the released format; add it to RELEASED_NAMES')
         weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+    if not is_tied(model.config):
+        weights['lm_head.weight'] = weights['model.embed_tokens.weight']
+        weights['model.embed_tokens.weight'] = weights['lm_head.weight'] * model.config.embedding_scale
     return weights
 
 
-def released_config(c):
-    """Returns the config.json of an MHFConfig, without its tokenizer."""
+def is_tied(c):
+    """Whether input and output embeddings are the same. Those of a Standard model may differ by embedding_scale."""
+    return bool(c.num_hashes) or c.embedding_scale == 1
+
+
+def released_config(model):
+    """Returns the config.json of a model, without its tokenizer."""
+    c = model.config
     fields = dict(
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
-        tie_word_embeddings=True, torch_dtype='float32',
+        tie_word_embeddings=is_tied(c), torch_dtype='float32',
     )  # fmt: skip
     for released, name in RELEASED_FIELDS.items():
         if c.num_hashes or released not in HASH_FIELDS:
             fields[released] = getattr(c, name)
-    if c.num_hashes or c.embedding_scale == 1:
+    if is_tied(c):
         # W_s of a MultiHashFormer contains the scale
         del fields['embedding_scale']
-    else:
-        # not a Qwen3 model: transformers would ignore the scale, so it must refuse the model
-        fields |= dict(model_type='mhf_standard', architectures=['MHF'])
+    table = model.signatures.cpu().numpy()
+    _, token_mask = validate_table(c, table)
+    unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
+    if unused_ids:
+        # transformers would predict these ids, so it must refuse the model
+        fields |= dict(unused_ids=unused_ids, model_type='mhf_standard', architectures=['MHF'])
     return fields
-
-
-def copy_tokenizer(tokenizer, folder):
-    """Copies a tokenizer file, and the files next to it that name its special tokens, to a folder. Returns its name."""
-    path = Path(tokenizer)
-    if path.suffix not in ('.model', '.json'):
-        return tokenizer
-    name = f'tokenizer{path.suffix}'
-    shutil.copyfile(path, folder / name)
-    for special_tokens in JSON_FILES[1:] if path.suffix == '.json' else ():
-        if path.with_name(special_tokens).exists():
-            shutil.copyfile(path.with_name(special_tokens), folder / special_tokens)
-    return name
 
 
 def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
-    Writes the released format to a new folder: config.json, with the name of the tokenizer, model.safetensors, and the
-    tokenizer if it is a file. transformers loads a Standard model with embedding_scale 1 as Qwen3. add_bos: whether the
-    model was trained with bos before each document; eos_ids: ids that end a document besides the tokenizer's eos.
-    Raises InputError.
+    Writes a model and its tokenizer to a new folder in the released format. transformers loads a Standard model as
+    Qwen3 with AutoModelForCausalLM, unless it has unused ids, and its tokenizer with AutoTokenizer.
+
+    Args:
+        tokenizer: a name for get_tokenizer
+        add_bos: whether the model was trained with bos before each document
+        eos_ids: ids that end a document, besides the tokenizer's eos
+
+    Raises: InputError
     """
     from safetensors.torch import save_file
+
+    from mhf.tokenizer_json import write_json, write_tokenizer
 
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
     weights = released_weights(model)
-    config = released_config(model.config) | dict(add_bos=add_bos)
-    if eos_ids:
-        config['eos_token_id'] = list(eos_ids)
+    tok = get_tokenizer(tokenizer)
+    eos_ids = sorted({tok.eos, *eos_ids})
+    config = released_config(model) | dict(add_bos=add_bos, bos_token_id=tok.bos)
+    config['eos_token_id'] = eos_ids if len(eos_ids) > 1 else tok.eos
+    # bos starts the next document
+    ends = sorted({*eos_ids, tok.bos}) if add_bos else eos_ids
+    generation_config = dict(bos_token_id=tok.bos, eos_token_id=ends, pad_token_id=tok.pad)
     folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} already exists; choose another folder')
-    temporary = folder.with_name(f'{folder.name}.tmp')
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(weights, temporary / 'model.safetensors', metadata=dict(format='pt'))
-        config['tokenizer'] = copy_tokenizer(tokenizer, temporary)
-        (temporary / 'config.json').write_text(json.dumps(config, indent=1) + '\n')
-        # safetensors creates its file readable for the owner only
-        os.chmod(temporary / 'model.safetensors', (temporary / 'config.json').stat().st_mode)
-        os.rename(temporary, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as temporary:
+            complete = Path(temporary) / folder.name
+            complete.mkdir()
+            save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
+            config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
+            write_json(complete / 'generation_config.json', generation_config)
+            write_json(complete / 'config.json', config)
+            # safetensors creates its file readable for the owner only
+            os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
+            os.rename(complete, folder)
     except OSError as e:
         raise InputError(f'{folder} cannot be written ({e})') from None
-    finally:
-        # left by a full disk or Ctrl-C
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
@@ -155,10 +176,8 @@ def from_pretrained(path_or_hub_id, revision=None, Model=FusedMHF):
 
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id, revision)
-    try:
-        released = json.loads((folder / 'config.json').read_text())
-    except (OSError, ValueError) as e:
-        raise InputError(f'{source}: no readable config.json ({e})') from None
+    config_json = read_json(folder / 'config.json', source)
+    refuse_unsupported(config_json, source)
     files = sorted(folder.glob('model*.safetensors'))
     if not files:
         raise InputError(f'{source}: no model.safetensors')
@@ -168,14 +187,28 @@ def from_pretrained(path_or_hub_id, revision=None, Model=FusedMHF):
             weights.update(load_file(file))
         except Exception as e:  # truncated, or not safetensors
             raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
-    refuse_unsupported(released, weights, source)
     try:
-        config = convert_config(released, weights.get('model.hash_map'))
+        config = convert_config(config_json, weights.get('model.hash_map'))
+        tie_embeddings(weights, config_json, config.embedding_scale)
+    except ValueError as e:
+        raise InputError(f'{source}: {e}') from None
+    try:
         model = build_on_meta(config, Model)
-        load_weights(model, convert_state_dict(config, weights))
-    except (ValueError, RuntimeError) as e:
+        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
+    except (ValueError, RuntimeError, IndexError) as e:
         raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
     return model
+
+
+def read_json(path, source):
+    """Returns the dict in a JSON file. Raises InputError."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+        if not isinstance(content, dict):
+            raise ValueError('it is not an object in braces')
+        return content
+    except (OSError, ValueError) as e:
+        raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
 
 def resolve_path(path_or_hub_id, revision=None):
@@ -189,46 +222,76 @@ def resolve_path(path_or_hub_id, revision=None):
     return from_hub(str(path_or_hub_id), files, revision)
 
 
-def refuse_unsupported(released, weights, source):
-    """Raises InputError for a model that this code would compute differently. released: the contents of config.json."""
-    rope = released.get('rope_parameters') or {}
-    for key, value, supported in (
-        ('lsh_only_embed', released.get('lsh_only_embed'), False),
-        ('attention_bias', released.get('attention_bias'), False),
-        ('use_sliding_window', released.get('use_sliding_window'), False),
-        ('hidden_act', released.get('hidden_act'), 'silu'),
-        ('rope_type', rope.get('rope_type'), 'default'),
-    ):
-        if value not in (None, supported):
-            raise InputError(f'{source}: {key}={value} in config.json; this code supports only {supported}')
-    for key in list(RELEASED_FIELDS)[:6]:
-        if released.get(key) is None:
-            raise InputError(f"{source}: config.json has no '{key}'")
-    E = weights.get('model.embed_tokens.weight')
-    if E is None:
-        raise InputError(f'{source}: the weights have no model.embed_tokens.weight')
-    head = weights.get('lm_head.weight')
-    if head is not None and not torch.equal(head, E):
-        raise InputError(f'{source}: lm_head.weight differs from the embedding; only tied models are supported')
+def refuse_unsupported(config_json, source):
+    """Raises InputError for a key of config.json that changes the computation in a way that this code lacks."""
+    for key, value in config_json.items():
+        refused = value
+        if key in ('rope_scaling', 'rope_parameters') and isinstance(value, dict):
+            # transformers 5 writes rope_parameters into every file, mostly with rope_type='default'
+            refused = {k: v for k, v in value.items() if k != 'rope_theta' and v not in ('default', None, 1)} or None
+        if key == 'layer_types' and isinstance(value, list):
+            refused = [kind for kind in value if kind != 'full_attention'] or None
+        if key in SUPPORTED:
+            supported = refused in SUPPORTED[key]
+        else:
+            changes = COMPUTATION.search(key) and key not in RELEASED_FIELDS
+            supported = not changes or refused is not True and refused in (None, False, 1)
+        if not supported:
+            raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
 
 
-def convert_config(released, table):
+def convert_config(config_json, table):
     """Returns the MHFConfig for the contents of config.json and the signature table (V, H), None for Standard."""
-    # defaults of the authors' code
-    fields = dict(num_hashes=0, loss='product', head_dim=released['hidden_size'] // released['num_attention_heads'])
-    eos = released.get('eos_token_id')
-    if eos is not None:
-        fields['pad_id'] = eos[0] if isinstance(eos, list) else eos
-    rope = released.get('rope_parameters') or {}
-    if rope.get('rope_theta') is not None:
-        fields['rope_theta'] = rope['rope_theta']
+    rope = config_json.get('rope_parameters') or {}
+    values = config_json | {key: rope[key] for key in ('rope_theta',) if key in rope}
+    fields = dict(num_hashes=0, loss='product')
     for key, name in RELEASED_FIELDS.items():
-        if released.get(key) is not None:
-            fields[name] = released[key]
+        value = values.get(key)
+        if value is None and key in REQUIRED_FIELDS:
+            raise ValueError(f"config.json has no '{key}'")
+        if value is None:
+            continue
+        kind = MHFConfig.__annotations__[name]
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json: its type must be {kind.__name__}')
+        fields[name] = value
+    fields.setdefault('head_dim', fields['hidden_size'] // max(1, fields['num_heads']))
     if table is not None:
         fields['vocab_size'] = len(table)
         fields.setdefault('single_id', infer_single_id(table.numpy()))
-    return MHFConfig(**fields)
+    # a tokenizer without pad uses eos
+    for eos in parse_eos_ids(config_json)[:1]:
+        fields.setdefault('pad_id', eos)
+    config = MHFConfig(**fields)
+    if not 0 <= config.pad_id < config.vocab_size:
+        raise ValueError(f'pad_token_id={config.pad_id} in config.json: ids are below {config.vocab_size}')
+    if table is not None and table[config.pad_id].any():
+        signature = table[config.pad_id].tolist()
+        raise ValueError(f'pad_token_id={config.pad_id} in config.json: its signature is {signature}, not all zero')
+    return config
+
+
+def parse_eos_ids(config_json):
+    """Returns the list of ids in eos_token_id, an id or a list of ids. Raises ValueError."""
+    declared = config_json.get('eos_token_id')
+    ids = declared if isinstance(declared, list) else [declared]
+    if any(type(i) not in (int, NoneType) for i in ids):
+        raise ValueError(f'eos_token_id={json.dumps(declared)[:100]}: must be an id or a list of ids')
+    return [i for i in ids if i is not None]
+
+
+def tie_embeddings(weights, config_json, embedding_scale):
+    """Keeps one of the two embeddings. Raises ValueError if they differ by more than embedding_scale."""
+    E = weights.get('model.embed_tokens.weight')
+    if E is None:
+        raise ValueError('the weights have no model.embed_tokens.weight')
+    head = weights.pop('lm_head.weight', None)
+    if head is None and config_json.get('tie_word_embeddings') is False:
+        raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
+    if head is not None:
+        if not torch.equal(head * embedding_scale, E):
+            raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
+        weights['model.embed_tokens.weight'] = head
 
 
 def infer_single_id(table):
@@ -239,12 +302,10 @@ def infer_single_id(table):
     return bool(same_on_all and (table.shape[1] > 1 or has_collisions))
 
 
-def convert_state_dict(config, weights):
+def convert_state_dict(config, weights, unused_ids):
     """Returns our state_dict for released weights. Raises ValueError for an unknown tensor or a missing table."""
     state = {}
     for name, tensor in weights.items():
-        if name == 'lm_head.weight':  # equals the embedding
-            continue
         prefix = next((released for released in RELEASED_NAMES if name.startswith(released)), None)
         if prefix is None:
             raise ValueError(f'unknown tensor {name}')
@@ -252,7 +313,7 @@ def convert_state_dict(config, weights):
     if config.num_hashes and 'signatures' not in state:
         raise ValueError(f'num_hashes={config.num_hashes} but no model.hash_map')
     table = state['signatures'].numpy() if config.num_hashes else None
-    signatures, token_mask = validate_table(config, table)
+    signatures, token_mask = validate_table(config, table, unused_ids)
     state['signatures'] = torch.tensor(signatures)
     state['token_mask'] = torch.tensor(token_mask)
     return state
@@ -286,34 +347,23 @@ def load_model(source, Model=FusedMHF):
         return load_run(source, Model)
     folder = resolve_path(source)
     model = from_pretrained(folder, Model=Model)
-    released = json.loads((folder / 'config.json').read_text())
-    tokenizer = released.get('tokenizer')
+    config_json = read_json(folder / 'config.json', source)
+    tokenizer = config_json.get('tokenizer')
     if not isinstance(tokenizer, str) or tokenizer.endswith(('.model', '.json')):
-        tokenizer = None
-    # the authors' tokenizer.json has tokens that a tokenizer.model next to it may lack
-    for name in ('tokenizer.model', 'tokenizer.json'):
-        if (folder / name).exists():
-            tokenizer = str(folder / name)
-    # the authors trained without bos
-    add_bos = released.get('add_bos') is True
-    return LoadedModel(model, tokenizer, None, f'{source}, a released model', add_bos, read_eos_ids(folder, source))
-
-
-def read_eos_ids(folder, source):
-    """Returns the ids that config.json and generation_config.json of a released model declare as eos."""
-    ids = []
-    for name in ('config.json', 'generation_config.json'):
-        if not (folder / name).exists():
-            continue
+        # the authors' tokenizer.json has tokens that a tokenizer.model next to it may lack
+        names = ('tokenizer.model',) if tokenizer == 'tokenizer.model' else ()
+        files = [folder / name for name in (*names, 'tokenizer.json', 'tokenizer.model')]
+        tokenizer = next((str(file) for file in files if file.exists()), None)
+    eos_ids = parse_eos_ids(config_json)
+    if (folder / 'generation_config.json').exists():
+        generation_config = read_json(folder / 'generation_config.json', source)
         try:
-            declared = json.loads((folder / name).read_text()).get('eos_token_id')
-        except (ValueError, AttributeError) as e:
-            raise InputError(f'{source}: no readable {name} ({e})') from None
-        declared = declared if isinstance(declared, list) else [declared]
-        ids += [i for i in declared if i is not None]
-    if any(type(i) is not int for i in ids):
-        raise InputError(f'{source}: eos_token_id={ids} in its config.json; it must be an id or a list of ids')
-    return ids
+            eos_ids += parse_eos_ids(generation_config)
+        except ValueError as e:
+            raise InputError(f'{source}: {e}') from None
+    # the authors trained without bos
+    add_bos = config_json.get('add_bos') is True
+    return LoadedModel(model, tokenizer, None, f'{source}, a released model', add_bos, eos_ids)
 
 
 def init_model(init_from, checkpoints, Model):
@@ -412,10 +462,9 @@ def open_model(out_dir='', released='', tokenizer=''):
 
 def export(out_dir, folder):
     """Writes the newest checkpoint of a run to a new folder in the released format. Raises InputError."""
-    checkpoints = Checkpoints(out_dir, writes=False)
-    model, ckpt = checkpoints.load_latest(FusedMHF)
-    save_pretrained(model, folder, ckpt['config']['tokenizer'], ckpt['add_bos'])
-    print(f'{checkpoints.last_path}, step {ckpt["step"]} -> {folder}')
+    opened = open_model(out_dir)
+    save_pretrained(opened.model, folder, opened.tok.name, opened.add_bos)
+    print(f'{opened.name} -> {folder}')
 
 
 if __name__ == '__main__':

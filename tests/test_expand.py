@@ -235,7 +235,8 @@ def test_expand_refuses(expansion, source_model):
     # released models without the name of a tokenizer
     if source_model == 'bare':
         shutil.copytree(expansion / 'grown', expansion / 'bare')
-        (expansion / 'bare/tokenizer.model').unlink()
+        for name in ('tokenizer.model', 'tokenizer.json'):
+            (expansion / 'bare' / name).unlink()
     if source_model == 'small':
         save_pretrained(random_model(num_hashes=0, dtype=torch.float32), expansion / 'small', 'mistral')
     files = snapshot(expansion)

@@ -1,0 +1,110 @@
+"""Conversion of any tokenizer to the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+
+import json
+import shutil
+from pathlib import Path
+
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+
+
+def write_tokenizer(tok, folder, add_bos):
+    """
+    Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer reads them; its ids are
+    those of tok, with bos before them if add_bos is set. Returns the name of the tokenizer for config.json.
+
+    Exceptions: a SentencePiece model with user-defined symbols, with a normalization rule (rare sequences of combining
+    characters) or of the type Unigram (sequences of pieces with equal scores).
+    """
+    settings = {}
+    if isinstance(tok, JsonTokenizer):
+        name = 'tokenizer.json'
+        converted = tok.json
+        beside = Path(tok.name).with_name('tokenizer_config.json')
+        if beside.exists():
+            settings = json.loads(beside.read_text(encoding='utf-8'))
+    elif isinstance(tok, SentencePieceTokenizer):
+        name = tok.name
+        converted = convert_sentencepiece(tok)
+        if name.endswith('.model'):
+            name = 'tokenizer.model'
+            shutil.copyfile(tok.name, folder / name)
+    else:
+        name = tok.name
+        converted = convert_tiktoken(tok)
+    roles = dict(bos_token=tok.bos, eos_token=tok.eos, pad_token=tok.pad)
+    roles = {role: tok.tokens[i] for role, i in roles.items()}
+    roles = {role: token.decode() if isinstance(token, bytes) else token for role, token in roles.items()}
+    # text that looks like a special token is encoded as plain text
+    settings |= dict(tokenizer_class='PreTrainedTokenizerFast', split_special_tokens=True, **roles)
+    if add_bos:
+        bos = roles['bos_token']
+        converted.post_processor = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
+        settings['add_bos_token'] = True
+    converted.save(str(folder / 'tokenizer.json'))
+    write_json(folder / 'tokenizer_config.json', settings)
+    return name
+
+
+def find_merges(rank, ids):
+    """Returns all pairs of tokens that BPE merges to a token, best first. rank: {token: its priority}, low is first."""
+    merges = []
+    for token in rank:
+        halves = [(token[:k], token[k:]) for k in range(1, len(token))]
+        merges += [(rank[token], ids[a], (a, b)) for a, b in halves if a in rank and b in rank]
+    return [pair for *_, pair in sorted(merges)]
+
+
+def convert_sentencepiece(tok):
+    """Returns a tokenizers.Tokenizer with the ids of a SentencePieceTokenizer."""
+    proto = ModelProto.FromString(tok.sp.serialized_model_proto())
+    trained = proto.trainer_spec
+    if trained.model_type == trained.BPE:
+        ids = {p.piece: i for i, p in enumerate(proto.pieces)}
+        # Mistral's runs of spaces have equal scores, and a run grows from the left
+        rank = {p.piece: (-p.score, -len(p.piece)) for p in proto.pieces if p.type == p.NORMAL}
+        options = dict(unk_token=trained.unk_piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
+        converted = Tokenizer(models.BPE(ids, find_merges(rank, ids), **options))
+    else:
+        scores = [(p.piece, p.score) for p in proto.pieces]
+        converted = Tokenizer(models.Unigram(scores, trained.unk_id, trained.byte_fallback))
+    before = []
+    after = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]
+    if proto.normalizer_spec.precompiled_charsmap:
+        before.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
+    if proto.normalizer_spec.remove_extra_whitespaces:
+        before += [normalizers.Replace(Regex(' +'), ' '), normalizers.Strip()]
+    if proto.normalizer_spec.add_dummy_prefix:
+        before.append(normalizers.Prepend('▁'))
+        after.append(decoders.Strip(' ', 1, 0))
+    converted.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ', '▁')])
+    converted.decoder = decoders.Sequence(after)
+    special = [p.piece for p in proto.pieces if p.type in (p.CONTROL, p.UNKNOWN)]
+    converted.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
+    return converted
+
+
+def convert_tiktoken(tok):
+    """Returns a tokenizers.Tokenizer with the ids of a TiktokenTokenizer."""
+    # byte-level files write a byte as a printable character
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(256 + k) for k, byte in enumerate(others)}
+    encoding = tok.encoding
+    ids = {token.decode('latin-1').translate(letters): i for token, i in encoding._mergeable_ranks.items()}
+    special = encoding._special_tokens
+    converted = Tokenizer(models.BPE(ids | special, find_merges(ids, ids), ignore_merges=True))
+    # in this dialect $ is also the end of a line, and + after {1,3} repeats it
+    pattern = encoding._pat_str.replace('$', r'\z').replace('{1,3}+', '{1,3}')
+    split = pre_tokenizers.Split(Regex(pattern), 'isolated')
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    converted.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    converted.decoder = decoders.ByteLevel()
+    converted.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return converted
