@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 # kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
@@ -30,9 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import configurator
 import model as model_module
@@ -287,129 +288,63 @@ def test_golden_training(dtype, tolerance):
         assert abs(ours.item() / loss.item() - 1) < tolerance and abs(our_norm.item() / norm.item() - 1) < tolerance
 
 
-class Naive:
-    """A second implementation of the method in numpy, position by position, on tensors in the released format."""
-
-    def __init__(self, weights, config):
-        self.w = weights
-        self.c = config
-        E = weights['model.embed_tokens.weight']
-        self.E = E.reshape(config.num_hashes, config.num_buckets, config.hidden_size)
-
-    def silu(self, x):
-        return x / (1 + np.exp(-x))
-
-    def softmax(self, x):
-        e = np.exp(x - x.max())
-        return e / e.sum()
-
-    def norm(self, name, x):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.c.norm_eps) * self.w[f'{name}.weight']
-
-    def linear(self, name, x):
-        return self.w[f'{name}.weight'] @ x + self.w.get(f'{name}.bias', 0)
-
-    def mlp(self, name, x):
-        return self.linear(f'{name}.2', self.silu(self.linear(f'{name}.0', x)))
-
-    def turn(self, x, position):
-        half = self.c.head_dim // 2
-        angle = position * self.c.rope_theta ** (-np.arange(half) / half)
-        a = x[:half]
-        b = x[half:]
-        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
-
-    def encode(self, token):
-        k = [self.E[i, b] for i, b in enumerate(self.w['model.hash_map'][token])]
-        alpha = self.softmax(np.concatenate([self.mlp('model.combiner.scorer', v) for v in k]))
-        return self.linear('model.combiner.output_proj.0', sum(a * v for a, v in zip(alpha, k, strict=True)))
-
-    def heads(self, name, y, count):
-        return self.linear(name, y).reshape(count, self.c.head_dim)
-
-    def layer(self, layer, xs):
-        c = self.c
-        attention = f'{layer}.self_attn'
-        keys = []
-        values = []
-        out = []
-        for t, x in enumerate(xs):
-            y = self.norm(f'{layer}.input_layernorm', x)
-            normed = self.norm(f'{attention}.k_norm', self.heads(f'{attention}.k_proj', y, c.num_kv_heads))
-            keys.append([self.turn(key, t) for key in normed])
-            values.append(self.heads(f'{attention}.v_proj', y, c.num_kv_heads))
-            results = []
-            for h, q in enumerate(self.heads(f'{attention}.q_proj', y, c.num_heads)):
-                g = h * c.num_kv_heads // c.num_heads
-                query = self.turn(self.norm(f'{attention}.q_norm', q), t)
-                weight = self.softmax(np.array([query @ k[g] for k in keys]) / math.sqrt(c.head_dim))
-                results.append(sum(a * v[g] for a, v in zip(weight, values, strict=True)))
-            x = x + self.linear(f'{attention}.o_proj', np.concatenate(results))
-            y = self.norm(f'{layer}.post_attention_layernorm', x)
-            hidden = self.silu(self.linear(f'{layer}.mlp.gate_proj', y)) * self.linear(f'{layer}.mlp.up_proj', y)
-            out.append(x + self.linear(f'{layer}.mlp.down_proj', hidden))
-        return out
-
-    def decode(self, h):
-        logits = np.zeros((self.c.num_hashes, self.c.num_buckets))
-        for i, E_i in enumerate(self.E):
-            logits[i] = E_i @ h
-            if i < self.c.num_hashes - 1:
-                soft = E_i.T @ self.softmax(logits[i])
-                h = h + self.mlp(f'hash_head.cascade_mixer.{i}', np.concatenate([h, soft]))
-        return logits
-
-    def bucket_logits(self, ids):
-        xs = [self.encode(token) for token in ids]
-        for n in range(self.c.num_layers):
-            xs = self.layer(f'model.layers.{n}', xs)
-        return np.stack([self.decode(self.norm('model.norm', x)) for x in xs])
+def qwen3_config(c):
+    """The config of transformers' Qwen3 with the layers of an MHFConfig."""
+    return Qwen3Config(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim, tie_word_embeddings=True, rope_theta=c.rope_theta, initializer_range=0.2,
+        max_position_embeddings=64, pad_token_id=2, eos_token_id=2,
+    )  # fmt: skip
 
 
-OTHERS = [
-    (dict(num_hashes=1, num_buckets=400), 1),
-    (dict(num_hashes=2, num_heads=6, num_kv_heads=1, num_lsh=1), 3),
-    (dict(num_hashes=4, num_heads=3, num_kv_heads=3, head_dim=10, rope_theta=1e4), 2),
+SIZES = [
+    dict(num_hashes=1, num_buckets=400),
+    dict(num_hashes=2, num_heads=6, num_kv_heads=1, num_lsh=1),
+    dict(num_hashes=4, num_heads=3, num_kv_heads=3, head_dim=10),
 ]
 
 
-@pytest.mark.parametrize('changes, shards', OTHERS)
-def test_other_released_models(tmp_path, changes, shards):
-    """Released models of other sizes, RoPE bases and shards equal a second implementation in numpy."""
-    m = random_model(**changes)
-    nested = dict(rope_theta=None, rope_parameters=dict(rope_theta=m.config.rope_theta)) if shards > 1 else {}
-    folder = write_released(tmp_path / 'm', m, shards, **nested)
-    loaded = from_pretrained(folder).double()
-    # what the authors train with
-    assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
-    weights = {k: v.numpy() for f in folder.glob('*.safetensors') for k, v in load_file(f).items()}
+@pytest.mark.parametrize('changes', SIZES)
+def test_bucket_logits_are_the_formulas(changes):
+    """Bucket logits are the formulas of the Hash Encoder and Decoder around transformers' Qwen3."""
+    m = random_model(dtype=torch.float32, **changes)
+    H = m.config.num_hashes
     ids = torch.randint(0, 300, (2, 7))
-    naive = np.stack([Naive(weights, m.config).bucket_logits(row) for row in ids.numpy()])
-    assert relative(m.bucket_logits(ids), torch.tensor(naive)) < 1e-10
-    # from_pretrained gives float32
-    assert relative(loaded.bucket_logits(ids), torch.tensor(naive)) < 1e-4
-    assert relative(loaded.bucket_logits(ids), m.float().double().bucket_logits(ids)) < 1e-12
+    E = m.embed.weight.unflatten(0, (H, -1))
+    k = torch.stack([E[i, m.signatures[ids, i]] for i in range(H)])  # (H, N, T, d)
+    W1, b1, W2, b2, Ws, bs = m.encoder.parameters()
+    alpha = (silu(k @ W1.T + b1) @ W2.T + b2).exp()
+    alpha = alpha / alpha.sum(dim=0)
+    qwen3 = Qwen3Model(qwen3_config(m.config))
+    body = {name: tensor for name, tensor in m.state_dict().items() if name.startswith(('layers.', 'norm.'))}
+    assert qwen3.load_state_dict(body, strict=False).missing_keys == ['embed_tokens.weight']
+    c = qwen3(inputs_embeds=(alpha * k).sum(dim=0) @ Ws.T + bs).last_hidden_state
+    o = []
+    for i in range(H):
+        o.append(c @ E[i].T)
+        if i < H - 1:
+            e = o[i].softmax(-1) @ E[i]
+            Wdn, bdn, Wup, bup = m.hash_decoder[i].parameters()
+            c = c + silu(torch.cat([c, e], -1) @ Wdn.T + bdn) @ Wup.T + bup
+    assert relative(m.bucket_logits(ids), torch.stack(o, dim=2)) < 1e-4
 
 
 @pytest.mark.parametrize('heads, kv_heads', [(4, 2), (6, 1), (3, 3)])
 def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
     """The Standard model equals transformers' Qwen3: logits, log P and loss."""
     torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=200, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=8, tie_word_embeddings=True, rope_theta=1e6, initializer_range=0.2,
-        max_position_embeddings=64, pad_token_id=2, eos_token_id=2,
-    )).eval()  # fmt: skip
-    theirs.save_pretrained(tmp_path)
-    ours = from_pretrained(tmp_path)
-    ids = torch.randint(0, 200, (2, 40))
-    assert ours.config.num_hashes == 0 and ours.config.rope_theta == 1e6
-    logits = theirs(ids).logits
-    assert relative(ours.bucket_logits(ids)[:, :, 0], logits) < 1e-5
-    assert (ours.log_probs(ids) - logits.log_softmax(-1)).abs().max() < 1e-5
-    s = ours.signatures[ids]
+    qwen3 = Qwen3ForCausalLM(qwen3_config(replace(TINY, num_heads=heads, num_kv_heads=kv_heads))).eval()
+    qwen3.save_pretrained(tmp_path)
+    m = from_pretrained(tmp_path)
+    ids = torch.randint(0, 300, (2, 40))
+    assert m.config.num_hashes == 0 and m.config.rope_theta == 1e6
+    logits = qwen3(ids).logits
+    assert relative(m.bucket_logits(ids)[:, :, 0], logits) < 1e-5
+    assert (m.log_probs(ids) - logits.log_softmax(-1)).abs().max() < 1e-5
+    s = m.signatures[ids]
     reference = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert abs(ours(s[:, :-1], s[:, 1:]) - reference) < 1e-5
+    assert abs(m(s[:, :-1], s[:, 1:]) - reference) < 1e-5
 
 
 @pytest.mark.parametrize('path', sorted(REPO.glob('config/*.py')), ids=lambda p: p.stem)

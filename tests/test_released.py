@@ -1,6 +1,7 @@
 """mhf/released.py: the authors' format in both directions, and what a folder declares about its model."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import sentencepiece
@@ -115,6 +116,18 @@ def test_single_id_survives_an_export(tmp_path, H, single_id):
     save_pretrained(m, tmp_path / 'export', 'mistral')
     for folder in (tmp_path / 'export', write_released(tmp_path / 'authors', m)):
         assert from_pretrained(folder).config.single_id == single_id
+
+
+@pytest.mark.parametrize('shards', [1, 3])
+def test_sharded_models(tmp_path, shards):
+    """A released model of one file or several, with its RoPE base in either place, has the logits of its weights."""
+    m = random_model(rope_theta=1e4, num_lsh=1)
+    nested = dict(rope_theta=None, rope_parameters=dict(rope_theta=1e4)) if shards > 1 else {}
+    loaded = from_pretrained(write_released(tmp_path / 'm', m, shards, **nested))
+    # the authors train with the product loss
+    assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
+    ids = torch.randint(0, 300, (2, 7))
+    assert torch.equal(loaded.bucket_logits(ids), m.float().bucket_logits(ids))
 
 
 # -----------------------------------------------------------------------------
