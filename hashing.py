@@ -89,8 +89,7 @@ def rehash_collisions(table, start, tokens, B):
                 prefix = tuple(map(int, table[i, :-1]))
                 full = f'token {tokens[i - start]!r} (id {i}): its hash prefix {prefix} is full, all {B - 1} are taken'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            # coordinates 0 .. H-1 are hashed with the seeds 0 .. H-1, so the first new seed is H
-            seed = H
+            seed = H  # the rehash seed: the coordinates use 0 .. H-1; test_golden_tables fails for another one
             while key in taken:
                 last = mmh3.hash128(tokens[i - start], seed) % (B - 1) + 1
                 key = prefix + last.to_bytes(2, 'little')

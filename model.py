@@ -182,7 +182,7 @@ class HashEncoder(nn.Module):
     """
     Gated sum of the H bucket vectors k_i = E[i*B + s_i] of a signature:
 
-        a_i = W2 SiLU(W1 k_i + b1) + b2      alpha = softmax over i of a_i      e = Ws (sum_i alpha_i k_i) + bs
+        a_i = W2 SiLU(W1 k_i + b1) + b2      alpha = softmax over i of a_i      e = W_s (sum_i alpha_i k_i) + b_s
     """
 
     def __init__(self, c):
@@ -191,11 +191,11 @@ class HashEncoder(nn.Module):
         z = c.bottleneck
         mean_gate = c.ablation == 'mean_gate'  # alpha_i = 1/H
         self.gate = None if mean_gate else nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1))
-        self.out = nn.Linear(d, d)  # Ws
+        self.out = nn.Linear(d, d)  # W_s, b_s
 
     @torch.no_grad()
     def init_weights(self, c):
-        """Initialize Ws, after MHF.init_weights."""
+        """Initialize W_s, after MHF.init_weights."""
         if c.encoder_init == 'orthogonal':
             # on the CPU, because not every device has the QR decomposition
             W = torch.empty(self.out.weight.shape, device='cpu')

@@ -12,8 +12,6 @@ import lzma
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +43,7 @@ from mhf.fused import ChunkSizes, FusedMHF, chunk_sizes
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
-from model import ABLATIONS, MHF, MHFConfig, exact_loss, product_loss, sample_token, token_logits, validate_table
+from model import ABLATIONS, MHF, MHFConfig, sample_token, token_logits, validate_table
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -71,7 +69,7 @@ def relative(a, b):
 # hashing.py
 
 
-# the first two tables need no rehash, the last two take 1,782 and 27 steps of it
+# the last two need 1,782 and 27 rehash steps, so they fail for a wrong rehash seed
 GOLDEN = {
     (3, 10624): '5a6a5bebe0be98967f3cd69bd16fd08320354f958eeeed537e43f186267a7e51',
     (4, 16384): 'f9c2a68a955f6d6b8aae17ba8a403fb9f1acc58e19d444a0deaccf5a94cbb3c7',
@@ -82,7 +80,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize('H, B', GOLDEN)
 def test_golden_tables(mistral, H, B):
-    """Tables equal the golden ones, which released checkpoints were trained with, also where rows are rehashed."""
+    """Tables equal the golden ones, which released checkpoints were trained with; a wrong rehash seed fails here."""
     table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
     assert fingerprint(table) == GOLDEN[H, B]
     if (H, B) == (2, 1024):
@@ -276,16 +274,17 @@ def test_golden_training(dtype, tolerance):
     expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
     m = from_pretrained(shared('golden/tiny_a')).to(dtype)
     matrices = dict(params=[p for p in m.parameters() if p.dim() >= 2], weight_decay=0.1)
-    others = dict(params=[p for p in m.parameters() if p.dim() < 2], weight_decay=0)
-    optimizer = torch.optim.AdamW([matrices, others], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    for ids, loss, norm in zip(*(expect[f'train_{k}'] for k in ('batches', 'losses', 'grad_norms')), strict=True):
+    vectors = dict(params=[p for p in m.parameters() if p.dim() < 2], weight_decay=0)
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    for step, ids in enumerate(expect['train_batches']):
         s = m.signatures[ids]
-        ours = m(s[:, :-1], s[:, 1:])
-        ours.backward()
-        our_norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        loss = m(s[:, :-1], s[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert abs(ours.item() / loss.item() - 1) < tolerance and abs(our_norm.item() / norm.item() - 1) < tolerance
+        assert loss.item() == pytest.approx(expect['train_losses'][step].item(), rel=tolerance)
+        assert norm.item() == pytest.approx(expect['train_grad_norms'][step].item(), rel=tolerance)
 
 
 def qwen3_config(c):
@@ -404,23 +403,22 @@ def test_fused_equals_plain(loss, changes, use_kernels):
     y = m.signatures[tokens[:, 1:]]
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
-    # some gradients are 0 but for rounding: the gate's last bias
-    least = 1e-3 * max(g.abs().max() for g in plain.values())
-    # the second is accumulated
-    for ours in (loss_and_gradients(m, m(x, y)), loss_and_gradients(m, m(x, y) / 2 + m(x, y) / 2)):
-        assert all((ours[k] - plain[k]).abs().max() < 1e-10 * max(plain[k].abs().max(), least) for k in plain)
+    # the gradient of the gate's last bias is 0, except for rounding
+    smallest = 1e-3 * max(g.abs().max() for g in plain.values())
+    accumulated = m(x, y) / 2 + m(x, y) / 2
+    for loss in (m(x, y), accumulated):
+        measured = loss_and_gradients(m, loss)
+        assert all((measured[k] - g).abs().max() < 1e-10 * max(g.abs().max(), smallest) for k, g in plain.items())
     with torch.no_grad():
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
-    both = m.token_losses(x, y)
+    for fused_loss, plain_loss in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
+        assert fused_loss.shape == (3, 40) and torch.allclose(fused_loss, plain_loss, rtol=1e-12)
+    assert torch.allclose(m.log_probs(tokens), twin.log_probs(tokens), rtol=1e-12)
     targets = tokens[:, 1:].flatten()
-    predicted = m.predict(m.hidden_states(x).flatten(0, 1), targets)
-    for ours, theirs in zip(both, twin.token_losses(x, y), strict=True):
-        assert ours.shape == (3, 40) and torch.allclose(ours, theirs, rtol=1e-12)
-    assert torch.equal(m.log_probs(tokens), twin.log_probs(tokens))
     logp = twin.log_probs(tokens[:, :-1]).flatten(0, 1)
     expected = logp.gather(1, targets[:, None])[:, 0], logp.argmax(1) == targets, logp.amax(1).exp()
-    for ours, theirs in zip(predicted, expected, strict=True):
-        assert torch.allclose(ours, theirs.to(ours), rtol=1e-12)
+    for a, b in zip(m.predict(m.hidden_states(x).flatten(0, 1), targets), expected, strict=True):
+        assert torch.allclose(a, b.to(a), rtol=1e-12)
 
 
 @pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_triton)])
@@ -531,7 +529,8 @@ def test_embedding_scale_of_standard(tmp_path):
 @pytest.mark.parametrize('encoder_init', ['normal', 'orthogonal'])
 def test_init_weights(encoder_init):
     """Weights are N(0, 0.02) and biases 0; W_s is normal or orthogonal, multiplied by embedding_scale."""
-    m = MHF(replace(TINY, hidden_size=128, num_buckets=999, encoder_init=encoder_init, embedding_scale=4.0))
+    torch.manual_seed(0)
+    m = MHF(replace(TINY, hidden_size=128, bottleneck=256, encoder_init=encoder_init, embedding_scale=4.0))
     m.init_weights()
     W = m.encoder.out.weight.detach()
     for name, p in m.named_parameters():
@@ -544,16 +543,10 @@ def test_init_weights(encoder_init):
         assert W.std().item() == pytest.approx(4 * 0.02, rel=0.05)
 
 
-def test_loading_draws_no_weights():
-    """A model on the meta device is built without random draws, which would import torch's compiler, 1.4 s."""
-    program = """
-import sys, torch
-from mhf.checkpoint import build_on_meta
-from model import MHFConfig
-build_on_meta(MHFConfig(num_layers=1))
-sys.exit('torch._dynamo' in sys.modules)
-"""
-    assert subprocess.run([sys.executable, '-c', program], cwd=REPO).returncode == 0
+def test_loading_draws_no_weights(monkeypatch):
+    """A model on the meta device is built without normal draws, which would import torch's compiler, 1.4 s."""
+    monkeypatch.setattr(torch.nn.init, 'normal_', None)
+    assert build_on_meta(TINY).embed.weight.is_meta
 
 
 def test_estimated_flops():
@@ -568,35 +561,11 @@ def test_estimated_flops():
     assert m.estimate_flops() + masked_half == pytest.approx(counter.get_total_flops() / T, rel=0.01)
 
 
-def test_plain_losses_are_the_formulas():
-    """The plain losses equal the formulas, computed token by token and bucket by bucket."""
-    m = random_model(vocab_size=50, num_buckets=12)
-    ids = torch.randint(0, 50, (1, 6))
-    # H of (n, B)
-    o = m.bucket_logits(ids[:, :-1])[0].unbind(1)
-    y = m.signatures[ids[0, 1:]]
-    p = [o_i.softmax(1) for o_i in o]
-    for n, signature in enumerate(y.tolist()):
-        product = -sum(p[i][n, s].log() for i, s in enumerate(signature))
-        weights = [math.prod(p[i][n, s].item() for i, s in enumerate(row)) for row in m.signatures.tolist()]
-        total = sum(weight for w, weight in enumerate(weights) if m.token_mask[w])
-        assert product_loss(o, y)[n] == pytest.approx(product.item(), rel=1e-12)
-        assert exact_loss(o, y, m.signatures, m.token_mask)[n] == pytest.approx(
-            -math.log(weights[ids[0, n + 1]] / total), rel=1e-10
-        )
-
-
-def test_fused_head_gradcheck():
-    """Gradients of the fused head equal finite differences; a second backward pass is refused."""
-    m = random_model(vocab_size=30, num_buckets=12)
-    m.chunk_sizes = sizes(chunk=4)
-    y = m.signatures[torch.randint(0, 30, (6,))]
-    h = torch.randn(6, m.config.hidden_size, dtype=torch.float64, requires_grad=True)
-    step = 1e-5 * torch.randn_like(h)
-    for m.config.loss in ('exact', 'product'):
-        slope = torch.autograd.grad(m.head_loss(h, y), h)[0].mul(step).sum().item()
-        assert slope == pytest.approx((m.head_loss(h + step, y) - m.head_loss(h - step, y)).item() / 2, rel=1e-6)
-    loss = m.head_loss(h, y)
+def test_one_backward_pass():
+    """A second backward pass through the fused head is refused, since its gradients are gone."""
+    m = random_model()
+    x = m.signatures[torch.arange(9)[None]]
+    loss = m(x, x)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match='one backward pass'):
         loss.backward()
@@ -614,10 +583,10 @@ def test_fused_head_in_bfloat16(loss):
     m.float()
     m.chunk_sizes = sizes(chunk=50)
     with torch.autocast('cpu', torch.bfloat16):
-        ours = loss_and_gradients(m, m(x, y))
+        measured = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
     for name in ('embed.weight', 'hash_decoder.0.0.weight', 'norm.weight'):
-        error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (ours, plain)]
+        error = [(g[name].double() - reference[name]).norm() / reference[name].norm() for g in (measured, plain)]
         print(f'{loss}, {name}: relative error fused {error[0]:.2e}, plain {error[1]:.2e}')
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
@@ -668,14 +637,14 @@ class Softmaxes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.over_rows = []
-        self.others = []
+        self.over_columns = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op.overloadpacket.__name__
         if name in ('_softmax', '_log_softmax') and args[0].numel() > 2**20:
             x, dim, _ = args
             rows = dim % x.dim() == x.dim() - 1 and x.stride(-1) == 1
-            (self.over_rows if rows else self.others).append((name, tuple(x.shape)))
+            (self.over_rows if rows else self.over_columns).append((name, tuple(x.shape)))
         return op(*args, **(kwargs or {}))
 
 
@@ -694,7 +663,7 @@ def test_softmaxes_over_rows(changes):
         m.predict(h, ids.flatten())
         for options in (dict(top_k=9), dict(top_p=0.9)):
             sample_token(m.next_token_logits(h), **options)
-    assert seen.over_rows and not seen.others, seen.others
+    assert seen.over_rows and not seen.over_columns, seen.over_columns
 
 
 def test_activation_checkpointing():
@@ -737,12 +706,12 @@ def test_vocabulary_grows_under_an_optimizer():
 
 
 @pytest.mark.parametrize('H', [0, 1, 3])
-def test_log_probs_are_the_renormalised_product(H):
-    """P(w) is the product of its buckets' probabilities, renormalized over the tokens of the current table."""
+def test_losses_and_log_probs_are_the_formulas(H):
+    """P(w) is the product of its buckets' probabilities, normalized over the tokens; the losses are -log of both."""
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
     if H:
-        # the head has read the table backwards; it must do so again with a new one
+        # a new table, of which the fused head must build a new index
         m.log_probs(ids)
         table = m.signatures.numpy().copy()
         table[5:, 0] = table[5:, 0][::-1]
@@ -753,10 +722,10 @@ def test_log_probs_are_the_renormalised_product(H):
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
     m.chunk_sizes = sizes(chunk=3)
-    paper, exact = m.token_losses(x, y)
-    assert torch.allclose(exact, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
-    m.config.loss = 'product'
-    assert torch.allclose(paper.mean(), plain_twin(m)(x, y) if H else exact.mean(), atol=1e-10)
+    product_loss, exact_loss = m.token_losses(x, y)
+    assert torch.allclose(exact_loss, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
+    coordinates = [p[:, :-1, i].gather(2, y[..., i, None])[..., 0] for i in range(H or 1)]
+    assert torch.allclose(product_loss, -math.prod(coordinates).log(), atol=1e-10)
 
 
 def test_norms_and_angles_keep_float32():
@@ -774,8 +743,8 @@ def test_norms_and_angles_keep_float32():
     assert (norm(v) != exact.bfloat16()).float().mean() < 0.01
     cos, sin = model_module.rope_angles(torch.arange(500), m.config, torch.float32)
     q = torch.randn(1, 1, 500, m.config.head_dim).bfloat16()
-    turned = torch.view_as_complex(torch.stack(q.float().chunk(2, -1), -1)) * torch.complex(cos, sin)
-    exact = torch.cat([turned.real, turned.imag], -1)
+    rotated = torch.view_as_complex(torch.stack(q.float().chunk(2, -1), -1)) * torch.complex(cos, sin)
+    exact = torch.cat([rotated.real, rotated.imag], -1)
     assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
@@ -821,13 +790,13 @@ def test_padded_generation(H):
         for engine in (None, compiled):
             assert torch.equal(continued(m, ids, 15, engine, lengths)[:, 9:], alone)
     # past a full context, whose older half all rows drop at the same time
-    said = continued(m, ids, 40, lengths=lengths)
-    begin = 0
+    text = continued(m, ids, 40, lengths=lengths)
+    start = 0
     for end in range(9, 49):
-        begin = end - 13 if end - begin > 24 else begin
+        start = end - 13 if end - start > 24 else start
         for n, length in enumerate(lengths.tolist()):
-            context = said[n : n + 1, max(begin, 9 - length) : end]
-            assert said[n, end] == m.log_probs(context)[0, -1].argmax(), (n, end)
+            context = text[n : n + 1, max(start, 9 - length) : end]
+            assert text[n, end] == m.log_probs(context)[0, -1].argmax(), (n, end)
 
 
 def test_one_graph_for_every_token(monkeypatch):

@@ -478,5 +478,5 @@ class FusedHead(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError('the fused head keeps its gradients for one backward pass only')
         ctx.gradients = None
-        dh, *others = (gradient.mul_(scale) for gradient in gradients)
-        return None, None, dh, None, *others
+        dh, dE, *dmixers = (gradient.mul_(scale) for gradient in gradients)
+        return None, None, dh, None, dE, *dmixers

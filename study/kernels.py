@@ -72,7 +72,7 @@ def main():
     parser.add_argument('--dtype', choices=['bfloat16', 'float32'], default='bfloat16')
     args = parser.parse_args()
     if not torch.cuda.is_available() or no_triton():
-        raise InputError(f'this needs a GPU and Triton; here: {no_triton() or "no GPU that torch can use"}')
+        raise InputError(f'this needs a GPU and Triton: {no_triton() or "torch finds no GPU"}')
 
     from triton.testing import do_bench
 
