@@ -29,10 +29,9 @@ def shapes(study):
     distinct = {}
     for entry in study.entries:
         settings = study.settings(entry)
-        shape = {k: settings[k] for k in sorted(known & settings.keys())}
-        shape['micro_batch_size'] = settings['batch_size']
-        if not shape['num_hashes']:
-            del shape['num_buckets']
+        shape = {k: settings[k] for k in sorted(known & settings.keys())} | dict(
+            micro_batch_size=settings['batch_size']
+        )
         if entry['group'] == study.entries[0]['group'] and shape not in distinct.values():
             distinct[entry['name']] = shape
     return distinct
@@ -49,29 +48,20 @@ def measure(shape):
     return results, results['train'][variant]
 
 
-def measure_all(study):
-    """The rows of the CSV, one per shape. Prints the speed of each."""
-    rows = []
-    for name, shape in shapes(study).items():
-        results, step = measure(shape)
-        row = dict(model=name, relative_time='')
-        row |= {column: step[column] for column in COLUMNS} | {column: results[column] for column in MACHINE}
-        rows.append(row | dict(commit=commit()))
-        row = rows[-1]
-        row['relative_time'] = f'{rows[0]["tokens_per_s"] / row["tokens_per_s"]:.3f}'
-        print(
-            f'{name}: {row["tokens_per_s"]:,.0f} tokens/s, {row["relative_time"]} x the time of the first', flush=True
-        )
-    return rows
-
-
 def main():
     install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('list', help='a list of runs, like study/english.py')
     study = Study(parser.parse_args().list)
     path = study.path.with_name('costs.csv')
-    rows = measure_all(study)
+    rows = []
+    for name, shape in shapes(study).items():
+        results, step = measure(shape)
+        first = rows[0] if rows else step
+        ratio = f'{first["tokens_per_s"] / step["tokens_per_s"]:.3f}'
+        row = dict(model=name, relative_time=ratio) | {column: step[column] for column in COLUMNS}
+        rows.append(row | {column: results[column] for column in MACHINE} | dict(commit=commit()))
+        print(f'{name}: {step["tokens_per_s"]:,.0f} tokens/s, {ratio} x the time of the first', flush=True)
     machine = (rows[0]['device'], str(rows[0]['threads']))
     write_csv(path, [row for row in read_csv(path) if (row['device'], row['threads']) != machine] + rows)
 

@@ -26,11 +26,10 @@ TEMPERATURES = [k / 10 for k in range(5, 51)]
 def read_ids(folder, split, tokenizer_sha256):
     """The token ids of a split, (n,) int64. Raises InputError if the folder is of another format or tokenizer."""
     bins = Bins(folder, split)
-    meta = bins.meta
-    if meta['data_format'] != 'ids':
+    if bins.meta['data_format'] != 'ids':
         raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids in another folder')
-    if meta['tokenizer_sha256'] != tokenizer_sha256:
-        raise InputError(f"{folder} was prepared with '{meta['tokenizer']}', not with the model's tokenizer")
+    if bins.meta['tokenizer_sha256'] != tokenizer_sha256:
+        raise InputError(f"{folder} was prepared with '{bins.meta['tokenizer']}', not with the model's tokenizer")
     return torch.tensor(bins[:].astype('int64'))
 
 
@@ -103,5 +102,4 @@ if __name__ == '__main__':
     parser.add_argument('train', type=Path, help='the folder of its training data')
     parser.add_argument('held_out', type=Path, help='a folder whose held-out split is measured')
     args = parser.parse_args()
-    columns = details(args.out_dir, args.train, args.held_out)
-    (args.out_dir / 'details.json').write_text(json.dumps(columns))
+    (args.out_dir / 'details.json').write_text(json.dumps(details(args.out_dir, args.train, args.held_out)))

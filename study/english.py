@@ -31,21 +31,19 @@ _STANDARD = dict(name='Standard', learning_rates=_LEARNING_RATES, num_hashes=0)
 # about the time that MHF takes on a CPU
 _MORE_TOKENS = _STANDARD | dict(name='Standard, 1.5 x the tokens')
 _MHF = dict(name='MHF H4 B7,966', learning_rates=_LEARNING_RATES, num_hashes=4, num_buckets=7966)
-_H2 = _MHF | dict(name='MHF H2 B16,126', num_hashes=2, num_buckets=16126)
-_H3 = _MHF | dict(name='MHF H3 B10,686', num_hashes=3, num_buckets=10686)
-_NO_CASCADE = _MHF | dict(name='MHF H4 B7,966, no cascade', ablation='no_cascade')
-_LSH = _MHF | dict(name='MHF H4 B7,966, LSH:MMH3 2:2', num_lsh=2)
-_AT_MHF_LR = dict(learning_rates='MHF H4 B7,966')
-# with d=384, as many parameters as Standard
-_WIDE_MHF = _MHF | dict(name='MHF H4 B7,934', num_buckets=7934)
+_VARIANTS = [
+    _MHF | dict(name='MHF H3 B10,686', num_hashes=3, num_buckets=10686),
+    _MHF | dict(name='MHF H2 B16,126', num_hashes=2, num_buckets=16126),
+    _MHF | dict(name='MHF H4 B7,966, no cascade', ablation='no_cascade'),
+    _MHF | dict(name='MHF H4 B7,966, LSH:MMH3 2:2', num_lsh=2),
+]
 
 _TUNED = dict(learning_rates=(1e-3,), embedding_lr_mult=4.0, beta2=0.99)
-_ORTHOGONAL = dict(encoder_init='orthogonal', embedding_scale=8.0)
 _TUNED_MODELS = [
     _STANDARD | _TUNED | dict(name='Standard, tuned'),
     _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned'),
     _STANDARD | _TUNED | dict(name='Standard, tuned, scale 4', embedding_scale=4.0),
-    _MHF | _TUNED | _ORTHOGONAL | dict(name='MHF H4 B7,966, tuned, orthogonal'),
+    _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned, orthogonal', encoder_init='orthogonal', embedding_scale=8.0),
 ]
 
 
@@ -58,23 +56,18 @@ RUNS = [
     _SHORT | _MHF,
     _SHORT | _MHF | dict(name='MHF H4 B7,966, product loss', loss='product'),
     _SHORT | _MORE_TOKENS | dict(max_steps=750, warmup_steps=75),
-    _SHORT | _H3,
-    _SHORT | _H2,
     _SHORT | _MHF | dict(name='MHF H4 B7,966, Single-ID', single_id=True),
     _SHORT | _MHF | dict(name='MHF H4 B7,966, mean gate', ablation='mean_gate'),
     _SHORT | _MHF | dict(name='MHF H4 B7,966, hard embeddings', ablation='hard_embeddings'),
-    _SHORT | _NO_CASCADE,
-    _SHORT | _LSH,
     _LONG | _STANDARD,
     _LONG | _MHF,
     _LONG | _MORE_TOKENS | dict(learning_rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
-    _LONG | _H3 | _AT_MHF_LR,
-    _LONG | _H2 | _AT_MHF_LR,
-    _LONG | _NO_CASCADE | _AT_MHF_LR,
-    _LONG | _LSH | _AT_MHF_LR,
     _WIDE | _STANDARD,
-    _WIDE | _WIDE_MHF,
+    # B for as many parameters as Standard with d=384
+    _WIDE | _MHF | dict(name='MHF H4 B7,934', num_buckets=7934),
 ]
+for _model in _VARIANTS:
+    RUNS += [_SHORT | _model, _LONG | _model | dict(learning_rates='MHF H4 B7,966')]
 for _model in _TUNED_MODELS:
     _wide = dict(name=_widen(_model['name'])) | (dict(num_buckets=7934) if _model['num_hashes'] else {})
     RUNS += [_SHORT | _model, _LONG | _model, _WIDE | _model | _wide]

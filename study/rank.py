@@ -13,8 +13,7 @@ min(d, B). So
 
 `reachable` is what random E and mixers fill. It has H (B - 2) + 2 instead of H B + 1: the buckets of each coordinate
 sum to the same vector of ones, and bucket 0 belongs to the padding token alone. Biases of 0 at initialization take 1.
-The last columns are singular values relative to the largest: the first beyond Standard's bound, the last above numpy's
-threshold of 9.1e-13, and the first below it. Columns are 2,048 random tokens; fewer columns only lower a rank.
+The columns are 2,048 random tokens, and fewer of them only lower a rank.
 """
 
 import argparse
@@ -55,15 +54,10 @@ def bounds(c):
     V = c.vocab_size
     standard = d + 1
     if not H:
-        most = min(standard, V)
-        return dict(standard=standard, bound=most, reachable=most, paper=most)
+        return dict(standard=standard, bound=standard, reachable=standard, paper=standard)
     cascade = d + (H - 1) * c.bottleneck + 2
-    return dict(
-        standard=standard,
-        bound=min(cascade, H * min(d, B) + 1, V),
-        reachable=min(cascade, H * d + 1, H * (B - 2) + 2, V),
-        paper=min(B, H * d),
-    )
+    reachable = min(cascade, H * d + 1, H * (B - 2) + 2, V)
+    return dict(standard=standard, bound=min(cascade, H * min(d, B) + 1, V), reachable=reachable, paper=min(B, H * d))
 
 
 def random_tokens(model, count):
@@ -87,29 +81,20 @@ def measure(name, weights, model, ids):
     rank = int((singular > max(matrix.shape) * np.finfo(np.float64).eps * singular[0]).sum())
     c = model.config
     row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets_per_coordinate, z=c.bottleneck)
-    row |= dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
-    relative = np.append(singular, 0) / singular[0]
-    positions = dict(beyond=row['standard'], above=rank - 1, below=rank)
-    row |= {column: f'{relative[k]:.1e}' for column, k in positions.items()}
-    return row, singular
+    return row | dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c), singular
 
 
 def train():
-    """Trains those of MODELS that are not trained yet. Returns {name: out_dir}."""
+    """Trains MODELS, or resumes them. Returns {name: out_dir}."""
     folders = {name: Path('out/rank') / name.replace(', ', '_').replace(' ', '_') for name in MODELS}
     for name, folder in folders.items():
-        # train.py writes it last
-        if not (folder / 'loss.png').exists():
-            flags = f'--auto_resume --out_dir={folder} {_TINY} {MODELS[name]}'.split()
-            subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags], check=True)
+        flags = f'--auto_resume --out_dir={folder} {_TINY} {MODELS[name]}'.split()
+        subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags], check=True)
     return folders
 
 
 def read_contexts(folder, config, model):
-    """
-    Held-out tokens of a run's data, in complete contexts: ids (n, T), int64. config: of the checkpoint. Raises
-    InputError if they are too few for the model's bound.
-    """
+    """Complete contexts of a run's held-out tokens, (n, T). Raises InputError if they are too few for the bound."""
     T = model.config.block_size
     ids, _ = held_out_ids(data_folder(config), get_tokenizer(config['tokenizer']))
     n = min(CONTEXTS, len(ids)) // T
@@ -121,7 +106,7 @@ def read_contexts(folder, config, model):
 
 
 def measure_run(name, folder):
-    """A run of train.py -> the rows of its model at initialization and trained."""
+    """The rows of a run's model, at initialization and trained."""
     trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
     ids = read_contexts(folder, ckpt['config'], trained)
     torch.manual_seed(1)

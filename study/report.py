@@ -70,17 +70,14 @@ def verdict(differences):
     {corpus: (difference, its standard deviation or None)}, positive where the first model is better -> the verdict.
     Two models are on par if the difference is below two standard deviations on every corpus.
     """
-    decided = {}
+    words = {}
     for corpus, (difference, deviation) in differences.items():
         if deviation is None:
             return 'one seed'
-        if abs(difference) > 2 * deviation:
-            decided[corpus] = 'ahead' if difference > 0 else 'behind'
-    if not decided:
-        return 'on par'
-    if len(decided) == len(differences) and len(set(decided.values())) == 1:
-        return decided.popitem()[1]
-    return ', '.join(f'{word} on {corpus}' for corpus, word in decided.items())
+        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
+    if len(set(words.values())) == 1:
+        return words.popitem()[1]
+    return ', '.join(f'{word} on {corpus}' for corpus, word in words.items() if word != 'on par')
 
 
 def claim_line(study, rows, claim, pair):
@@ -114,16 +111,8 @@ def claims_table(studies):
             if not pairs:
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
             lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    heads = [
-        'claim',
-        'model',
-        'compared with',
-        'trained on',
-        *studies[0].entries[0]['corpora'],
-        'in',
-        'seeds',
-        'verdict',
-    ]
+    corpora = studies[0].entries[0]['corpora']
+    heads = ['claim', 'model', 'compared with', 'trained on', *corpora, 'in', 'seeds', 'verdict']
     return table(heads, filter(None, lines))
 
 
@@ -147,10 +136,18 @@ def save(fig, path):
     fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
+def draw_points(ax, k, name, points):
+    """Draws the points (x, mean, standard deviation) of a model in color k."""
+    if points:
+        x, means, deviations = zip(*sorted(points), strict=True)
+        ax.errorbar(x, means, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+    ax.grid(alpha=0.3)
+
+
 def draw_tokens(study, path):
     """Nats against the tokens of training, of the models in MAIN with d=256."""
     rows = study.rows()
-    corpora = list(study.entries[0]['corpora'])
+    corpora = study.entries[0]['corpora']
     fig = Figure(figsize=(9, 3.8))
     for ax, corpus in zip(fig.subplots(1, len(corpora)), corpora, strict=True):
         for k, name in enumerate(dict.fromkeys(study.main)):
@@ -160,11 +157,8 @@ def draw_tokens(study, path):
                 if entry['name'] == name and seeds and 'd=' not in entry['group']:
                     nats = values(seeds, f'{corpus}_nats_per_token')
                     points.append((int(seeds[0]['trained_tokens']) / 1e6, statistics.mean(nats), std(nats)))
-            if points:
-                millions, nats, deviations = zip(*sorted(points), strict=True)
-                ax.errorbar(millions, nats, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+            draw_points(ax, k, name, points)
         ax.set(xlabel='tokens of training, millions', ylabel=f'nats per token, held-out {corpus}')
-        ax.grid(alpha=0.3)
     ax.legend(fontsize=7)
     save(fig, path)
 
@@ -172,34 +166,28 @@ def draw_tokens(study, path):
 def draw_vocabularies(study, path):
     """Bits per byte, and parameters, against the size of the vocabulary; a group is a tokenizer."""
     rows = study.rows()
-    corpus = study.first_corpus(study.entries[0])
     fig = Figure(figsize=(9, 3.4))
     left, right = fig.subplots(1, 2)
     for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
         points = []
+        sizes = []
         for entry in study.entries:
             seeds = study.best_rows(entry, rows)
             if entry['name'] == name and seeds:
-                bits = values(seeds, f'{corpus}_bits_per_byte')
+                bits = values(seeds, 'english_bits_per_byte')
                 # models side by side, so that none hides another
-                size = VOCABULARY_SIZES[entry['group']] * (1 + 0.03 * k)
-                points.append((size, statistics.mean(bits), std(bits), parameters(seeds[0]) / 1e6))
-        if points:
-            sizes, bits, deviations, millions = zip(*sorted(points), strict=True)
-            left.errorbar(sizes, bits, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
-            right.plot(sizes, millions, marker='o', color=f'C{k}', label=name)
-    for ax, label in ((left, f'bits per byte, held-out {corpus}'), (right, 'parameters, millions')):
+                tokens = VOCABULARY_SIZES[entry['group']] * (1 + 0.03 * k)
+                points.append((tokens, statistics.mean(bits), std(bits)))
+                sizes.append((tokens, parameters(seeds[0]) / 1e6, 0))
+        draw_points(left, k, name, points)
+        draw_points(right, k, name, sizes)
+    for ax, label in ((left, 'bits per byte, held-out english'), (right, 'parameters, millions')):
         ax.set(xscale='log', xlabel='tokens in the vocabulary', ylabel=label)
         ax.set_xticks(list(VOCABULARY_SIZES.values()), [f'{size // 1000} K' for size in VOCABULARY_SIZES.values()])
         ax.minorticks_off()
-        ax.grid(alpha=0.3)
     right.set_ylim(bottom=0)
     right.legend(fontsize=8, loc='upper left')
     save(fig, path)
-
-
-# -----------------------------------------------------------------------------
-# the report
 
 
 def write():

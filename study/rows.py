@@ -1,20 +1,17 @@
 """The CSV of a list, to which sweep.py adds a row per run."""
 
-import contextlib
 import csv
 import fcntl
-import json
 import statistics
 import subprocess
 from pathlib import Path
 
 from mhf.data import replace_durably
 
-HERE = Path(__file__).resolve().parent
-
 
 def git(*command):
-    return subprocess.run(['git', '-C', str(HERE), *command], capture_output=True, text=True).stdout.strip()
+    command = ['git', '-C', Path(__file__).resolve().parent, *command]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def commit():
@@ -52,15 +49,6 @@ def add_row(path, row):
     with open(path.with_suffix('.lock'), 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_csv(path, [*read_rows(path).values(), row])
-
-
-def read_log(path):
-    """The events of a log.jsonl, a list of dicts, without a line that a crash cut off."""
-    events = []
-    for line in Path(path).read_text(errors='replace').splitlines():
-        with contextlib.suppress(ValueError):
-            events.append(json.loads(line))
-    return events
 
 
 def values(rows, column):

@@ -4,7 +4,6 @@ Draw README's figure of signatures: the buckets of five tokens in the paper's H4
     $ python -m study.signatures       # writes assets/signatures.png
 """
 
-import argparse
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -34,6 +33,4 @@ def draw(path):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
     draw(Path(__file__).resolve().parent.parent / 'assets' / 'signatures.png')

@@ -4,17 +4,16 @@ Train and evaluate the runs of a list. The sweep is resumable: rerun the same co
     $ python -m study.sweep study/english.py --jobs=2                # adds a row per run to study/english.csv
     $ python -m study.sweep study/english.py --corpus_dir=corpora    # the folder of the list's corpora
 
-A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; {corpus_dir} in a dataset is replaced
-by the option. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and
-`corpora`, {name: folder whose held-out split is measured}. All other keys of an entry are settings of train.py and
-override the config. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
+A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
+dataset. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and `corpora`,
+{name: folder whose held-out split is measured}. Other keys of an entry are settings of train.py and override the
+config. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
 on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group if it has one.
 All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads MAIN, CLAIMS
 and MEASURE.
 
-Group, name, learning rate and seed identify a row; its column `settings` records the other settings as JSON. If an
-entry's settings change, its name must change, too. A run's folder is out/LIST/GROUP_NAME_LEARNING-RATE_SEED.
-OMP_NUM_THREADS sets the threads of each run; by default the runs share the cores.
+Group, name, learning rate and seed identify a row; its column `settings` has the other settings as JSON. An entry with
+other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share the cores.
 """
 
 import argparse
@@ -34,7 +33,7 @@ import torch
 
 from configurator import InputError, install_excepthook, read_config, settings_of
 from mhf.data import replace_durably
-from study.rows import add_row, commit, read_log, read_rows
+from study.rows import add_row, commit, read_rows
 
 REPO = Path(__file__).resolve().parent.parent
 # what eval.py reports for a corpus
@@ -62,10 +61,8 @@ class Study:
         self.measure = scope.get('MEASURE', 'nats_per_token')
         self.failed = {}
         for entry in self.entries:
-            missing = ENTRY_KEYS - entry.keys()
-            # folders that DATA does not define
-            if not missing:
-                missing = {entry['train'], *entry['corpora'].values()} - self.data.keys()
+            # keys, then folders that DATA does not define
+            missing = ENTRY_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
             if missing:
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
             self.lr_sweep(entry)
@@ -84,10 +81,6 @@ class Study:
             raise InputError(f'{entry["name"]}: learning_rates={name!r} names no entry with learning rates')
         same_group = [e for e in named if e['group'] == entry['group']]
         return (same_group or named)[0]
-
-    def first_corpus(self, entry):
-        """The name of the corpus that chooses an entry's learning rate."""
-        return next(iter(entry['corpora']))
 
     def settings(self, entry):
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
@@ -124,7 +117,7 @@ class Study:
         ended = rows.keys() | self.failed.keys()
         if not so_far and not keys.keys() <= ended:
             return None
-        column = f'{self.first_corpus(swept)}_nats_per_token'
+        column = f'{next(iter(swept["corpora"]))}_nats_per_token'
         nats = {lr: float(rows[key][column]) for key, lr in keys.items() if key in rows}
         return min(nats, key=lambda lr: (nats[lr], lr), default=None)
 
@@ -136,18 +129,14 @@ class Study:
 
     def runs(self, rows):
         """{key: entry} of every run whose learning rate is known: all first seeds, then all second ones."""
-        by_seed = {}
+        runs = []
         for entry in self.entries:
-            seeds = entry['seeds']
-            pairs = []
-            if self.lr_sweep(entry) is entry:
-                pairs += [(lr, seeds[0]) for lr in entry['learning_rates']]
             best = self.best_lr(entry, rows)
-            if best:
-                pairs += [(best, seed) for seed in seeds]
-            for lr, seed in pairs:
-                by_seed.setdefault(seeds.index(seed), {}).setdefault(self.key(entry, lr, seed), entry)
-        return {key: entry for index in sorted(by_seed) for key, entry in by_seed[index].items()}
+            pairs = [(lr, 0) for lr in entry['learning_rates']] if self.lr_sweep(entry) is entry else []
+            pairs += [(best, k) for k in range(len(entry['seeds']))] if best else []
+            runs += [(k, self.key(entry, lr, entry['seeds'][k]), entry) for lr, k in pairs]
+        runs.sort(key=lambda run: run[0])
+        return {key: entry for _, key, entry in runs}
 
     def pending(self, rows):
         """{key: entry} of the runs that have no row yet and have not failed."""
@@ -162,21 +151,19 @@ class Study:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if key in read_rows(self.csv):
                 return
-            scripts = Scripts(folder, lock, dict(OMP_NUM_THREADS=threads))
+            scripts = Scripts(folder, lock, threads)
             group, name, learning_rate, seed = key
             row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed)
             row |= dict(settings=json.dumps(self.settings(entry)), threads=threads, commit=commit())
-            # train.py writes it last. The peak memory of a training that a killed sweep started is unknown
-            if not (folder / 'loss.png').exists():
-                row['peak_mb'] = self.train(scripts, key, entry)
+            self.train(scripts, key, entry)
             row |= keep_weights_only(folder)
             row |= self.evaluate(scripts, entry, row['dtype'])
             add_row(self.csv, row)
-        nats = [row[f'{corpus}_nats_per_token'] for corpus in entry['corpora']]
-        print(', '.join([describe(key), *map('{:.4f}'.format, nats)]), flush=True)
+        nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
+        print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)
 
     def train(self, scripts, key, entry):
-        """Trains a run and returns the peak memory in MB."""
+        """Trains a run, or resumes it; train.py ends at once if it is finished."""
         _, _, learning_rate, seed = key
         flags = self.settings(entry) | dict(
             learning_rate=learning_rate,
@@ -185,14 +172,14 @@ class Study:
             tokenizer=self.data[entry['train']].get('tokenizer', 'mistral'),
             out_dir=scripts.folder,
         )
-        return scripts.run('train.py', '--auto_resume', *as_flags(flags))
+        scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
         folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
         scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval.json')
-        scripts.run('study.details', folder, entry['train'], entry['corpora'][self.first_corpus(entry)])
+        scripts.run('study.details', folder, entry['train'], next(iter(entry['corpora'].values())))
         # eval.py adds the date to the name
         results = json.loads(max(folder.glob('eval_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
@@ -200,11 +187,6 @@ class Study:
         for corpus, path in entry['corpora'].items():
             row |= {f'{corpus}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
         return row | json.loads((folder / 'details.json').read_text())
-
-
-def describe(key):
-    group, name, learning_rate, seed = key
-    return f'{name}, {group}, {learning_rate}, {seed}'
 
 
 def as_flags(settings):
@@ -217,29 +199,21 @@ class Scripts:
     Their output goes to `folder`. They inherit the open file `lock` and so hold its lock until they end.
     """
 
-    def __init__(self, folder, lock, environment):
+    def __init__(self, folder, lock, threads):
         self.folder = folder
         self.lock = lock
-        python_path = [str(REPO), *filter(None, [os.environ.get('PYTHONPATH')])]
-        self.environment = os.environ | environment | dict(PYTHONPATH=os.pathsep.join(python_path))
+        python_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get('PYTHONPATH')]))
+        self.environment = os.environ | dict(OMP_NUM_THREADS=threads, PYTHONPATH=python_path)
 
     def run(self, name, *args):
-        """Runs a script and returns its peak memory in MB. Raises InputError if it fails."""
-        command = [str(REPO / name)] if name.endswith('.py') else ['-m', name]
-        with open(self.folder / f'{name}.out', 'ab') as out:
-            process = subprocess.Popen(
-                [sys.executable, *command, *args],
-                stdout=out,
-                stderr=out,
-                pass_fds=[self.lock.fileno()],
-                env=self.environment,
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            *_, last_line = ['', *Path(out.name).read_text(errors='replace').splitlines()]
-            raise InputError(f'{name} ended with {process.returncode}: {last_line}; see {out.name}')
-        return usage.ru_maxrss // 1024
+        """Runs a script. Raises InputError with the last line of its output if it fails."""
+        command = [sys.executable, *([REPO / name] if name.endswith('.py') else ['-m', name]), *args]
+        output = self.folder / f'{name}.out'
+        with open(output, 'ab') as out:
+            done = subprocess.run(command, stdout=out, stderr=out, pass_fds=[self.lock.fileno()], env=self.environment)
+        if done.returncode:
+            *_, last_line = ['', *output.read_text(errors='replace').splitlines()]
+            raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
 
 
 def keep_weights_only(folder):
@@ -255,18 +229,13 @@ def keep_weights_only(folder):
     for name, tensor in state['model'].items():
         if tensor.is_floating_point():
             counts[parts.get(name.split('.')[0], 'decoder')] += tensor.numel()
-    log = read_log(folder / 'log.jsonl')
-    last = log[-1]
-    row = dict(tokens_per_s=statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event))
-    # of a GPU only
-    if 'peak_gpu_mb' in last:
-        row['peak_gpu_mb'] = last['peak_gpu_mb']
-    row['dtype'] = state['config']['dtype']
-    row['trained_tokens'] = last['tokens']
+    log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+    speed = statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event)
+    row = dict(dtype=state['config']['dtype'], trained_tokens=log[-1]['tokens'], tokens_per_s=speed)
     return row | {f'params_{part}': count for part, count in counts.items()}
 
 
-def prepare(study, corpus_dir):
+def prepare(study, corpus_dir, threads):
     """Prepares the data of a list; complete folders are skipped. Raises InputError if a corpus does not exist."""
     recipes = {}
     for folder, recipe in study.data.items():
@@ -280,7 +249,7 @@ def prepare(study, corpus_dir):
     study.out.mkdir(parents=True, exist_ok=True)
     with open(study.out / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        scripts = Scripts(study.out, lock, environment={})
+        scripts = Scripts(study.out, lock, threads)
         for folder, recipe in recipes.items():
             print(f'preparing {folder}', flush=True)
             scripts.run('prepare.py', *as_flags(recipe))
@@ -291,16 +260,14 @@ def sweep(study, jobs, corpus_dir):
     if not study.pending(study.rows()):
         print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
         return
-    prepare(study, corpus_dir)
     threads = os.environ.get('OMP_NUM_THREADS') or str(max(1, os.cpu_count() // jobs))
-    nats = [f'{corpus}_nats_per_token' for corpus in study.entries[0]['corpora']]
-    print(', '.join(['name', 'group', 'learning_rate', 'seed', *nats]), flush=True)
+    prepare(study, corpus_dir, threads)
     running = {}
     with ThreadPoolExecutor(jobs) as pool:
         while True:
             for key, entry in study.pending(study.rows()).items():
                 if len(running) < jobs and key not in running.values():
-                    print(f'starting {describe(key)}', flush=True)
+                    print(f'starting {", ".join(map(str, key))}', flush=True)
                     running[pool.submit(study.run, key, entry, threads)] = key
             if not running:
                 break

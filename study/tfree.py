@@ -10,11 +10,10 @@ Each byte trigram of ' word ' has m = 10 of v buckets (--num_buckets; the author
 trigram, 2 are hashes of the trigram of the word in lower case. The decoder reads the sum of the rows of a word's
 buckets, from a v x d matrix; a second matrix computes a logit per bucket. The loss is binary cross-entropy, averaged
 over all v buckets, with weight 300 on the word's own buckets. The score of a word is the mean of log sigmoid(logit)
-over its buckets (the authors use a normalized dot product); the score of an answer is the sum over its words. Scores
-are not probabilities: what train.py calls nats and bits per byte is the loss, and only tasks that rank answers are
-evaluated. White space is not modeled, and punctuation is part of its word.
+over its buckets (the authors use a normalized dot product), that of an answer the sum over its words. Scores are not
+probabilities: train.py prints the loss as nats, and only tasks that rank answers are evaluated.
 
-words, train and eval take settings of prepare.py, train.py and eval.py. train is train.py with this model.
+words, train and eval take settings of prepare.py, train.py and eval.py.
 """
 
 import functools
@@ -177,10 +176,6 @@ class TFree(model.MHF):
         return score, *(torch.nan * score).expand(2, -1)
 
 
-# -----------------------------------------------------------------------------
-# training, evaluation
-
-
 def read_settings(script):
     """The settings of a script from the command line."""
     scope = dict(settings_of(script), __file__=script, __name__='__main__', __doc__=__doc__)
@@ -191,16 +186,18 @@ def train():
     """Runs train.py with TFree as the model that --plain trains."""
     sys.argv += ['--plain', '--num_hashes=0', '--data_format=ids', '--compile=False']
     s = read_settings('train.py')
-    _, _, meta = open_bins(vars(s))
-    TFree.words = open_words(s.tokenizer, meta['tokenizer_sha256'])
+    TFree.words = open_words(s.tokenizer, open_bins(vars(s))[2]['tokenizer_sha256'])
     model.MHF = TFree
     runpy.run_path(str(REPO / 'train.py'), run_name='__main__')
 
 
-def open_lm(s):
-    """The MHFLM of the run in out_dir, with its words. Raises InputError."""
-    from mhf.lm import MHFLM
+def evaluate():
+    """Prints the scores of the paper's tasks except LAMBADA, for which the paper has no T-FREE score."""
+    from lm_eval.utils import make_table
 
+    from mhf.lm import MHFLM, PAPER, load_tasks, run_tasks
+
+    s = read_settings('eval.py')
     if not s.out_dir:
         raise InputError('out_dir is not given; name the folder of a run, like --out_dir=out/mhf_tiny')
     _, _, device = init_distributed(s.device)
@@ -208,17 +205,7 @@ def open_lm(s):
     tfree.words = open_words(ckpt['data']['tokenizer'], ckpt['data']['tokenizer_sha256'])
     # an id is its own signature, also that of a new word
     tfree.signatures = torch.arange(MAX_WORDS)[:, None]
-    return MHFLM(tfree.to(device).eval(), tfree.words, tfree.words.bos, pick_dtype(s.dtype, device))
-
-
-def evaluate():
-    """Prints the scores of the paper's tasks except LAMBADA, for which the paper has no T-FREE score."""
-    from lm_eval.utils import make_table
-
-    from mhf.lm import PAPER, load_tasks, run_tasks
-
-    s = read_settings('eval.py')
-    lm = open_lm(s)
+    lm = MHFLM(tfree.to(device).eval(), tfree.words, tfree.words.bos, pick_dtype(s.dtype, device))
     loaded, notes = load_tasks([task for task in PAPER if 'lambada' not in task], s.data_dir)
     results = run_tasks(lm, loaded, notes, s.limit)
     print(make_table(results))
@@ -232,14 +219,14 @@ COMMANDS = dict(words=write_words, train=train, eval=evaluate)
 
 def main():
     install_excepthook()
-    if sys.argv[1:] in (['--help'], ['-h']):
-        print(__doc__.strip())
-        return
     # the rest of the command line are settings
-    command = sys.argv.pop(1) if sys.argv[1:] else ''
-    if command not in COMMANDS:
+    command = sys.argv.pop(1) if sys.argv[1:] else '--help'
+    if command == '--help':
+        print(__doc__.strip())
+    elif command in COMMANDS:
+        COMMANDS[command]()
+    else:
         raise InputError(f"command '{command}': must be one of {', '.join(COMMANDS)}")
-    COMMANDS[command]()
 
 
 if __name__ == '__main__':
