@@ -31,7 +31,6 @@ _H3 = dict(name='MHF H3B10K', config='config/mhf_100m_h3b10k.py', learning_rates
 _ORTHOGONAL = dict(name='MHF H4B16K, orthogonal', encoder_init='orthogonal', embedding_scale=8.0)
 _PAPERS = dict(learning_rates=(5e-4,), embedding_lr_mult=1.0, beta2=0.999)
 
-# in the order of their worth
 RUNS = [
     *(_SHORT | model | dict(learning_rates=(5e-4, 1e-3)) for model in (_STANDARD, _MHF)),
     *(_LONG | model | dict(seeds=(1, 2, 3)) for model in (_STANDARD, _MHF, _DEEPER)),

@@ -101,8 +101,7 @@ class Study:
             ]
             for key in rows.keys() & keys:
                 recorded = json.loads(rows[key]['settings'])
-                changed = [k for k, v in entry.items() if k in recorded and recorded[k] != v]
-                if changed:
+                if changed := [k for k, v in entry.items() if k in recorded and recorded[k] != v]:
                     now = ', '.join(f'{k}={entry[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')
         return rows
@@ -155,7 +154,9 @@ class Study:
             group, name, learning_rate, seed = key
             row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed)
             row |= dict(settings=json.dumps(self.settings(entry)), threads=threads, commit=commit())
-            self.train(scripts, key, entry)
+            # train.py writes it last
+            if not (folder / 'loss.png').exists():
+                self.train(scripts, key, entry)
             row |= keep_weights_only(folder)
             row |= self.evaluate(scripts, entry, row['dtype'])
             add_row(self.csv, row)
@@ -163,7 +164,7 @@ class Study:
         print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)
 
     def train(self, scripts, key, entry):
-        """Trains a run, or resumes it; train.py ends at once if it is finished."""
+        """Trains a run, or resumes it."""
         _, _, learning_rate, seed = key
         flags = self.settings(entry) | dict(
             learning_rate=learning_rate,

@@ -104,6 +104,17 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
 
 
+def test_evaluation_fails_after_training(study, monkeypatch):
+    """A run whose evaluation failed or was killed is only evaluated by the next sweep."""
+    monkeypatch.chdir(study('evaluation'))
+    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict()['a failure'])
+    with pytest.raises(InputError, match='2 runs failed'):
+        sweep(Study('runs.py'), 2, '.')
+    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
+    sweep(Study('runs.py'), 2, '.')
+    assert len(read_csv(Study('runs.py').csv)) == 2
+
+
 def check_details(folder):
     """The deciles contain all held-out tokens, scored as in training's validation; a best temperature is found."""
     name, row = next(iter(rows(folder).items()))
