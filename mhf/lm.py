@@ -23,6 +23,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -39,12 +40,14 @@ from tqdm import tqdm
 
 from configurator import InputError, did_you_mean, install_excepthook
 from mhf.generate import Engine
-from mhf.released import open_model, resolve_path
+from mhf.released import open_model
 from mhf.runtime import all_gather_object, check_same_on_all_ranks, cleanup, init_distributed, pick_device, pick_dtype
 from mhf.tokenizers import tokenizer_fingerprint
+from model import sample_token
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
 MAX_ROWS = 256  # per batch
+TEXT_ARGS = ('path', 'revision', 'tokenizer')  # of model_args
 GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
 
@@ -133,9 +136,21 @@ def max_batch_tokens(model):
 
 
 def decode_continuation(tok, prompt, new_ids):
-    """The text of new_ids after the ids of a prompt; decoded alone, SentencePiece would drop the first space."""
-    context = prompt[-8:]
-    return tok.decode(context + new_ids)[len(tok.decode(context)) :]
+    """The text of new_ids after the ids of a prompt, without a last character that is incomplete."""
+    # after some context, because SentencePiece drops the first space; it begins with a complete character
+    ends = (prompt[-8:][k:] for k in range(4))
+    context = next((ids for ids in ends if not tok.decode(ids).startswith('\ufffd')), prompt[-8:])
+    before = tok.decode(context)
+    texts = []
+    # a character has at most four tokens
+    for length in range(len(new_ids), max(len(new_ids) - 4, -1), -1):
+        text = tok.decode(context + new_ids[:length])
+        # invalid bytes may change how the bytes before them are decoded
+        texts.append(text[len(before) :] if text.startswith(before) else tok.decode(new_ids[:length]))
+        if not texts[-1].endswith('\ufffd'):
+            return texts[-1]
+    # the model wrote what is no text
+    return texts[0]
 
 
 # -----------------------------------------------------------------------------
@@ -162,6 +177,7 @@ class MHFLM(TemplateLM):
         self.model = model
         self.tok = tok
         self.bos = bos
+        self.stop_ids = {tok.bos}  # ids that end a generated text
         self.max_tokens = max_tokens or max_batch_tokens(model)
         self.max_length = model.config.block_size
         self.eot_token_id = tok.bos
@@ -176,14 +192,25 @@ class MHFLM(TemplateLM):
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
         """arg_dict: model_args, which are open_lm's arguments; additional_config: lm-eval's batch_size and device."""
         known = inspect.signature(open_lm).parameters
-        for key in arg_dict:
+        for key, value in arg_dict.items():
             if key not in known:
                 raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
+            if key in TEXT_ARGS and not isinstance(value, str):
+                raise InputError(f'model_args: {key}={value} is not text; quote it')
         return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+        args = simple_parse_args_string(arg_string)
+        # lm-eval reads 007 as a number
+        text = dict(argument.split('=', 1) for argument in arg_string.split(',') if '=' in argument)
+        args |= {key: text[key] for key in TEXT_ARGS if key in text}
+        return cls.create_from_arg_obj(args, additional_config)
+
+    @property
+    def tokenizer_name(self):
+        """lm-eval asks for it only with a chat template."""
+        raise InputError('--apply_chat_template: these models have no chat template; omit it')
 
     def get_model_info(self):
         return self.info
@@ -380,12 +407,19 @@ class MHFLM(TemplateLM):
         """lm-eval's generation options of a request, with defaults."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        options = normalize_gen_kwargs(gen_kwargs)
+        try:
+            options = normalize_gen_kwargs(gen_kwargs)
+            options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
+            options['top_k'] = int(options.get('top_k') or 0) or None
+            options['top_p'] = float(options.get('top_p') or 0) or None
+            logits = torch.zeros(1, len(self.tok.tokens))
+            sample_token(logits, options['temperature'], options['top_k'], options['top_p'])
+        except ValueError as e:
+            raise InputError(f'generation options {gen_kwargs}: {e}') from None
         # options set to 1 (such as num_beams) have no effect
         unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
         if unknown:
             raise InputError(f'unknown generation options {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
-        options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
         T = self.max_length
         if options['max_gen_toks'] >= T:
             problem = f'max_gen_toks={options["max_gen_toks"]} leaves no room for a prompt in a context of {T} tokens'
@@ -401,9 +435,7 @@ class MHFLM(TemplateLM):
         lengths = None
         if len(prompts[-1]) < longest:
             lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        top_k = options.get('top_k') or None
-        top_p = options.get('top_p') or None
-        engine = Engine(self.model, options['temperature'], top_k, top_p)
+        engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
         stops = [stop for stop in options['until'] if stop]
         new_ids = [[] for _ in prompts]
         texts = [''] * len(prompts)
@@ -412,8 +444,7 @@ class MHFLM(TemplateLM):
             for tokens in engine.stream(ids, options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
                 for n in list(active):
-                    # bos starts a new document; pad may be eos
-                    if tokens[n] in (self.tok.bos, self.tok.eos, self.tok.pad):
+                    if tokens[n] in self.stop_ids:
                         active.remove(n)
                         continue
                     new_ids[n].append(tokens[n])
@@ -429,38 +460,31 @@ class MHFLM(TemplateLM):
 # a model from disk
 
 
-def trained_here(source):
-    """Whether train.py trained the model in this folder or hub repository; if not, the authors released it."""
-    folder = resolve_path(source)
-    return (folder / 'ckpt.pt').exists() or 'trained_loss' in json.loads((folder / 'config.json').read_text())
-
-
 def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
     """
     Opens the model of a run (its out_dir; default: the newest under the working folder), of a folder in the released
     format, or of a hub id with its revision -> MHFLM. Each process opens its own.
 
-    bos: whether bos is in front of every context; default: True for a model trained here, whose documents start with
-    bos, and False for the authors' models, as in the paper.
+    bos: whether bos is in front of every context; default: as before each document in training, which is True for
+    models of train.py and False for the authors'.
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False, or left out')
     rank, world_size, device = init_distributed(device)
     # float32 scores are not computed in TF32, as training is
     torch.set_float32_matmul_precision('highest')
-    # lm-eval parses model_args, so a name of digits is a number
-    path = str(path)
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
         opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
     dtype = pick_dtype(dtype, device)
     if bos is None:
-        bos = trained_here(opened.source)
+        bos = opened.add_bos
     # a run may save between two processes' reads; each training step changes the final norm
     norm = opened.model.norm.weight.detach().numpy().tobytes()
     check_same_on_all_ranks(dict(weights=hashlib.sha256(norm).hexdigest()[:8]))
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype)
+    lm.stop_ids = opened.stop_ids
     lm._rank = rank
     lm._world_size = world_size
     lm.info |= dict(name=opened.name, source=opened.source)
@@ -584,6 +608,11 @@ def run_tasks(lm, loaded, notes, limit=None):
 # lm-eval's command line
 
 
+def quote_text(model_args):
+    """Quotes the simple words among the values of TEXT_ARGS."""
+    return re.sub(rf'(?<![^,])({"|".join(TEXT_ARGS)})=([\w.+-]+)(?=,|$)', r'\1="\2"', model_args)
+
+
 def main():
     """Runs lm-eval's command line. The default model is mhf, and the tasks of eval_tasks/ are added to lm-eval's."""
     from lm_eval.__main__ import HarnessCLI, setup_logging
@@ -593,6 +622,9 @@ def main():
     # it warns that tasks of eval_tasks/ replace lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
     cli = HarnessCLI()
+    # its parser would read path=007 as a number, path="007" is text
+    run = cli._subparsers.choices['run']
+    run._option_string_actions['--model_args'].type = quote_text
     args = cli.parse_args()
     file = getattr(args, 'config', None)
     given = EvaluatorConfig.load_yaml_config(file) if file else {}

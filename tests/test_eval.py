@@ -181,7 +181,7 @@ def test_bos(trained, tmp_path, monkeypatch):
     # the authors' config.json does not say how a model was trained
     shutil.copytree(tmp_path / 'export', tmp_path / 'authors')
     fields = json.loads((tmp_path / 'export/config.json').read_text())
-    del fields['trained_loss']
+    del fields['add_bos']
     (tmp_path / 'authors/config.json').write_text(json.dumps(fields))
     monkeypatch.chdir(trained)
     settings = dict(data_dir=str(tmp_path), tasks='lambada_openai', device='cpu', dtype='float32')

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import types
 
 import lm_eval
@@ -15,6 +16,7 @@ from lm_eval.api.model import CachingLM
 from configurator import InputError
 from mhf.lm import MHFLM, decode_continuation, load_tasks
 from mhf.released import from_pretrained
+from mhf.tokenizers import get_tokenizer
 
 # with test_eval.py, whose small runs they share
 pytestmark = pytest.mark.xdist_group('eval')
@@ -178,6 +180,8 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
         rolling.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
     assert scores[0] == scores[1] and len(scores[0]) == 2
     assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
+    with pytest.raises(InputError, match='--apply_chat_template'):
+        lm_eval.evaluate(MHFLM(model, mistral), dict(tasks=loaded), limit=1, apply_chat_template=True)
     assert single[0] == pytest.approx(single[1], rel=1e-5)
 
 
@@ -217,11 +221,9 @@ def test_generation(mistral, words_model):
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
     assert lm.generate_until([request]) == [text]
-    ending = types.SimpleNamespace(
-        name='ending', bos=1, eos=greedy[2], pad=0, encode=mistral.encode, decode=mistral.decode
-    )
-    expected = decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])
-    assert MHFLM(m, ending, 1).generate_until([request]) == [expected]
+    lm.stop_ids = {greedy[2]}
+    assert lm.generate_until([request]) == [decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])]
+    lm.stop_ids = {mistral.bos}
     stop = text[len(text) // 2]
     assert lm.generate_until([instance('a few words', dict(until=stop, max_gen_toks=6))]) == [text.split(stop)[0]]
     prompts = ('a', 'a few words', '', 'few')
@@ -240,7 +242,11 @@ def test_sampling(mistral, words_model):
         return lm.generate_until([instance('a', dict(until=[], max_gen_toks=6, do_sample=True) | options)] * 3)
 
     assert sample() == sample(temperature=1.0) and len(set(sample())) == 3
-    assert len(set(sample(top_k=1))) == 1
+    assert sample(temperature='0.7') == sample(temperature=0.7) != sample()
+    assert len(set(sample(top_k='1', top_p='0.9'))) == 1
+    for options in (dict(temperature='hot'), dict(temperature=-1), dict(top_p=2), dict(top_k='two')):
+        with pytest.raises(InputError, match=next(iter(options))):
+            sample(**options)
 
 
 def test_truncation(mistral, words_model, caplog):
@@ -269,6 +275,40 @@ def test_first_space_of_a_continuation(mistral):
             if together[: len(ids)] == ids:
                 assert decode_continuation(mistral, [mistral.bos, *ids], together[len(ids) :]) == answer
     assert decode_continuation(mistral, [mistral.bos], mistral.encode(['a'])[0]) == 'a'
+
+
+def byte_fallback(folder):
+    """A tokenizer.json that encodes all but 'a' in bytes."""
+    import tokenizers
+
+    vocab = {'<s>': 0, 'a': 1} | {f'<0x{byte:02X}>': 2 + byte for byte in range(256)}
+    model = tokenizers.models.BPE(vocab, [], byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer_config.json').write_text(json.dumps(dict(bos_token='<s>', eos_token='<s>')))
+    return str(folder / 'tokenizer.json')
+
+
+@pytest.mark.parametrize('name', ['byte_fallback', 'mistral', 'tekken'])
+def test_characters_of_several_tokens(name, tmp_path):
+    """A generated text has no replacement character unless the model wrote one."""
+    tok = get_tokenizer(byte_fallback(tmp_path) if name == 'byte_fallback' else name)
+    prompt = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ'])[0]
+    answer = 'ᏣᎳᎩ𐴀'
+    ids = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ' + answer])[0]
+    assert ids[: len(prompt)] == prompt
+    # truncated prompts, which may begin inside a character
+    for start in range(len(prompt)):
+        texts = [
+            decode_continuation(tok, prompt[start:], ids[len(prompt) : end]) for end in range(len(prompt), len(ids))
+        ]
+        assert all(answer.startswith(text) for text in texts) and answer[:3] in texts, (start, texts)
+        assert decode_continuation(tok, prompt[start:], ids[len(prompt) :]) == answer
+    # bytes that are no text
+    wrong = [ids[-1]] * 5
+    assert '\ufffd' in decode_continuation(tok, prompt, wrong)
 
 
 # -----------------------------------------------------------------------------
@@ -302,19 +342,20 @@ def custom_tasks(folder):
 
 def test_command_line(few, tmp_path):
     """lm-eval's options work with the model, and two processes give the scores of one."""
-    args = ['run', '--model_args', 'path=out,dtype=float32', '--tasks', 'both']
+    shutil.copytree(few / 'out', tmp_path / '007')
+    args = ['run', '--model_args', 'path=007,dtype=float32', '--tasks', 'both']
     args += ['--include_path', str(custom_tasks(tmp_path)), '--gen_kwargs', 'max_gen_toks=4', '--log_samples']
     args += ['--output_path', f'{tmp_path}/r', '--device', 'cpu']
     cache = ['--use_cache', str(tmp_path / 'c')]
-    done = ok('mhf.lm', *args, *cache, cwd=few, patch=NO_INDEX)
+    done = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
     assert 'scoring: ' in done.stderr and '- ends' in done.stdout and '- sums' in done.stdout
     one = newest(tmp_path / 'r')
-    assert one['model_source'] == 'mhf' and one['model_name'] == 'out' and one['config']['bos'] is True
-    samples = [json.loads(line) for line in next(tmp_path.glob('r/out/samples_sums_*.jsonl')).read_text().splitlines()]
+    assert one['model_source'] == 'mhf' and one['model_name'] == '007' and one['config']['bos'] is True
+    samples = [json.loads(line) for line in next(tmp_path.glob('r/007/samples_sums_*.jsonl')).read_text().splitlines()]
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
-    cached = ok('mhf.lm', *args, *cache, cwd=few, patch=NO_INDEX)
+    cached = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
     assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == one['results']
-    ranks = run_ranks(2, 'mhf.lm', *args, cwd=few, patch=NO_INDEX)
+    ranks = run_ranks(2, 'mhf.lm', *args, cwd=tmp_path, patch=NO_INDEX)
     assert [code for code, _, _ in ranks] == [0, 0] and ranks[1][1] == '', ranks
     two = newest(tmp_path / 'r')
     assert two['n-samples'] == one['n-samples']
@@ -330,6 +371,10 @@ def test_nothing_is_taken_from_the_command_line(few, tmp_path):
     args = ['run', '--config', f'{tmp_path}/x.yaml', '--output_path', f'{tmp_path}/r']
     ok('mhf.lm', *args, cwd=few, patch=NO_INDEX)
     assert newest(tmp_path / 'r')['model_source'] == 'mhf'
+    named = MHFLM.create_from_arg_string(f'path={few}/out,bos=False')
+    assert named.bos is None and named.info['source'] == f'{few}/out'
+    with pytest.raises(InputError, match='path=7 .* quote'):
+        MHFLM.create_from_arg_obj(dict(path=7))
     wrong = run('mhf.lm', *args, '--model_args', 'pth=out', cwd=few, patch=NO_INDEX)
     assert wrong.returncode == 1 and "error: model_args: unknown 'pth'; did you mean 'path'?" in wrong.stderr
     ok('mhf.lm', *args, '--model', 'dummy', '--device', 'cpu', cwd=few, patch=NO_INDEX)
