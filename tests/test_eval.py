@@ -177,7 +177,7 @@ def test_processes_open_the_same_weights(few, tmp_path):
 def test_bos(trained, tmp_path, monkeypatch):
     """A model trained here gets bos in front of every context, a released one none, unless --bos says otherwise."""
     small_tasks(tmp_path)
-    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'export', 'mistral')
+    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'export', 'mistral', add_bos=True)
     # the authors' config.json does not say how a model was trained
     shutil.copytree(tmp_path / 'export', tmp_path / 'authors')
     fields = json.loads((tmp_path / 'export/config.json').read_text())
