@@ -473,8 +473,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     Raises ValueError for settings out of range.
     """
     V = logits.shape[-1]
-    if not temperature >= 0:
-        raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above')
+    if not 0 <= temperature < 1e30:
+        raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above, and below 1e30')
     if top_k is not None and not 1 <= top_k <= V:
         raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
     if top_p is not None and not 0 < top_p <= 1:

@@ -848,3 +848,7 @@ def test_sampling_follows_p():
     logits = logits.flip(1)
     for options in (dict(temperature=0), dict(temperature=1e-40), dict(top_k=1), dict(top_p=1e-320)):
         assert shares(**options)[3] == 1
+    # infinite in float32, where an unused id's -inf / inf would be NaN
+    for temperature in (1e40, float('nan')):
+        with pytest.raises(ValueError, match='temperature='):
+            sample_token(logits, temperature)
