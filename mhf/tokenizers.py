@@ -8,6 +8,7 @@ Each tokenizer has
     name
     tokens         V strings in id order: str or bytes, None for an id without a token
     bos, eos, pad  ids
+    unk            the id of unknown characters, or None
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
@@ -108,36 +109,27 @@ class JsonTokenizer:
         self.json.no_truncation()
         self.json.no_padding()
         ids = self.json.get_vocab()
-        largest = max(ids.values(), default=-1)
-        if largest >= 1 << 24:
-            raise ValueError(f'it has an id {largest}')
-        self.tokens = [self.json.id_to_token(i) for i in range(largest + 1)]
-        roles = {}
+        self.tokens = [self.json.id_to_token(i) for i in range(max(ids.values(), default=-1) + 1)]
+        names = {}
         for path in map(Path(file).with_name, JSON_FILES[1:]):
             if path.exists():
                 config = json.loads(path.read_text(encoding='utf-8-sig'))
-                roles |= {
-                    role: config[f'{role}_token'] for role in ('bos', 'eos', 'pad') if config.get(f'{role}_token')
-                }
-        for role, token in roles.items():
-            content = token['content'] if isinstance(token, dict) else token
-            if content not in ids:
-                raise ValueError(f"it has no token '{content}', which the files next to it name as {role}_token")
-            roles[role] = ids[content]
-        for role in ('bos', 'eos'):
-            if role not in roles:
-                raise ValueError(f'it has no {role}; name a {role}_token in tokenizer_config.json next to it')
-        self.bos = roles['bos']
-        self.eos = roles['eos']
-        self.pad = roles.get('pad', self.eos)
-
-        self.unk = ids.get(getattr(self.json.model, 'unk_token', None))
+                names |= {key: value for key, value in config.items() if value is not None}
+        names.setdefault('pad_token', names.get('eos_token'))
+        for role in ('bos', 'eos', 'pad'):
+            token = names.get(f'{role}_token')
+            token = token['content'] if isinstance(token, dict) else token
+            if token not in ids:
+                problem = f'it has no {role}' if token is None else f"it has no token '{token}'"
+                raise ValueError(f'{problem}; name a {role}_token in tokenizer_config.json next to it')
+            setattr(self, role, ids[token])
+        self.unk = ids.get(getattr(self.json.model, 'unk_token', '<unk>'))
         self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'
 
     def encode(self, texts):
         try:
             return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception as e:  # such as an unknown character, if the file has no token for these
+        except Exception as e:  # an unknown word, and the file has no unk
             raise InputError(f"tokenizer '{self.name}' cannot encode '{texts[0]:.40} ...' ({e})") from None
 
     def decode(self, ids):
@@ -160,7 +152,7 @@ def from_hub(name, files, revision=None, enough=()):
         if cached and all(isinstance(path, str) for path in cached):
             return Path(cached[0]).parent
         return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-    except Exception as e:  # offline, unknown id, unknown revision, no permission: the hub's own words say which
+    except Exception as e:  # offline, unknown id, unknown revision, no permission
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f"'{name}' does not exist here, and could not be downloaded from the hub {reason}") from None
 
@@ -198,7 +190,7 @@ def get_tokenizer(name):
         if name.endswith('.model'):
             return SentencePieceTokenizer(name, model_file=name)
         return JsonTokenizer(name, file)
-    except Exception as e:  # requests' many errors, a broken cache, a truncated file, a file of another kind
+    except Exception as e:  # no network, a broken cache, a truncated file, a file of another kind
         reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
         raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
@@ -216,9 +208,8 @@ def _tekken(path):
         special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
         name = getattr(entry['token_str'], 'value', entry['token_str'])
         special[name] = entry['rank']
-    ranks = {
-        base64.b64decode(piece['token_bytes']): piece['rank'] + num_special for piece in spec['vocab'][:num_pieces]
-    }
+    pieces = spec['vocab'][:num_pieces]
+    ranks = {base64.b64decode(piece['token_bytes']): piece['rank'] + num_special for piece in pieces}
     pattern = spec['config']['pattern']
     encoding = tiktoken.Encoding('tekken', pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     return TiktokenTokenizer('tekken', encoding, [special[role] for role in ('<s>', '</s>', '<pad>')])
@@ -238,7 +229,7 @@ def tokenizer_fingerprint(tok):
 
 
 def byte_lengths(tok):
-    """Returns the bytes of text that each id stands for, (V,); 0 for bos and for the id of unknown characters."""
+    """Returns the bytes of text that each id stands for, (V,); 0 for bos and unk."""
     lengths = []
     for token in tok.tokens:
         if isinstance(token, str) and not getattr(tok, 'byte_level', False):
@@ -251,11 +242,10 @@ def byte_lengths(tok):
 
 
 def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints which share of a text a tokenizer drops, if it does."""
+    """Prints the share of a text that a tokenizer drops, if it is above 0.01 %."""
     if lost_bytes > 1e-4 * num_bytes:
-        print(
-            f"warning: tokenizer '{tok.name}' drops {lost_bytes / num_bytes:.2%} of the text's bytes", file=sys.stderr
-        )
+        share = f'{lost_bytes / num_bytes:.2%}'
+        print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
 
 
 def tokenizer_facts(tok):

@@ -19,7 +19,7 @@ from hashing import signature_table
 from mhf.data import data_folder, held_out_ids
 from mhf.released import load_model, open_model
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_fingerprint
-from test_mhf import SAYINGS, offline
+from test_mhf import SAYINGS
 
 # what prepends a space in Llama's and Mistral's files, in the older ones and in the present ones
 LAYOUTS = ('normalizer', 'metaspace')
@@ -125,7 +125,7 @@ def test_roles_of_a_json(tmp_path, mistral):
         (dict(bos_token=None), both | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         (dict(bos_token=None), {}, 'it has no bos; name a bos_token in tokenizer_config.json next to it'),
         (dict(bos_token='<s>'), {}, 'it has no eos; name a eos_token'),
-        (both | dict(pad_token='<p>'), {}, "it has no token '<p>', which the files next to it name as pad_token"),
+        (both | dict(pad_token='<p>'), {}, "it has no token '<p>'; name a pad_token in tokenizer_config.json"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
             file.write_text('\ufeff' + json.dumps(content), encoding='utf-8')
@@ -184,6 +184,10 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     assert get_tokenizer('user/name').bos == 3 and len(asked) == 1
     get_tokenizer('user/name@v2')
     assert asked[1:] == [('user/name', 'v2')]
+
+    def offline(*_, **__):
+        raise OSError('no network')
+
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
     with pytest.raises(InputError, match=r"^'user/other' does not exist here, .* the hub \(OSError: no network\)$"):
         get_tokenizer('user/other')
