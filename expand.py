@@ -24,7 +24,6 @@ val_fraction=0.05 and without --part, as config/expand_*.py do.
 import io
 import json
 import re
-import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -330,25 +329,31 @@ def held_out_file(name):
 
 
 def write_outputs(larger, held_out, source):
-    """Writes a learned tokenizer with its held-out documents, and the grown model. held_out or source may be None."""
+    """
+    Writes a learned tokenizer with its held-out documents, and the grown model; held_out or source may be None. If
+    this fails, it removes the files that it wrote.
+    """
+    files = {}
+    for name, documents in (held_out or {}).items():
+        rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
+        files[held_out_file(name)] = ''.join(rows).encode()
     if held_out is not None:
-        Path(tokenizer).parent.mkdir(parents=True, exist_ok=True)
-        for name, documents in held_out.items():
-            rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
-            held_out_file(name).write_text(''.join(rows), encoding='utf-8', newline='\n')
-        Path(tokenizer).write_bytes(larger.sp.serialized_model_proto())
-    if source is not None:
-        Path(output_dir).parent.mkdir(parents=True, exist_ok=True)
-        save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
-
-
-def remove(paths):
-    """Removes files and folders, as far as they exist."""
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
+        files[Path(tokenizer)] = larger.sp.serialized_model_proto()
+    written = []
+    try:
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, 'xb') as f:
+                written.append(path)
+                f.write(content)
+        if source is not None:
+            save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
+    except BaseException as e:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise InputError(f'{path} cannot be written ({e})') from None
+        raise
 
 
 def check_settings(languages, use_existing):
@@ -387,14 +392,7 @@ def main():
         before = sum(source.model.num_params())
         grow(source.model, tok, larger)
         new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
-    try:
-        write_outputs(larger, held_out, source)
-    except BaseException as e:
-        # leave nothing incomplete
-        remove(outputs)
-        if isinstance(e, OSError):
-            raise InputError(f'{outputs[-1]} cannot be written ({e})') from None
-        raise
+    write_outputs(larger, held_out, source)
     print(f'{len(tok.tokens):,} -> {len(larger.tokens):,} tokens{new_parameters}', *outputs, sep='\n')
 
 

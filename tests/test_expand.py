@@ -102,6 +102,26 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
         assert sentences and sentences <= kept and not sentences & trained_on
 
 
+def test_readme_commands_on_a_clone(tmp_path, mistral):
+    """The commands of README's section 'New languages' run in a clone, from the demo's model on."""
+    for name in ('assets', 'config'):
+        (tmp_path / name).symlink_to(REPO / name)
+    settings = read_config(REPO / 'config/mhf_tiny.py')
+    c = MHFConfig(**{k: v for k, v in settings.items() if k in MHFConfig.__annotations__})
+    demo = MHF(c, signature_table(mistral.tokens, c.num_hashes, c.num_buckets, pad_id=mistral.pad))
+    demo.init_weights()
+    save_pretrained(demo, tmp_path / 'out/mhf_tiny', 'mistral')
+    section = (REPO / 'README.md').read_text().split('## New languages')[1].split('```')[1]
+    commands = [line.split('#')[0].split()[1:] for line in section.strip().splitlines()]
+    assert [script for script, _ in commands] == ['expand.py', 'prepare.py', 'train.py', 'eval.py']
+    printed = {}
+    for script, file in commands:
+        options = ['--max_steps=2'] if script == 'train.py' else []
+        printed[script] = ok(script, file, *options, cwd=tmp_path)
+    assert '32,768 -> 48,122 tokens: 0 new parameters' in printed['expand.py'].stdout
+    assert printed['eval.py'].stdout.count('bits_per_byte, out/tokenizer') == 3
+
+
 def test_the_paper_s_expansions_are_one_epoch():
     """The paper's expansions read their corpora at most once."""
     for file in (REPO / 'config').glob('expand_*_[13]b*.py'):
@@ -262,3 +282,21 @@ safetensors.torch.save_file = save_file
     done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
     assert done.returncode == code and says in done.stderr and len(done.stderr.splitlines()) == 1
     assert snapshot(expansion) == before
+
+
+def test_expand_removes_no_foreign_files(expansion):
+    """A folder that someone else creates while expand.py learns is left as it is."""
+    patch = """
+import pathlib, sentencepiece
+train = sentencepiece.SentencePieceTrainer.train
+def train_slowly(*args, **options):
+    folder = pathlib.Path('new')
+    folder.mkdir()
+    (folder / 'notes.txt').write_text('mine')
+    return train(*args, **options)
+sentencepiece.SentencePieceTrainer.train = train_slowly
+"""
+    done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
+    assert done.returncode == 1 and 'new already exists' in done.stderr
+    assert (expansion / 'new/notes.txt').read_text() == 'mine' and not (expansion / 'new.model').exists()
+    shutil.rmtree(expansion / 'new')
