@@ -10,7 +10,7 @@ rerun the same command after an interruption; the output is identical.
 
 A unit of work is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. A
 finished unit is never repeated, an interrupted one is: split a single huge file if hours matter. mhf/data.py describes
-the files. A document's way to the loss:
+the files. From a document to the loss:
 
     read_files       mhf/sources.py  the stripped text of each document
     split_holdout    mhf/sources.py  which documents are held out
@@ -135,7 +135,7 @@ class Job:
     folder: Path
     meta: dict
     part: int
-    tok: object  # of get_tokenizer
+    tok: object  # from get_tokenizer
     table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
     byte_lengths: np.ndarray  # of the text of each id, (V,)
     bar: tqdm
@@ -180,7 +180,7 @@ class ShardWriter:
         self.ids = array('I')
 
     def close(self):
-        """Gives the file its name; returns its entry in the unit's json."""
+        """Renames the complete file; returns its entry in the unit's json."""
         self.write_header()
         self.file.close()
         data.replace_durably(self.temporary, self.path)

@@ -231,7 +231,7 @@ def open_bins(config):
 
 
 def no_bins(config, folder):
-    """Returns the InputError of a folder without data: which other folder has some, or the command that makes them."""
+    """Returns the InputError for a folder without data: it names the folder of ids, or the command that prepares."""
     folder_of_ids = data_folder(config | dict(data_format='ids'))
     if folder_of_ids != folder and (folder_of_ids / 'meta.json').exists():
         return InputError(f'{folder} does not exist; {folder_of_ids} has token ids: use them with --data_format=ids')

@@ -95,11 +95,11 @@ def hub_files(dataset):
 
     datasets.disable_progress_bars()
     for library in (datasets, huggingface_hub):
-        library.logging.set_verbosity_error()  # the InputError's one line says it all
+        library.logging.set_verbosity_error()  # the InputError contains the reason
     try:
         builder = datasets.load_dataset_builder(repository, name=subset)
         return [str(file) for file in builder.config.data_files['train']]
-    except Exception as e:  # no network, no such subset: the library's own words say which
+    except Exception as e:  # no network, no such subset
         raise InputError(f'{repository}, {subset}, cannot be read ({one_line(e)})') from None
 
 
@@ -139,7 +139,7 @@ def read_file(path):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
             row += 1
-    except Exception as e:  # of decompression, decoding, parquet, the network: each library has its own
+    except Exception as e:  # each library of decompression, decoding, parquet and the network has its own errors
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({one_line(e)})'
         if isinstance(e, UnicodeError):
             reason += '; convert it to UTF-8'
