@@ -3,10 +3,10 @@ Evaluates a checkpoint or a released model and prints the paper's published numb
 over the real tokens.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
-    $ python eval.py --out_dir=out/mhf_1b --data_dir=benchmarks --limit=100   # part of each, from local files
+    $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=benchmarks --limit=100   # part of each, from local files
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
-    $ python eval.py --tasks=card660 --data_dir=card660
+    $ python eval.py --tasks=card660 --benchmark_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
 Writes results/<model>/results_<date>.json. lm-eval's other tasks run on its own command line with this model:
@@ -38,12 +38,12 @@ released = ''  # instead: a released model, a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
 tasks = 'paper'
-data_dir = ''  # folder of local files to read instead of the hub; the folder of Card-660
+benchmark_dir = ''  # folder of local benchmark files to read instead of the hub; the folder of Card-660
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, separated by commas
 limit = None  # documents per task; None: all
 output_path = 'results'
 # evaluation
-bos = None  # bos in front of every context; None: True for a model trained here, False for a released one, as the paper
+bos = None  # bos in front of every context; None: as in training, True for train.py's models, False for the authors'
 device = None
 dtype = None
 
@@ -70,6 +70,11 @@ def check_settings():
             raise InputError(f"unknown task '{name}'{near}; run other tasks of lm-eval with: {command}")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InputError(f'limit={limit!r}: must be a number of documents, 1 or more')
+    if limit is not None and not {'bits_per_byte', 'card660'}.isdisjoint(names):
+        raise InputError(f'limit={limit}: bits_per_byte and card660 have no documents to limit; omit --limit')
+    if out_dir and released:
+        model = f'out_dir={out_dir} and released={released}'
+        raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
@@ -170,29 +175,29 @@ def read_word_pairs(folder):
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8').splitlines() if line]
         return [(a, b, float(score)) for a, b, score in lines]
     except (OSError, ValueError) as e:
-        raise InputError(f"{path}: {e}; --data_dir must be the folder of Card-660's dataset.tsv") from None
+        raise InputError(f"{path}: {e}; --benchmark_dir must be the folder of Card-660's dataset.tsv") from None
 
 
 @torch.no_grad()
-def word_states(lm, word, with_bos):
+def word_states(lm, word):
     """Hidden states of a word's last token after the last two layers -> {'last', 'second_to_last'}, (d,) float32."""
     ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
-    if with_bos:
-        ids = [lm.tok.bos, *ids]
+    if lm.bos is not None:
+        ids = [lm.bos, *ids]
     states = []
     with lm.autocast():
         h = lm.model.hidden_states(lm.model.signatures[torch.tensor([ids], device=lm.device)], states=states)
     return dict(last=h[0, -1].float(), second_to_last=states[-1][0, -1].float())
 
 
-def card660(lm, pairs, with_bos):
+def card660(lm, pairs):
     """Correlations of human similarity with the cosine of two words' hidden states at their last token -> dict."""
     from scipy.stats import pearsonr, spearmanr
 
     words = sorted({word for a, b, _ in pairs for word in (a, b)})
-    states = {word: word_states(lm, word, with_bos) for word in progress_bar(words, desc='card660')}
+    states = {word: word_states(lm, word) for word in progress_bar(words, desc='card660')}
     human = [score for _, _, score in pairs]
-    results = dict(bos=with_bos, pairs=len(pairs))
+    results = dict(bos=lm.bos is not None, pairs=len(pairs))
     for layer in ('last', 'second_to_last'):
         cosines = [F.cosine_similarity(states[a][layer], states[b][layer], dim=0).item() for a, b, _ in pairs]
         results[f'{layer}_pearson'] = float(pearsonr(cosines, human)[0])
@@ -279,11 +284,11 @@ def main():
 
     # read all data before scoring
     texts = {path: read_text(path, lm.tok) for path in text_paths()}
-    pairs = read_word_pairs(data_dir) if 'card660' in names else []
+    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [task for task in PAPER if task in names or 'paper' in names]
     if chosen and lm.rank == 0:
-        print(f'reading {data_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
-    loaded, notes = load_tasks(chosen, data_dir) if chosen else ({}, {})
+        print(f'reading {benchmark_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
+    loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
     file = results_file(lm.info['source'])
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
@@ -295,7 +300,7 @@ def main():
     if texts:
         results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
     if pairs:
-        results['card660'] = card660(lm, pairs, bos is not False)
+        results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
     if lm.rank == 0:
         print_results(results)

@@ -584,7 +584,7 @@ def load_one(manager, name, config):
         if data == 'json':
             data = ', '.join(config['dataset_kwargs']['data_files'].values())
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
-        hint = "local files, for --data_dir, have the fields of the hub's"
+        hint = "local files, for --benchmark_dir, have the fields of the hub's"
         raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
 
 

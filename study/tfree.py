@@ -4,7 +4,7 @@ T-FREE (arXiv 2406.19223), the paper's baseline without a tokenizer: a word is t
     $ python -m study.tfree words --dataset=edu.jsonl.xz --tokenizer=data/words.json   # words between white space
     $ python prepare.py --dataset=edu.jsonl.xz --tokenizer=data/words.json --data_format=ids --data_dir=data/words
     $ python -m study.tfree train config/mhf_tiny.py --tokenizer=data/words.json --data_dir=data/words
-    $ python -m study.tfree eval --out_dir=out/mhf_tiny --data_dir=benchmarks
+    $ python -m study.tfree eval --out_dir=out/mhf_tiny --benchmark_dir=benchmarks
 
 Each byte trigram of ' word ' has m = 10 of v buckets (--num_buckets; the authors use 8,192): 8 are hashes of the
 trigram, 2 are hashes of the trigram of the word in lower case. The decoder reads the sum of the rows of a word's
@@ -206,7 +206,7 @@ def evaluate():
     # an id is its own signature, also that of a new word
     tfree.signatures = torch.arange(MAX_WORDS)[:, None]
     lm = MHFLM(tfree.to(device).eval(), tfree.words, tfree.words.bos, pick_dtype(s.dtype, device))
-    loaded, notes = load_tasks([task for task in PAPER if 'lambada' not in task], s.data_dir)
+    loaded, notes = load_tasks([task for task in PAPER if 'lambada' not in task], s.benchmark_dir)
     results = run_tasks(lm, loaded, notes, s.limit)
     print(make_table(results))
     print('T-FREE: acc and acc_norm of scores that only rank')

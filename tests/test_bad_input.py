@@ -131,7 +131,7 @@ GROW = DOCS + '--output_dir=grown '
 SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=x.model'
 EVAL = 'eval.py --out_dir=out '
 TEXT = EVAL + '--tasks=bits_per_byte --text='
-PIQA = EVAL + '--tasks=piqa --data_dir=.'
+PIQA = EVAL + '--tasks=piqa --benchmark_dir=.'
 
 BAD = [
     # settings
@@ -254,18 +254,18 @@ BAD = [
     Bad('unknown task', EVAL + '--tasks=arc_esy', says="did you mean 'arc_easy'"),
     Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m mhf.lm run --model_args path=... --tasks gsm8k'),
     Bad('a part of a document', EVAL + '--limit=0.5', says='limit=0.5'),
-    Bad('no local file', EVAL + '--tasks=piqa --data_dir=bins', says='no piqa_validation'),
-    Bad('no folder of data', EVAL + '--data_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
+    Bad('no local file', EVAL + '--tasks=piqa --benchmark_dir=bins', says='no piqa_validation'),
+    Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
     Bad('a text that is not evaluated', EVAL + '--text=docs.jsonl', says="tasks=paper, text='docs.jsonl'"),
     Bad('text that is not there', EVAL + '--tasks=bits_per_byte --text=no.txt', says='no.txt'),
     Bad('text without bos', TEXT + 'docs.jsonl --bos=False', says='bits_per_byte has bos before every document'),
     Bad('text of another kind', TEXT + 'e.pdf', 'e.pdf: expected .txt', file('e.pdf', b'%PDF')),
-    Bad('not card660', EVAL + '--tasks=card660 --data_dir=bins', says='dataset.tsv'),
+    Bad('not card660', EVAL + '--tasks=card660 --benchmark_dir=bins', says='dataset.tsv'),
     Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing: no such folder'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="not the one of the model, 'mistral'"),
     Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
-    Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='for --data_dir'),
+    Bad('benchmarks that the hub does not give', EVAL + '--tasks=piqa', says='for --benchmark_dir'),
     Bad('a benchmark that is cut off', PIQA, 'piqa_validation.jsonl.gz', piqa(gzip.compress(noise)[:500], '.gz')),
     Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),

@@ -129,14 +129,15 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     text = tmp_path / 'text.txt'
     bins = trained / 'bins'
     text.write_text(real_documents()[0][:2000])
-    settings = dict(device='cpu', dtype='float32', out_dir=str(out), data_dir=str(tmp_path), text=f'{text},{bins}')
+    settings = dict(device='cpu', dtype='float32', out_dir=str(out), benchmark_dir=str(tmp_path), text=f'{text},{bins}')
     settings |= dict(tasks='lambada_openai,hellaswag,record,bits_per_byte,card660', output_path=str(tmp_path / 'one'))
     one = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
     for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 10,042 documents', '1B H3B10K'):
         assert words in printed
     args = [f'--{key}={value}' for key, value in (settings | dict(output_path='many')).items()]
-    done = run_ranks(2, 'eval.py', *args, cwd=tmp_path)
+    # a config whose data_dir contains bins
+    done = run_ranks(2, 'eval.py', f'{trained}/cfg.py', *args, cwd=tmp_path)
     assert [code for code, _, _ in done] == [0, 0] and done[1][1] == '', done
     many = newest(tmp_path / 'many')
     assert set(one['results']) == {'lambada_openai', 'hellaswag', 'record'} and one['bos'] is True
@@ -183,27 +184,45 @@ def test_bos(trained, tmp_path, monkeypatch):
     fields = json.loads((tmp_path / 'export/config.json').read_text())
     del fields['add_bos']
     (tmp_path / 'authors/config.json').write_text(json.dumps(fields))
+    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     monkeypatch.chdir(trained)
-    settings = dict(data_dir=str(tmp_path), tasks='lambada_openai', device='cpu', dtype='float32')
+    settings = dict(benchmark_dir=str(tmp_path), tasks='lambada_openai,card660', device='cpu', dtype='float32')
     models = dict(out=dict(out_dir='out'), run=dict(released='out'), export=dict(released=str(tmp_path / 'export')))
     models |= dict(authors=dict(released=str(tmp_path / 'authors')))
     scores = {}
     for name, bos in [(name, None) for name in models] + [('authors', True), ('export', False)]:
         results = evaluate(monkeypatch, **settings, **models[name], bos=bos, output_path=str(tmp_path / name))
-        assert results['bos'] == (name != 'authors' if bos is None else bos)
+        assert results['card660']['bos'] == results['bos'] == (name != 'authors' if bos is None else bos)
         scores[name, bos] = results['results']['lambada_openai']
     assert scores['out', None] == scores['run', None] == scores['export', None] == scores['authors', True]
     assert scores['authors', None] == scores['export', False] != scores['export', None]
 
 
 def test_card660(mistral):
-    """Card-660 compares hidden states after bos for every model, unless bos is off."""
-    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32), mistral)
+    """Card-660 compares hidden states of the last token of a word, after bos if the model has it."""
+    model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+    lm = MHFLM(model, mistral, mistral.bos)
     pairs = [('red', 'blue', 3.5), ('new_york', 'city', 2.0), ('sun', 'moon', 1.0)]
-    with_bos, without = (evaluation.card660(lm, pairs, bos) for bos in (True, False))
-    assert with_bos['bos'] and with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
-    h = lm.model.hidden_states(lm.model.signatures[torch.tensor([[1, *mistral.encode(['new york'])[0]]])])
-    assert torch.allclose(evaluation.word_states(lm, 'new_york', True)['last'], h[0, -1], atol=1e-6)
+    with_bos = evaluation.card660(lm, pairs)
+    without = evaluation.card660(MHFLM(model, mistral), pairs)
+    assert with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
+    h = model.hidden_states(model.signatures[torch.tensor([[1, *mistral.encode(['new york'])[0]]])])
+    assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    'says, settings',
+    [
+        ('limit=3', dict(tasks='bits_per_byte', text='docs.jsonl', limit=3)),
+        ('limit=3', dict(tasks='card660', limit=3)),
+        ('out_dir=out and released=x', dict(out_dir='out', released='x')),
+    ],
+)
+def test_settings_that_would_be_ignored(few, tmp_path, monkeypatch, says, settings):
+    """eval.py refuses a setting that it would ignore."""
+    monkeypatch.chdir(few)
+    with pytest.raises(InputError, match=says):
+        evaluate(monkeypatch, **settings, device='cpu', output_path=str(tmp_path))
 
 
 def test_ctrl_c_is_one_line(few):

@@ -131,7 +131,7 @@ def test_it_learns_and_is_evaluated(folder):
     assert log[-1] < log[0] / 5
     assert events(folder)[-1]['val_loss'] < log[0] / 5
     small_tasks(folder)
-    output = ok('study.tfree', 'eval', '--out_dir=out', '--data_dir=.', '--device=cpu', cwd=folder).stdout
+    output = ok('study.tfree', 'eval', '--out_dir=out', '--benchmark_dir=.', '--device=cpu', cwd=folder).stdout
     for task in ('arc_easy', 'piqa', 'race_v2', 'record', 'sciq'):
         assert re.search(rf'\|{task} .*\|acc|\|{task} .*\|em', output)
     assert 'lambada' not in output
