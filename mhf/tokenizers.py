@@ -75,8 +75,11 @@ class TiktokenTokenizer:
     def encode(self, texts):
         pieces = [split_spaces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
-        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
-        return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
+        encoded = self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count())
+        if len(flat) == len(pieces):
+            return encoded
+        remaining = iter(encoded)
+        return [sum(itertools.islice(remaining, len(text)), []) for text in pieces]
 
     def decode(self, ids):
         special = {self.bos, self.eos, self.pad}
