@@ -303,10 +303,11 @@ def main():
         results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
     if lm.rank == 0:
-        print_results(results)
         # strict JSON has no NaN, which a correlation with a constant is
         strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
         file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+        # after the file, because the output's reader may be gone
+        print_results(results)
         print(f'\n{file}')
     cleanup()
 
