@@ -45,7 +45,8 @@ def install_excepthook():
     atexit.register(output_is_closed)
     for argument in sys.argv[1:]:
         if re.search('[\ud800-\udfff]', argument):
-            raise InputError(f'argument {argument!a}: not valid {sys.getfilesystemencoding()}; rename the file')
+            encoding = sys.getfilesystemencoding()
+            raise InputError(f'argument {argument!a} is not valid {encoding}; encode it as {encoding}')
 
 
 def print_error(error_class, error, traceback):
