@@ -1,5 +1,5 @@
 """
-Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. Without settings: the paper's 100M H4B16K.
+Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M H4B16K.
 
     $ python train.py config/mhf_tiny.py                                  # one process: a GPU if available, else a CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
@@ -8,7 +8,7 @@ Trains a MultiHashFormer or a Standard model, on a laptop or on many GPUs. Witho
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
 
-    one command that starts a run and resumes it (for the variable see pytorch/pytorch issue 135712):
+    one command that starts a run and resumes it (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
 Reads the bins that prepare.py writes with the same config. Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the
@@ -19,7 +19,6 @@ a CPU, and with --deterministic on a GPU, a resumed run ends with the same bits 
 
 import contextlib
 import importlib
-import itertools
 import json
 import math
 import os
@@ -46,7 +45,6 @@ from mhf.runtime import (
     cleanup,
     init_distributed,
     is_rank0,
-    no_triton,
     peak_flops,
     pick_compile,
     pick_dtype,
@@ -58,7 +56,7 @@ from model import MHF
 out_dir = 'out'
 eval_interval = 1000  # steps between validations; each also saves a checkpoint
 log_interval = 10  # steps between printed lines; log.jsonl has every step
-wandb = False  # also log to Weights & Biases; WANDB_PROJECT and WANDB_NAME name project and run
+wandb = False  # also log to Weights & Biases, which reads WANDB_PROJECT and WANDB_NAME
 # data, as in prepare.py
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''
@@ -136,8 +134,6 @@ rank, world_size, device = init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
 compile = pick_compile(compile, device)
-if kernels and device_type == 'cuda' and no_triton():
-    raise InputError(f'kernels=True: {no_triton()}; or omit --kernels')
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
@@ -153,7 +149,7 @@ model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
 source = checkpoints.last_path or init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
-# of a loaded model all but the context and the loss; a config file may say something else, the command line may not
+# a loaded model overrides a config file, but not the command line, in all settings of MHFConfig except these two
 architecture = asdict(model.config).keys() & config.keys() - {'block_size', 'loss'} if model else set()
 run_config = config | {name: getattr(model.config, name) for name in architecture}
 
@@ -162,7 +158,7 @@ num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'
     raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-# machines may have paths of their own
+# paths may differ between machines
 same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
 same_on_all_ranks |= {'resume': resume, 'checkpoint step': first_step, 'device type': device_type}
 same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data': val_bins.fingerprint}
@@ -173,7 +169,7 @@ data = data_identity(meta, table, train_bins)
 kept = architecture & command_line_names()
 if ckpt:
     kept |= config.keys() - architecture - FREE_ON_RESUME
-check_kept(source, ckpt['config'] if ckpt else run_config, {name: config[name] for name in config if name in kept})
+check_kept(source, ckpt['config'] if ckpt else run_config, {name: config[name] for name in sorted(kept)})
 if ckpt:
     check_same_data(source, ckpt['data'], data)
     if first_step >= max_steps and not auto_resume:
@@ -222,12 +218,6 @@ def configure_optimizer():
 optimizer = configure_optimizer()
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
-    before = ckpt['config']
-    resumed_schedule = (
-        before['learning_rate'],
-        before['warmup_steps'],
-        before['lr_decay_steps'] or before['max_steps'],
-    )
     ckpt = None  # frees its memory
 # after one backward pass on zeros, every .grad is a view of a DDP bucket, so gradients exist once
 accumulates_in_buckets = world_size > 1 and accumulation > 1
@@ -274,11 +264,10 @@ def training_batches():
 def evaluate():
     """Validates on all held-out tokens, in order; the ranks share them. Returns a dict for the log."""
     n = len(val_bins) - 1
-    starts = range(0, n, block_size)
-    complete = n // block_size  # the last block may be shorter
-    batches = [starts[k : min(k + micro_batch_size, complete)] for k in range(0, complete, micro_batch_size)]
-    if complete < len(starts):
-        batches.append(starts[complete:])
+    starts = range(0, n - n % block_size, block_size)
+    batches = [starts[k : k + micro_batch_size] for k in range(0, len(starts), micro_batch_size)]
+    if n % block_size:
+        batches.append([n - n % block_size])  # a shorter sequence
     losses = ('product', 'exact') if trains_product else ('exact',)
     sums = torch.zeros(len(losses), dtype=torch.float64)
     for batch in tqdm(batches[rank::world_size], desc='validate', leave=False, disable=None if master else True):
@@ -290,10 +279,7 @@ def evaluate():
         sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
     means = (all_reduce(sums) / n).tolist()
     nats = means[-1]  # -log P(w), the same value unless the run trains the product loss
-    result = dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
-    if device_type == 'cuda':
-        result['peak_gpu_mb'] = torch.cuda.max_memory_allocated() / 1e6
-    return result
+    return dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
 
 
 # -----------------------------------------------------------------------------
@@ -304,21 +290,18 @@ log_path = Path(out_dir) / 'log.jsonl'
 
 def open_wandb():
     """Starts a run of Weights & Biases. Raises InputError."""
-    project = os.environ.get('WANDB_PROJECT', 'multihashformer')
-    name = os.environ.get('WANDB_NAME', Path(out_dir).name)
     try:
-        return importlib.import_module('wandb').init(project=project, name=name, config=run_config)
-    except (ImportError, AttributeError):  # a folder wandb is a module without init
-        raise InputError('wandb=True, but it is not installed: pip install wandb') from None
-    except Exception as e:  # not logged in, no network
-        raise InputError(f'wandb=True: {e}; run `wandb login`, or set WANDB_MODE=offline') from None
+        return importlib.import_module('wandb').init(config=run_config)
+    except Exception as e:  # not installed, a folder of this name, not logged in, no network
+        fix = 'pip install wandb, run `wandb login`, or set WANDB_MODE=offline'
+        raise InputError(f'wandb=True: {e}; {fix}') from None
 
 
 def open_log():
-    """Opens log.jsonl to append to. Drops the lines after first_step, which a resumed run writes again."""
+    """Opens log.jsonl to append to, without the lines after first_step, which a resumed run writes again."""
     log_path.touch()
     lines = log_path.read_bytes().splitlines(keepends=True)
-    kept = itertools.takewhile(lambda line: line.endswith(b'\n') and json.loads(line)['step'] <= first_step, lines)
+    kept = [line for line in lines if line.endswith(b'\n') and json.loads(line)['step'] <= first_step]
     os.truncate(log_path, sum(map(len, kept)))
     return open(log_path, 'a', buffering=1)
 
@@ -382,22 +365,13 @@ def print_setup():
     if schedule_steps < max_steps:
         print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from there to max_steps={max_steps}')
     if resume:
-        print(f'resumed at step {first_step}')
-    if resume and resumed_schedule != (learning_rate, warmup_steps, schedule_steps):
-        rates = f'{optimizer.param_groups[-1]["lr"]:.2e} to {get_lr(first_step):.2e}'
-        print(f'the schedule differs from the checkpoint: the learning rate jumps from {rates}')
+        previous_lr = optimizer.param_groups[-1]['lr']
+        print(f'resumed at step {first_step}: learning rate {previous_lr:.2e} before, {get_lr(first_step):.2e} now')
 
 
 # -----------------------------------------------------------------------------
 # training loop
 
-if first_step >= max_steps:
-    if master:
-        print(f'{source} is at step {first_step} of {max_steps}: done')
-        if log_path.exists():
-            plot_loss()
-    cleanup()
-    sys.exit()
 if master:
     wandb_run = open_wandb() if wandb else None
     log_file = open_log()
@@ -408,6 +382,7 @@ peak = peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
 bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
+done = first_step
 for step in range(first_step, max_steps):
     checkpoints.raise_if_failed()
     start = time.perf_counter()
@@ -484,8 +459,8 @@ checkpoints.wait()
 cleanup()
 if done < max_steps:
     if master:
-        last = f'{checkpoints.describe_last()}; resume with --init_from=resume'
-        print(f'stopped by signal {stop_signal:d}; {last}', file=sys.stderr)
+        fix = 'resume with --init_from=resume'
+        print(f'stopped by signal {stop_signal:d}; {checkpoints.describe_last()}; {fix}', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
     plot_loss()

@@ -346,7 +346,6 @@ def test_from_weights_of_another_run(quick):
             kept |= dict(encoder_init='normal', embedding_scale=1.0)
         assert state['model_config'] == kept and state['config']['num_buckets'] == 256
     assert 'resumed at step 1' in ok(*command, '--max_steps=2', cwd=quick).stdout
-    assert ': done' in ok(*command, '--max_steps=2', cwd=quick).stdout
 
 
 def test_other_data_is_refused(quick):
@@ -376,13 +375,13 @@ def test_a_resumed_run_takes_its_architecture_from_its_checkpoint(quick):
 
 
 def test_a_changed_schedule_is_reported(quick):
-    """A resumed run says that its learning rate jumps, and a run whose schedule ends early says so."""
+    """A resumed run prints both learning rates, and a run whose schedule ends early says so."""
     args = ('train.py', 'cfg.py', '--init_from=resume')
     done = ok(*args, '--max_steps=26', cwd=quick)
     lr = [step['lr'] for step in steps(quick)]
-    assert f'the learning rate jumps from {lr[23]:.2e} to {lr[24]:.2e}' in done.stdout and lr[24] > 1.5 * lr[23]
+    assert f'resumed at step 24: learning rate {lr[23]:.2e} before, {lr[24]:.2e} now' in done.stdout
     done = ok(*args, '--max_steps=28', '--lr_decay_steps=26', cwd=quick)
-    assert 'jumps' not in done.stdout and 'lr_decay_steps=26: the learning rate is 0 from there' in done.stdout
+    assert 'lr_decay_steps=26: the learning rate is 0 from there' in done.stdout
 
 
 def test_a_run_from_scratch_starts_its_log(quick):
@@ -428,23 +427,12 @@ def test_one_run_in_an_out_dir(quick):
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
 
 
-WANDB = """
-def init(**options):
-    {body}
-class Run:
-    def log(self, event, step):
-        open('logged', 'a').write(f'{{step}} ')
-"""
-
-
-@pytest.mark.parametrize(
-    'body, says', [(None, 'pip install wandb'), ('raise ValueError("No API key")', 'No API key; run')]
-)
+@pytest.mark.parametrize('body, says', [(None, 'pip install wandb'), ('raise ValueError("No key")', 'No key; pip')])
 def test_wandb_is_not_ready(quick, body, says):
     """Without wandb, even next to a folder wandb, or without a login, a run ends in one line and writes nothing."""
     (quick / 'wandb').mkdir()
     if body:
-        (quick / 'wandb/__init__.py').write_text(WANDB.format(body=body))
+        (quick / 'wandb/__init__.py').write_text(f'def init(**options):\n    {body}\n')
     before = snapshot(quick)
     done = run('train.py', 'cfg.py', '--out_dir=b', '--wandb', cwd=quick, patch="import sys; sys.path.append('')")
     assert done.returncode == 1 and done.stderr.count('\n') == 1 and says in done.stderr, done.stderr
@@ -503,7 +491,8 @@ def test_a_signal_saves_a_checkpoint(quick, signum, code):
     assert f'resumed at step {at}' in ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=quick).stdout
     for key in ('model', 'optimizer'):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
-    assert 'ckpt.pt is at step 24 of 24: done' in ok(*command, cwd=quick).stdout
+    done = ok(*command, cwd=quick).stdout
+    assert 'resumed at step 24: ' in done and done.endswith('b: ckpt.pt, ckpt_best.pt, log.jsonl, loss.png\n')
 
 
 def test_kill_train(quick):
