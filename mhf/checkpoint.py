@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from configurator import InputError
@@ -28,17 +29,6 @@ from model import MHFConfig
 
 KEEP_CHECKPOINTS = 2  # numbered ones; a run whose ckpt.pt does not load resumes from the one before
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
-
-
-def map_tensors(change, state):
-    """Returns nested dicts and lists with change(tensor) in place of each tensor."""
-    if isinstance(state, torch.Tensor):
-        return change(state)
-    if isinstance(state, dict):
-        return {key: map_tensors(change, value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [map_tensors(change, value) for value in state]
-    return state
 
 
 def build_on_meta(config, Model=FusedMHF):
@@ -65,7 +55,7 @@ def load_checkpoint(path, Model=FusedMHF):
         load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; train.py writes one there') from None
-    except Exception as e:  # torch.load raises many: of zip, of pickle, KeyError
+    except Exception as e:  # zip, pickle and torch raise many kinds
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}') from None
     return model, ckpt
@@ -89,9 +79,8 @@ def check_same_data(path, before, now):
 class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the last
-    KEEP_CHECKPOINTS also have a name with their step, ckpt_000123.pt. All ranks call save(); the one that `writes`
-    copies the state and lets a thread write it. last_path and last_step describe the last checkpoint that was loaded or
-    written.
+    KEEP_CHECKPOINTS also have a name with their step, ckpt_000123.pt. All ranks call save(); a thread of the rank with
+    writes=True writes the files. last_path and last_step describe the last checkpoint that was loaded or written.
     """
 
     def __init__(self, out_dir, writes=True):
@@ -109,7 +98,7 @@ class Checkpoints:
 
     def lock(self):
         """
-        Creates out_dir, on the rank that writes, and keeps other runs from it until this process ends, in any way.
+        Creates out_dir and excludes other runs from it until this process ends. Only the rank that writes does so.
         Raises InputError.
         """
         if not self.writes:
@@ -120,9 +109,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             file_lock.acquire()
             atexit.register(self.unlock, path, file_lock)
-            if not isinstance(file_lock, SoftFileLock):  # which writes the same, where the file system has no flock
-                path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
-            # a killed run left them
+            path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
+            # a killed run leaves them
             self.temporary.unlink(missing_ok=True)
             self.second_temporary.unlink(missing_ok=True)
         except Timeout:
@@ -173,9 +161,8 @@ class Checkpoints:
             self.last_path = self.newest
             self.last_step = state['step']
             return
-        start = time.perf_counter()
-        state = map_tensors(lambda tensor: tensor.detach().to('cpu', copy=True), state)
-        self.pending = self.thread.submit(self._write, state, is_best, time.perf_counter() - start)
+        state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to('cpu', copy=True), state)
+        self.pending = self.thread.submit(self._write, state, is_best)
 
     def wait(self):
         """Waits for the write in progress. Raises its error."""
@@ -189,8 +176,8 @@ class Checkpoints:
         if self.pending and self.pending.done():
             self.wait()
 
-    def _write(self, state, is_best, stall_seconds):
-        """Writes a checkpoint under all its names, and deletes old ones. stall_seconds: how long training waited."""
+    def _write(self, state, is_best):
+        """Writes a checkpoint under all its names, and deletes old ones."""
         start = time.perf_counter()
         step = state['step']
         try:
@@ -211,8 +198,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
             raise InputError(f'{self.newest} could not be written ({e}); the previous checkpoint is intact') from None
-        seconds = time.perf_counter() - start
-        tqdm.write(f'checkpoint of step {step}: training waited {stall_seconds:.2f} s, written in {seconds:.2f} s')
+        tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
 
     def _link(self, path, name):
         """Gives a checkpoint a second name, or copies it on a file system without hard links."""
