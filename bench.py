@@ -1,5 +1,5 @@
 """
-Benchmarks a config on this machine: MultiHashFormer with either loss, and the Standard model with the same backbone.
+Benchmarks a config on this machine: MultiHashFormer with the exact and the product loss, and the Standard model.
 
     $ python bench.py config/mhf_tiny.py                                  # training, generation, inference
     $ python bench.py config/mhf_100m.py --benchmarks=profile             # the longest kernels of a training step
@@ -26,9 +26,9 @@ from hashing import signature_table
 from mhf.checkpoint import build_on_meta
 from mhf.fused import FusedMHF, chunk_sizes
 from mhf.generate import Engine
+from mhf.released import make_config
 from mhf.runtime import GPU_PEAKS, pick_compile, pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
-from model import MHFConfig
 
 # what to measure
 benchmarks = 'train,generate,infer'  # also: profile
@@ -69,7 +69,6 @@ RESERVED_MEMORY = 2  # 10^9 bytes per GPU for the CUDA context, libraries and fr
 # compiled steps of 8 x 2,048 tokens of the 100M models on an H100: 109.3, 61.5 and 44.3 ms
 MEASURED_MFU = dict(exact=0.18, product=0.32, Standard=0.29)
 NEW_TOKENS = 64  # to generate
-PUBLISHED_INFER_RATIO = 97.38 / 96.42  # ms of MHF over ms of Standard, 1B on one MI300X, the paper's appendix
 
 # -----------------------------------------------------------------------------
 # plan: memory, days and disk in closed form
@@ -198,12 +197,6 @@ def measure_gemm():
 # models
 
 
-def base_config(tok):
-    """Returns the MHFConfig of the settings."""
-    sizes = {name: config[name] for name in MHFConfig.__annotations__ if name in config}
-    return MHFConfig(**sizes, vocab_size=len(tok.tokens), pad_id=tok.pad)
-
-
 def variant_configs(c):
     """Returns {variant: MHFConfig} of the models to compare."""
     exact = replace(c, loss='exact', num_hashes=c.num_hashes or 4, num_buckets=c.num_buckets if c.num_hashes else 16384)
@@ -260,7 +253,8 @@ def training_step(model, optimizer, loss):
 def training_steps(configs, tok):
     """Returns {variant: (model, function)}. The two losses share a model."""
     models = {}
-    for c in configs.values():
+    steps = {}
+    for variant, c in configs.items():
         if c.num_hashes not in models:
             model = random_model(c, tok)
             model.activation_checkpointing = activation_checkpointing
@@ -268,8 +262,6 @@ def training_steps(configs, tok):
                 model.compile()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
             models[c.num_hashes] = (model, optimizer)
-    steps = {}
-    for variant, c in configs.items():
         model, optimizer = models[c.num_hashes]
         steps[variant] = (model, training_step(model, optimizer, c.loss))
     return steps
@@ -306,10 +298,8 @@ def bench_profile(configs, tok):
         seconds = [timed(step) for _ in range(3)][-1]  # the first compile and warm up
         with torch.profiler.profile(activities=[activity]) as profiled:
             timed(step)
-        times = []
-        for event in profiled.key_averages():
-            busy = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            times.append((busy / 1e6, event.count, event.key))
+        time_total = 'self_device_time_total' if on_gpu else 'self_cpu_time_total'
+        times = [(getattr(event, time_total) / 1e6, event.count, event.key) for event in profiled.key_averages()]
         times.sort(reverse=True)
         bound = model.estimate_flops() * micro_batch_size * block_size / gemm_flops
         rows[variant] = dict(seconds=seconds, bound=bound, kernels=times)
@@ -353,7 +343,6 @@ def bench_infer(configs, tok):
     print(f'\nnormalized P(w) of {block_size:,} tokens, weights in {dtype}')
     for name, seconds in medians.items():
         print(f'{name:<10}{seconds * 1e3:>10,.1f} ms')
-    print(f'MHF / Standard as published, 1B on one MI300X: {PUBLISHED_INFER_RATIO:.2f}')
     return {name: dict(seconds=seconds) for name, seconds in medians.items()}
 
 
@@ -366,10 +355,9 @@ BENCHMARKS = dict(train=bench_train, profile=bench_profile, generate=bench_gener
 def check_settings():
     check_numbers(config, above_zero='repeats gpus batch_size micro_batch_size block_size max_steps')
     for setting, names in dict(benchmarks=BENCHMARKS, variants=VARIANTS, gpu=GPU_MEMORY).items():
-        for name in config[setting].split(','):
-            if name not in names:
-                near = did_you_mean(name, names)
-                raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(names)}{near}")
+        for name in set(config[setting].split(',')).difference(names):
+            near = did_you_mean(name, names)
+            raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(names)}{near}")
 
 
 def run_benchmarks(configs, tok):
@@ -388,9 +376,10 @@ def run_benchmarks(configs, tok):
 if __name__ == '__main__':
     check_settings()
     tok = get_tokenizer(tokenizer)
+    c = make_config(config, vocab_size=len(tok.tokens), pad_id=tok.pad)
     with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
         if plan:
-            results = dict(plan=plan_training(base_config(tok)))
+            results = dict(plan=plan_training(c))
         else:
             device = pick_device(device)
             device_type = torch.device(device).type
@@ -400,6 +389,6 @@ if __name__ == '__main__':
                 torch.cuda.set_device(device)
                 torch.set_float32_matmul_precision('high')
             gemm_flops = measure_gemm()
-            results = run_benchmarks(variant_configs(base_config(tok)), tok)
+            results = run_benchmarks(variant_configs(c), tok)
     if json_output:
         print(json.dumps(dict(config=config) | results))
