@@ -8,26 +8,23 @@ rerun the same command after an interruption; the output is identical.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
-A unit of work is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. A
-finished unit is never repeated, an interrupted one is: split a single huge file if hours matter. mhf/data.py describes
-the files. From a document to the loss:
+A unit is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. prepare.py
+skips finished units and repeats an interrupted one, so split a single huge file if hours matter. mhf/data.py describes
+the files. The steps from a document to its loss:
 
-    read_files       mhf/sources.py  the stripped text of each document
-    split_holdout    mhf/sources.py  which documents are held out
-    prepare_unit     prepare.py      texts -> token ids (n,), by the threads of mhf/tokenizers.py
-    ShardWriter      prepare.py      bos before each document, table[ids] are signatures (n, H); with --data_format=ids
-                                     train.py looks them up. Written back to back, train_000000.bin and val_000000.bin
-    Bins             mhf/data.py     the shards as one array, memory-mapped
-    block_indices    mhf/data.py     which blocks of tokens a step trains on, in an order that the seed shuffles
-    get_batch        train.py        a rank's part of them, (n, T + 1, H), on the device, shifted by one: inputs x and
-                                     targets y, each (n, T, H)
+    read_files       mhf/sources.py  yields the stripped text of each document
+    split_holdout    mhf/sources.py  holds out documents
+    encode           prepare.py      texts -> token ids (n,), in the threads of mhf/tokenizers.py
+    ShardWriter      prepare.py      writes bos and the document; table[ids] are signatures (n, H)
+    Bins             mhf/data.py     memory-maps the shards as one array
+    block_indices    mhf/data.py     blocks of tokens of a step, in an order that the seed shuffles
+    get_batch        train.py        blocks of a rank, (n, T + 1, H), as inputs x and targets y, each (n, T, H)
     MHF.forward      model.py        hidden states of x, then head_loss of these and y: the mean loss
 """
 
 import contextlib
 import hashlib
 import json
-import re
 import sys
 from array import array
 from dataclasses import dataclass
@@ -43,14 +40,14 @@ from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lost
 
-# what to read: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab, or files and
+# corpus: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab, or files and
 # globs of .txt .jsonl (also .gz .xz .zst) or .parquet; commas between several, and @tokens after each of a mixture
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | gpt2 or another of tiktoken's | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
-# what the shards contain: signatures, 2 * num_hashes bytes a token, which train.py reads as they are | ids, 2 bytes a
-# token (4 with more than 65,536 tokens), which serve every num_hashes and num_buckets. A Standard model needs ids
+# signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 with more than 65,536 token ids); they serve
+# every num_hashes and num_buckets, and train.py looks up the signatures. A Standard model needs ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
@@ -59,12 +56,13 @@ single_id = False
 # held-out text: every round(1/val_fraction)-th document until val_bytes; with fewer documents, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
-part = ''  # i/n: prepares every n-th file from file i (from 0); any number of parts may run at the same time
+part = ''  # i/n: prepares every n-th file, starting at file i (from 0); parts may run at the same time
 
 config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # of small files that share a unit
-BATCH_CHARS = 4 << 20  # what the tokenizer's threads share at once
+BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
+FLUSH_TOKENS = 1 << 20  # per write to a shard
 
 # -----------------------------------------------------------------------------
 # meta.json
@@ -130,7 +128,7 @@ def check_same(folder, existing, meta):
 
 @dataclass
 class Job:
-    """What every unit needs."""
+    """The state that all units share."""
 
     folder: Path
     meta: dict
@@ -149,7 +147,7 @@ class ShardWriter:
         self.path = path
         self.temporary = path.with_suffix('.bin.tmp')
         self.dtype = np.dtype(np.uint16 if job.table is not None or len(job.tok.tokens) <= 65536 else np.uint32)
-        self.ids = array('I')  # takes over a list in a seventh of the time that numpy needs
+        self.ids = array('I')  # not written yet; array extends by a list 7 x as fast as numpy
         self.tokens = 0
         self.documents = 0
         self.bytes = 0  # of text
@@ -164,15 +162,16 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def add(self, text, ids):
-        """Adds a document, a text and its ids."""
+        """Adds a document."""
         self.ids.append(self.job.tok.bos)
         self.ids.fromlist(ids)
         self.tokens += 1 + len(ids)
         self.documents += 1
         self.bytes += len(text.encode())
+        if len(self.ids) >= FLUSH_TOKENS:
+            self.flush()
 
     def flush(self):
-        """Writes the documents that were added."""
         ids = np.asarray(self.ids)
         self.kept_bytes += int(self.job.byte_lengths[ids].sum())
         tokens = ids if self.job.table is None else self.job.table[ids]
@@ -181,6 +180,7 @@ class ShardWriter:
 
     def close(self):
         """Renames the complete file; returns its entry in the unit's json."""
+        self.flush()
         self.write_header()
         self.file.close()
         data.replace_durably(self.temporary, self.path)
@@ -210,6 +210,15 @@ def batches(documents):
     yield batch
 
 
+def encode(tok, documents):
+    """Yields each document as a list of its parts (text, token ids, is_held_out)."""
+    # a thread reads the next batch while the tokenizer's threads encode this one
+    for batch in data.prefetch(batches(documents)):
+        encoded = iter(tok.encode([text for parts in batch for text, _ in parts]))
+        for parts in batch:
+            yield [(text, next(encoded), is_held_out) for text, is_held_out in parts]
+
+
 def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, and last its json, which marks it as finished. Updates the source's counts."""
     meta = job.meta
@@ -219,23 +228,17 @@ def prepare_unit(job, source, number, counts):
     writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
     tokens_before = counts['tokens']
     try:
-        # a thread reads the next batch while the tokenizer's threads work on this one
-        with contextlib.closing(data.prefetch(batches(documents))) as upcoming:
-            for batch in upcoming:
-                encoded = iter(job.tok.encode([text for parts in batch for text, _ in parts]))
-                for parts in batch:
-                    for text, is_held_out in parts:
-                        writers['val' if is_held_out else 'train'].add(text, next(encoded))
-                    counts['tokens'] = tokens_before + writers['train'].tokens
-                    if data.reached_limit(counts, source):
-                        break
-                job.bar.update(len(writers['train'].ids))
-                for writer in writers.values():
-                    writer.flush()
+        # closing() waits for the reading thread, which updates counts
+        with contextlib.closing(encode(job.tok, documents)) as encoded:
+            for parts in encoded:
+                for text, ids, is_held_out in parts:
+                    writers['val' if is_held_out else 'train'].add(text, ids)
+                job.bar.update(tokens_before + writers['train'].tokens - counts['tokens'])
+                counts['tokens'] = tokens_before + writers['train'].tokens
                 if data.reached_limit(counts, source):
                     break
         for split, writer in writers.items():
-            if len(meta['sources']) == len(source['units']) == 1:  # of several units, the sum counts
+            if len(meta['sources']) == len(source['units']) == 1:  # Bins checks the sum of several units
                 data.check_amount(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
@@ -282,14 +285,22 @@ def parse_part(text):
 
 
 @contextlib.contextmanager
-def locked(folder, part):
-    """Creates the folder, and keeps any other prepare.py from the same part. Raises InputError."""
+def locked(folder, meta, part):
+    """
+    Creates the folder with its meta.json, and locks out any other prepare.py with the same part. No file remains if a
+    run of one part fails before its first unit is finished. Raises InputError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
             try:
+                if not (folder / 'meta.json').exists():
+                    data.write_json(folder / 'meta.json', meta, part)
                 yield
             finally:
+                if meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+                    for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
+                        (folder / name).unlink(missing_ok=True)
                 Path(lock.lock_file).unlink()
     except Timeout:
         raise InputError(f'another prepare.py is running in {folder}') from None
@@ -298,24 +309,6 @@ def locked(folder, part):
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()  # only if it is empty
-
-
-@contextlib.contextmanager
-def meta_file(folder, meta, part):
-    """Writes meta.json. If a run of one part fails before its first unit is finished, no file remains."""
-    path = folder / 'meta.json'
-    # listed before meta.json is looked for: another part that starts now writes its shards after it
-    shards = [file for file in folder.iterdir() if re.match(r'((train|val)_\d{6}\.bin|\d{6}\.json)', file.name)]
-    if not path.exists():
-        if shards:
-            raise InputError(f'{shards[0]} was not written by prepare.py, which may overwrite it; change --data_dir')
-        data.write_json(path, meta, part)
-    try:
-        yield
-    finally:
-        if meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
-            for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
-                (folder / name).unlink(missing_ok=True)
 
 
 def report(job, counts):
@@ -328,7 +321,7 @@ def report(job, counts):
                 print(f'warning: {source["dataset"]} has fewer tokens than requested', file=sys.stderr)
     units, incomplete = data.read_units(job.folder, job.meta)
     entries = [unit[split] for unit in units.values() for split in SPLITS]
-    warn_lost(job.tok, sum(entry.get('lost_bytes', 0) for entry in entries), sum(entry['bytes'] for entry in entries))
+    warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
     if incomplete:
         print(f'{job.folder}: this part is complete, other parts are not')
         return
@@ -347,7 +340,11 @@ def main(config):
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.config_table(config, tok) if data.holds_signatures(config) else None
+    # listed before meta.json is read: a part that starts now writes its shards after meta.json
+    shards = [*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')]
     existing = data.parse_meta(folder)
+    if shards and not existing:
+        raise InputError(f'{shards[0]} was not written by prepare.py, which may overwrite it; change --data_dir')
     meta = describe(config, parts, tok, table, existing)
     if existing:
         check_same(folder, existing, meta)
@@ -358,7 +355,7 @@ def main(config):
     total = None if None in limits else sum(limits)
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
-    with locked(folder, part), meta_file(folder, meta, part), bar:
+    with locked(folder, meta, part), bar:
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [prepare_source(job, source) for source in meta['sources']]
     report(job, counts)
