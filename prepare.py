@@ -344,7 +344,7 @@ def main(config):
     shards = [*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')]
     existing = data.parse_meta(folder)
     if shards and not existing:
-        raise InputError(f'{shards[0]} was not written by prepare.py, which may overwrite it; change --data_dir')
+        raise InputError(f'{min(shards)} was not written by prepare.py, which may overwrite it; change --data_dir')
     meta = describe(config, parts, tok, table, existing)
     if existing:
         check_same(folder, existing, meta)
