@@ -1,19 +1,19 @@
 """
-Data sets as prepare.py writes them and train.py reads them. numpy only.
+Prepared data sets, which prepare.py writes and train.py reads. Imports numpy, not torch.
 
 A folder contains token ids or signatures:
 
     signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16, for a MultiHashFormer of this H and B
-    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 tokens. They serve every model with
-                that tokenizer; train.py looks up their signatures on the device
+    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids, for every model with
+                that tokenizer; train.py looks up the signatures on the device
 
-in these files, three for each unit of work:
+It contains these files, three for each unit:
 
-    meta.json         settings, tokenizer, and the files of every unit with their sizes; written first
-    train_000012.bin  HEADER bytes of .npy, then the tokens: documents back to back, each starts with bos
+    meta.json         settings, tokenizer, and the input files of every unit with their sizes; written first
+    train_000012.bin  HEADER bytes of .npy, then the tokens of all documents, each document after bos
     val_000012.bin    the same for the held-out documents
-    000012.json       written last: for both files tokens, documents, bytes of text and sha256 of the file, and the
-                      counts of the source so far
+    000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the counts of the source up to this
+                      unit; written last
 
 A folder is complete when each unit's json exists or the unit's source has reached its token limit.
 """
@@ -101,11 +101,8 @@ def replace_durably(temporary, path):
 def write_json(path, value, part):
     """Writes a JSON file that is complete once it exists. `part` keeps the temporary files of two parts apart."""
     temporary = path.with_name(f'{path.name}.tmp{part}')
-    try:
-        temporary.write_text(json.dumps(value, indent=1))
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary.write_text(json.dumps(value, indent=1))
+    replace_durably(temporary, path)
 
 
 def parse_meta(folder):
@@ -120,7 +117,7 @@ def parse_meta(folder):
 
 
 def read_units(folder, meta):
-    """Returns the finished units, {number: contents of its json}, and the set of parts that are incomplete."""
+    """Returns the finished units, {number: contents of the unit's json}, and the set of incomplete parts."""
     finished = {}
     incomplete = set()
     for source in meta['sources']:
@@ -143,31 +140,25 @@ def part_units(source, part, parts):
 
 
 def reached_limit(counts, source):
-    """Returns whether one part has as many training tokens of a source as it needs."""
+    """Returns whether a part has reached its limit of training tokens of a source."""
     return source['limit'] is not None and counts['tokens'] >= source['limit']
-
-
-def read_folder(folder):
-    """Returns meta.json and {number: json} of all units. Raises InputError if the folder is absent or incomplete."""
-    meta = parse_meta(folder)
-    if meta is None:
-        raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
-    finished, incomplete = read_units(folder, meta)
-    if incomplete:
-        part = f' --part={min(incomplete)}/{meta["parts"]}' if meta['parts'] > 1 else ''
-        raise InputError(f'{folder} is incomplete; rerun prepare.py{part} to resume')
-    return meta, finished
 
 
 class Bins:
     """
-    The shards of a split as one array: len(), and [a:b], memory-mapped within a shard: token ids (b - a,) uint16 or
-    uint32, or signatures (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` of text are its totals;
-    `fingerprint` is a SHA-256 of the shards' SHA-256; `meta` is meta.json. Raises InputError.
+    The shards of a split as one array. [a:b] is memory-mapped within a shard: token ids (b - a,) uint16 or uint32, or
+    signatures (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` of text are totals, `fingerprint` is a
+    SHA-256 of the shards' SHA-256, `meta` is meta.json. Raises InputError if the folder is absent or incomplete.
     """
 
     def __init__(self, folder, split):
-        self.meta, units = read_folder(folder)
+        self.meta = parse_meta(folder)
+        if self.meta is None:
+            raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
+        units, incomplete = read_units(folder, self.meta)
+        if incomplete:
+            part = f' --part={min(incomplete)}/{self.meta["parts"]}' if self.meta['parts'] > 1 else ''
+            raise InputError(f'{folder} is incomplete; rerun prepare.py{part} to resume')
         shards = [unit[split] for unit in units.values()]
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
@@ -176,7 +167,7 @@ class Bins:
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         self.shards = [open_shard(folder, shard) for shard in shards if shard['tokens']]
-        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # of each shard, its last token + 1
+        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # index of each shard's last token + 1
 
     def __len__(self):
         return self.tokens
@@ -190,20 +181,18 @@ class Bins:
             pieces.append(self.shards[k][start - first : stop - first])
             start = self.ends[k]
             k += 1
-        if not pieces:
-            return self.shards[0][:0]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self.shards[0][:0]])
 
 
 def check_amount(tokens, split, folder):
     """Raises InputError if a split has too few tokens to train or to validate on."""
     if tokens < 2:
-        too_little = f'{folder} has {tokens} {split} tokens: too little text'
-        raise InputError(f'{too_little}; delete the folder, then take more text or another val_fraction')
+        fix = 'delete the folder, then prepare more text, or change --val_fraction'
+        raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
 
 
 def open_shard(folder, shard):
-    """Returns the memory-mapped array of a shard, an entry of a unit's json. Raises InputError for another size."""
+    """Memory-maps a shard, an entry of a unit's json. Raises InputError if it is missing or damaged."""
     path = Path(folder) / shard['file']
     try:
         tokens = np.load(path, mmap_mode='r')
@@ -223,7 +212,7 @@ def open_bins(config):
     meta = train.meta
     if meta['tokenizer'] != config['tokenizer']:
         differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
-        raise InputError(f'{folder} was prepared with {differs}')
+        raise InputError(f'{folder} was prepared with {differs}; change --data_dir')
     if meta['dataset'] != config['dataset'] and any(arg.startswith('--dataset=') for arg in sys.argv[1:]):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir, or leave --dataset out')
@@ -231,16 +220,13 @@ def open_bins(config):
 
 
 def no_bins(config, folder):
-    """Returns the InputError for a folder without data: it names the folder of ids, or the command that prepares."""
+    """Returns the InputError for a folder without data, with the setting or the command that fixes it."""
     folder_of_ids = data_folder(config | dict(data_format='ids'))
     if folder_of_ids != folder and (folder_of_ids / 'meta.json').exists():
         return InputError(f'{folder} does not exist; {folder_of_ids} has token ids: use them with --data_format=ids')
-    # config files, and those settings on the command line that prepare.py has as well
-    args = []
-    for arg in sys.argv[1:]:
-        name, _, _ = arg.removeprefix('--').partition('=')
-        if not arg.startswith('--') or name in settings_of('prepare.py'):
-            args.append(arg)
+    # config files, and the settings that prepare.py shares
+    names = settings_of('prepare.py')
+    args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
     command = shlex.join(['python', 'prepare.py', *args])
     return InputError(f'{folder} has no prepared data; make it with: {command}')
 
@@ -250,7 +236,7 @@ def no_bins(config, folder):
 
 
 def config_table(config, tok):
-    """Returns the signatures (V, H) uint16 that a config, or a meta.json of signatures, gives a tokenizer's tokens."""
+    """Returns the signatures (V, H) uint16 of a tokenizer by the settings of a config or of a meta.json."""
     return signature_table(
         tok.tokens,
         num_hashes=config['num_hashes'],
@@ -271,7 +257,7 @@ def get_table(config, meta):
         for key in SIGNATURE_SETTINGS:
             if meta[key] != config[key]:
                 differs = f'signatures of {key}={meta[key]}, the model has {key}={config[key]}'
-                raise InputError(f'{folder} contains {differs}; prepare it with --data_format=ids to serve both')
+                raise InputError(f'{folder} contains {differs}; prepare with --data_format=ids to train both')
     if not config['num_hashes']:
         return None
     tok = get_tokenizer(config['tokenizer'])
@@ -286,7 +272,7 @@ def get_table(config, meta):
 
 
 def data_identity(meta, table, train_bins):
-    """Returns what a checkpoint stores about its data, and a resumed run compares."""
+    """Returns the facts about the data that a checkpoint stores and a resumed run compares."""
     return dict(
         tokenizer=meta['tokenizer'],
         tokenizer_sha256=meta['tokenizer_sha256'],
@@ -306,7 +292,7 @@ def held_out_ids(folder, tok):
     table = config_table(meta, tok)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):
-        raise InputError(f'{folder} contains signatures that tokens share; prepare it with --data_format=ids')
+        raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')
     return [ids[row.tobytes()] for row in val[:]], val.bytes
 
 
@@ -316,12 +302,12 @@ def held_out_ids(folder, tok):
 
 def block_indices(step, batch_size, num_blocks, seed):
     """
-    Returns the indices of the blocks that update `step` (from 0) trains on, (batch_size,) int64. Block b consists of
-    the T + 1 tokens from token b * T on: T inputs and their targets.
+    Returns the indices of the blocks of a step (from 0), (batch_size,) int64. Block b contains the T + 1 tokens from
+    token b * T on: T inputs and their targets.
 
-    A run trains on sequences 0, 1, 2, ..., batch_size of them per update. Sequence i is block i % num_blocks in the
-    shuffled order of epoch i // num_blocks, which depends only on (seed, epoch). So the global batch at step i depends
-    only on (seed, i), and a run can resume on a different number of GPUs.
+    Sequence i of a run is block i % num_blocks in the shuffled order of epoch i // num_blocks, which depends only on
+    (seed, epoch). The global batch at step i therefore depends only on (seed, i), and a run can resume on a different
+    number of GPUs.
 
     train.py distributes them: rank `rank` takes blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank].
     For example, batch_size=16 and micro_batch_size=4 on 2 GPUs need 2 accumulation steps; at step 17 rank 1 trains on
@@ -337,8 +323,8 @@ def block_indices(step, batch_size, num_blocks, seed):
 
 def feistel_permute(index, n, seed, epoch=0):
     """
-    Returns the images of `index` (int64 array) in the permutation of 0..n-1 that (seed, epoch) defines, int64. Only
-    these images are computed, so the permutation needs no memory.
+    Returns the images of `index` (int64 array) in the permutation of 0..n-1 that (seed, epoch) defines, int64. The
+    permutation is a function, so it needs no memory.
     """
     # a Feistel network permutes 0..4^k-1, up to the next power of 4; images outside 0..n-1 are permuted again
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from configurator import InputError, did_you_mean
 
-# name: (repository of parquet files with a column `text`, its subsets). The first subset is the default; an empty list
-# stands for many subsets.
+# name: (repository of parquet files with a column `text`, its subsets). The first subset is the default; with an empty
+# list the user names one.
 HUB = {
     'fineweb-edu': ('HuggingFaceFW/fineweb-edu', ['sample-10BT', 'sample-100BT', 'sample-350BT', 'default']),
     'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ['fineweb-edu-dedup']),
@@ -35,19 +35,19 @@ LOOKAHEAD_CHARS = 1 << 26  # of documents that are read to find out whether a so
 
 
 def is_on_hub(dataset):
-    """Returns whether a data set is one of HUB, such as 'fineweb-2:arb_Arab'."""
+    """Returns whether HUB contains a data set, such as 'fineweb-2:arb_Arab'."""
     return dataset.partition(':')[0] in HUB
 
 
 def parse_mixture(dataset):
-    """'a@2e9,b@1e9' -> [('a', 2000000000), ('b', 1000000000)]; without any @, one source: [(dataset, None)]."""
+    """'a@2e9,b@1e9' -> [('a', 2000000000), ('b', 1000000000)]. Without any @: [(dataset, None)]. Raises InputError."""
     if not re.search(r'@[^/,]*(,|$)', dataset) or os.path.isfile(dataset):
         return [(dataset, None)]
     sources = []
     for item in dataset.split(','):
         match = re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item)
         if not match or not 1 <= float(match[2]) < 1e15:
-            raise InputError(f"dataset '{item}': each of a mixture ends with @ and its number of tokens, like @2e9")
+            raise InputError(f"dataset '{item}': end each part of a mixture with @ and its number of tokens, like @2e9")
         sources.append((match[1], int(float(match[2]))))
     return sources
 
@@ -82,7 +82,7 @@ def input_files(dataset):
 
 
 def hub_files(dataset):
-    """Returns the addresses of a hub data set's files at its present commit. Raises InputError."""
+    """Returns the addresses of a hub data set's files at its current commit. Raises InputError."""
     name, _, subset = dataset.partition(':')
     repository, subsets = HUB[name]
     if not subset and not subsets:
@@ -104,7 +104,7 @@ def hub_files(dataset):
 
 
 def file_size(path):
-    """Returns the size in bytes of a file that input_files has listed."""
+    """Returns the size in bytes of a file of input_files."""
     if not path.startswith('hf://'):
         return os.path.getsize(path)
     import huggingface_hub
@@ -139,7 +139,7 @@ def read_file(path):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
             row += 1
-    except Exception as e:  # each library of decompression, decoding, parquet and the network has its own errors
+    except Exception as e:  # the libraries for decompression, parquet and the hub have errors of their own
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({one_line(e)})'
         if isinstance(e, UnicodeError):
             reason += '; convert it to UTF-8'
@@ -225,25 +225,25 @@ def one_line(error):
 
 def start_counts(texts, val_fraction):
     """
-    Returns what split_holdout counts: documents, bytes of held-out text; and whether documents are few: the first
-    LOOKAHEAD_CHARS of a source's documents, `texts`, hold fewer than one in each 1 / val_fraction.
+    Returns the initial counts of split_holdout: documents, and bytes of held-out text. `few` is whether the first
+    LOOKAHEAD_CHARS characters of a source, whose documents are `texts`, contain fewer than 1 / val_fraction documents.
     """
     every = round(1 / val_fraction)
     chars = 0
-    few = True
-    for number, text in enumerate(texts, start=1):
+    documents = 0
+    for text in texts:
         chars += len(text)
-        few = number < every
-        if not few or chars > LOOKAHEAD_CHARS:
+        documents += 1
+        if documents == every or chars > LOOKAHEAD_CHARS:
             break
-    return dict(documents=0, held_out=0, few=few)
+    return dict(documents=0, held_out=0, few=documents < every)
 
 
 def split_holdout(texts, val_fraction, val_bytes, counts):
     """
     Yields the parts of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
-    held out until val_bytes are; if there are only few documents, the tail of each is. Updates `counts`, which may
-    continue from an earlier call.
+    held out, up to val_bytes; if counts['few'], the tail of each document is. Updates `counts`, from start_counts or
+    from an earlier call.
     """
     every = round(1 / val_fraction)
     for text in texts:

@@ -69,7 +69,7 @@ class TiktokenTokenizer:
             try:
                 self.tokens[i] = encoding.decode_single_token_bytes(i)
             except KeyError:
-                continue  # a gap in the encoding
+                continue  # an unused id
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
@@ -87,7 +87,7 @@ class TiktokenTokenizer:
 
 
 def split_spaces(text, longest=1 << 18):
-    """Returns a text in pieces without a run of twice `longest` spaces: tiktoken's regular expressions bear 1M."""
+    """Splits a text within runs of 2 * `longest` spaces: tiktoken's regular expressions fail on runs of 1M spaces."""
     ends = [i for i in range(longest, len(text), longest) if text[i - longest : i].isspace()]
     return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
@@ -98,8 +98,8 @@ JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.jso
 
 class JsonTokenizer:
     """
-    A Hugging Face tokenizer.json: a token's string is what the file calls it ('▁the', 'Ġthe', '<0x0A>'). The files next
-    to it name bos, eos and pad; without a pad, eos takes its role. Special tokens in a text are encoded as plain text.
+    A Hugging Face tokenizer.json: a token's string is its key in the vocabulary ('▁the', 'Ġthe', '<0x0A>'). The files
+    next to it name bos, eos and pad; pad defaults to eos. Special tokens in a text are encoded as plain text.
     """
 
     def __init__(self, name, file):
@@ -108,7 +108,7 @@ class JsonTokenizer:
         self.name = name
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
-        # a file may ask for truncation and padding
+        # a file may enable truncation and padding
         self.json.no_truncation()
         self.json.no_padding()
         ids = self.json.get_vocab()
@@ -162,15 +162,14 @@ def from_hub(name, files, revision=None, enough=()):
 
 def get_tokenizer(name):
     """
-    Returns the tokenizer `name`: 'mistral' (Mistral-7B-v0.3, 32,768 entries, the paper's), 'tekken' (131,072 entries),
-    any tiktoken encoding ('gpt2', 'cl100k_base', 'o200k_base'), a SentencePiece file *.model, like those of expand.py,
-    or a tokenizer.json, also by its hub id user/name[@revision]. tiktoken's and the hub's are downloaded at first use.
-    Raises InputError.
+    Returns the tokenizer `name`: 'mistral' (Mistral-7B-v0.3, 32,768 token ids, the paper's), 'tekken' (131,072), any
+    tiktoken encoding ('gpt2', 'o200k_base'), a SentencePiece file *.model, or a tokenizer.json, also by its hub id
+    user/name[@revision]. Encodings of tiktoken and the hub are downloaded at first use. Raises InputError.
     """
     import mistral_common
     import tiktoken
 
-    data = Path(mistral_common.__file__).parent / 'data'
+    folder = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
     hint = 'choose another with --tokenizer'
     file = name
@@ -180,14 +179,14 @@ def get_tokenizer(name):
         raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
     elif not name.endswith(('.model', '.json')):
         if '/' not in name:
-            others = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
-            raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {others})")
+            choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
+            raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
         file = from_hub(name, JSON_FILES, enough=JSON_FILES[::2]) / JSON_FILES[0]
     try:
         if name == 'mistral':
-            return SentencePieceTokenizer(name, model_file=str(data / 'mistral_instruct_tokenizer_240323.model.v3'))
+            return SentencePieceTokenizer(name, model_file=str(folder / 'mistral_instruct_tokenizer_240323.model.v3'))
         if name == 'tekken':
-            return _tekken(data / 'tekken_240911.json')
+            return _tekken(folder / 'tekken_240911.json')
         if name in known:
             return TiktokenTokenizer(name, tiktoken.get_encoding(name))
         if name.endswith('.model'):
@@ -206,7 +205,7 @@ def _tekken(path):
     num_special = spec['config']['default_num_special_tokens']
     num_pieces = spec['config']['default_vocab_size'] - num_special
     special = {Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i): i for i in range(num_special)}
-    # the special tokens that have names; this file's version does not list them itself
+    # the names of special tokens, which this version of the file lacks
     for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:
         special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
         name = getattr(entry['token_str'], 'value', entry['token_str'])
@@ -222,38 +221,32 @@ def tokenizer_fingerprint(tok):
     """Returns a SHA-256 of all token strings in id order, which determines the signatures."""
     digest = hashlib.sha256()
     for token in tok.tokens:
-        if token is None:
-            digest.update(b'-')
-            continue
-        if isinstance(token, str):
-            token = token.encode()
-        digest.update(b'%d:' % len(token) + token)
+        token = token.encode() if isinstance(token, str) else token
+        digest.update(b'-' if token is None else b'%d:' % len(token) + token)
     return digest.hexdigest()
 
 
 def byte_lengths(tok):
-    """Returns the bytes of text that each id stands for, (V,); 0 for bos and unk."""
+    """Returns the number of bytes of text of each id, (V,); 0 for bos and unk."""
     lengths = []
     for token in tok.tokens:
         if isinstance(token, str) and not getattr(tok, 'byte_level', False):
             token = b'?' if re.fullmatch('<0x[0-9A-F]{2}>', token) else token.replace('▁', ' ').encode()
         lengths.append(len(token or ''))
-    for i in (tok.bos, tok.unk):
-        if i is not None:
-            lengths[i] = 0
+    for i in {tok.bos, tok.unk} - {None}:
+        lengths[i] = 0
     return lengths
 
 
 def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints the share of a text that a tokenizer drops, if it is above 0.01 %."""
+    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %."""
     if lost_bytes > 1e-4 * num_bytes:
         share = f'{lost_bytes / num_bytes:.2%}'
         print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
 
 
 def tokenizer_facts(tok):
-    """Returns what meta.json contains about the tokenizer. `unused_ids` are the ids without a token."""
+    """Returns the entries of meta.json about a tokenizer. `unused_ids` are the ids without a token."""
     unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
-    return dict(
-        vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids, tokenizer_sha256=tokenizer_fingerprint(tok)
-    )
+    facts = dict(vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids)
+    return facts | dict(tokenizer_sha256=tokenizer_fingerprint(tok))

@@ -96,7 +96,7 @@ def test_signatures_equal_ids(tmp_path, mistral):
     with pytest.raises(InputError, match="prepared with tokenizer 'mistral', the model's is 'tekken'"):
         held_out_ids(tmp_path / 's', get_tokenizer('tekken'))
     prepared(tmp_path / 'single', **same, data_format='signatures', single_id=True)
-    with pytest.raises(InputError, match='signatures that tokens share'):
+    with pytest.raises(InputError, match='several token ids share a signature'):
         held_out_ids(tmp_path / 'single', mistral)
     folders = set()
     for change in ({}, dict(num_buckets=4096), dict(num_lsh=1), dict(single_id=True), dict(data_format='ids')):
