@@ -14,7 +14,6 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
@@ -166,16 +165,16 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
 # read the released format
 
 
-def from_pretrained(path_or_hub_id, revision=None, Model=FusedMHF):
+def from_pretrained(path_or_hub_id, Model=FusedMHF):
     """
-    Loads a model in the released format (config.json and safetensors, one file or several) from a folder or from the
-    Hugging Face hub; a revision may also follow the id, after @. A Qwen3 model with tied embeddings becomes a Standard
-    model. Weights are float32. Raises InputError.
+    Loads a model in the released format (config.json and safetensors, one file or several) from a folder, or from the
+    Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
+    Weights are float32. Raises InputError.
     """
     from safetensors.torch import load_file
 
     source = str(path_or_hub_id)
-    folder = resolve_path(path_or_hub_id, revision)
+    folder = resolve_path(path_or_hub_id)
     config_json = read_json(folder / 'config.json', source)
     refuse_unsupported(config_json, source)
     files = sorted(folder.glob('model*.safetensors'))
@@ -190,13 +189,10 @@ def from_pretrained(path_or_hub_id, revision=None, Model=FusedMHF):
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         tie_embeddings(weights, config_json, config.embedding_scale)
-    except ValueError as e:
-        raise InputError(f'{source}: {e}') from None
-    try:
         model = build_on_meta(config, Model)
         load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
     except (ValueError, RuntimeError, IndexError) as e:
-        raise InputError(f'{source}: weights and config.json disagree: {" ".join(str(e).split())[:300]}') from None
+        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 
 
@@ -211,7 +207,7 @@ def read_json(path, source):
         raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
 
-def resolve_path(path_or_hub_id, revision=None):
+def resolve_path(path_or_hub_id):
     """Returns the folder of a released model, after a download if it is a hub id. Raises InputError."""
     folder = Path(path_or_hub_id)
     if folder.is_dir():
@@ -219,7 +215,7 @@ def resolve_path(path_or_hub_id, revision=None):
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
     files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
-    return from_hub(str(path_or_hub_id), files, revision)
+    return from_hub(str(path_or_hub_id), files)
 
 
 def refuse_unsupported(config_json, source):
@@ -243,7 +239,7 @@ def refuse_unsupported(config_json, source):
 def convert_config(config_json, table):
     """Returns the MHFConfig for the contents of config.json and the signature table (V, H), None for Standard."""
     rope = config_json.get('rope_parameters') or {}
-    values = config_json | {key: rope[key] for key in ('rope_theta',) if key in rope}
+    values = config_json | {key: value for key, value in rope.items() if key == 'rope_theta'}
     fields = dict(num_hashes=0, loss='product')
     for key, name in RELEASED_FIELDS.items():
         value = values.get(key)
@@ -263,33 +259,31 @@ def convert_config(config_json, table):
     for eos in parse_eos_ids(config_json)[:1]:
         fields.setdefault('pad_id', eos)
     config = MHFConfig(**fields)
-    if not 0 <= config.pad_id < config.vocab_size:
-        raise ValueError(f'pad_token_id={config.pad_id} in config.json: ids are below {config.vocab_size}')
-    if table is not None and table[config.pad_id].any():
-        signature = table[config.pad_id].tolist()
-        raise ValueError(f'pad_token_id={config.pad_id} in config.json: its signature is {signature}, not all zero')
+    pad = config.pad_id
+    if not 0 <= pad < config.vocab_size or table is not None and table[pad].any():
+        raise ValueError(f'pad_token_id={pad} in config.json: must be an id whose signature is all zero')
     return config
 
 
 def parse_eos_ids(config_json):
-    """Returns the list of ids in eos_token_id, an id or a list of ids. Raises ValueError."""
+    """Returns the list of ids in eos_token_id, which is an id, a list of ids or missing. Raises InputError."""
     declared = config_json.get('eos_token_id')
+    if declared is None:
+        return []
     ids = declared if isinstance(declared, list) else [declared]
-    if any(type(i) not in (int, NoneType) for i in ids):
-        raise ValueError(f'eos_token_id={json.dumps(declared)[:100]}: must be an id or a list of ids')
-    return [i for i in ids if i is not None]
+    if any(type(i) is not int for i in ids):
+        raise InputError(f'eos_token_id={json.dumps(declared)[:100]} in a config file: must be an id or a list of ids')
+    return ids
 
 
 def tie_embeddings(weights, config_json, embedding_scale):
     """Keeps one of the two embeddings. Raises ValueError if they differ by more than embedding_scale."""
-    E = weights.get('model.embed_tokens.weight')
-    if E is None:
-        raise ValueError('the weights have no model.embed_tokens.weight')
     head = weights.pop('lm_head.weight', None)
     if head is None and config_json.get('tie_word_embeddings') is False:
         raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
     if head is not None:
-        if not torch.equal(head * embedding_scale, E):
+        E = weights.get('model.embed_tokens.weight')
+        if E is None or not torch.equal(head * embedding_scale, E):
             raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
         weights['model.embed_tokens.weight'] = head
 
@@ -355,12 +349,9 @@ def load_model(source, Model=FusedMHF):
         files = [folder / name for name in (*names, 'tokenizer.json', 'tokenizer.model')]
         tokenizer = next((str(file) for file in files if file.exists()), None)
     eos_ids = parse_eos_ids(config_json)
-    if (folder / 'generation_config.json').exists():
-        generation_config = read_json(folder / 'generation_config.json', source)
-        try:
-            eos_ids += parse_eos_ids(generation_config)
-        except ValueError as e:
-            raise InputError(f'{source}: {e}') from None
+    generation_config = folder / 'generation_config.json'
+    if generation_config.exists():
+        eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
     # the authors trained without bos
     add_bos = config_json.get('add_bos') is True
     return LoadedModel(model, tokenizer, None, f'{source}, a released model', add_bos, eos_ids)
@@ -406,17 +397,10 @@ def check_vocabulary(model, source, meta, table):
     (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
     """
     V = meta['vocab_size']
-    signatures = model.signatures.numpy()
     if not limit_to_tokenizer(model, V, meta['unused_ids']):
-        raise InputError(f'{source} has vocab_size={len(signatures)}, the bins {V}')
-    if table is None:
-        return
-    expected = np.pad(table, ((0, len(signatures) - V), (0, 0)))
-    differing = np.flatnonzero((signatures != expected).any(axis=1))
-    if len(differing):
-        i = differing[0]
-        rows = f'id {i} has {signatures[i].tolist()} and {expected[i].tolist()}'
-        raise InputError(f"{source}: its signature table is not that of tokenizer '{meta['tokenizer']}': {rows}")
+        raise InputError(f'{source} has vocab_size={len(model.signatures)}, the bins {V}')
+    if table is not None and (model.signatures[:V].numpy() != table).any():
+        raise InputError(f"{source}: its signature table is not that of tokenizer '{meta['tokenizer']}' of the bins")
 
 
 class OpenedModel(NamedTuple):
@@ -460,15 +444,11 @@ def open_model(out_dir='', released='', tokenizer=''):
     return OpenedModel(model, tok, loaded.name, str(released or out_dir), stop_ids, loaded.add_bos)
 
 
-def export(out_dir, folder):
-    """Writes the newest checkpoint of a run to a new folder in the released format. Raises InputError."""
-    opened = open_model(out_dir)
-    save_pretrained(opened.model, folder, opened.tok.name, opened.add_bos)
-    print(f'{opened.name} -> {folder}')
-
-
 if __name__ == '__main__':
     configurator.install_excepthook()
     if len(sys.argv) != 3 or sys.argv[1].startswith('-'):
         raise InputError('usage: python -m mhf.released OUT_DIR FOLDER')
-    export(*sys.argv[1:])
+    out_dir, folder = sys.argv[1:]
+    opened = open_model(out_dir)
+    save_pretrained(opened.model, folder, opened.tok.name, opened.add_bos)
+    print(f'{opened.name} -> {folder}')

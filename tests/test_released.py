@@ -74,7 +74,7 @@ def test_from_the_hub(tmp_path, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
-    from_pretrained('klein9692/some-model', revision='checkpoint-20000')
+    from_pretrained('klein9692/some-model@checkpoint-20000')
     assert asked['repo'] == 'klein9692/some-model' and asked['revision'] == 'checkpoint-20000'
     assert not [p for p in asked['patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
 
@@ -90,7 +90,7 @@ def test_released_models_that_are_refused(tmp_path):
     """Checkpoints of another architecture are refused."""
     m = random_model()
     for key, value in dict(num_hidden_layers=3, hidden_size=16).items():
-        with pytest.raises(InputError, match='disagree'):
+        with pytest.raises(InputError, match='cannot be loaded: .*size mismatch|cannot be loaded: .*Missing key'):
             from_pretrained(write_released(tmp_path / key, m, **{key: value}))
     file = write_released(tmp_path / 'untied', m) / 'model.safetensors'
     weights = load_file(file)
