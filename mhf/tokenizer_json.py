@@ -26,9 +26,9 @@ def write_tokenizer(tok, folder, add_bos):
     if isinstance(tok, JsonTokenizer):
         name = 'tokenizer.json'
         converted = tok.json
-        beside = Path(tok.name).with_name('tokenizer_config.json')
-        if beside.exists():
-            settings = json.loads(beside.read_text(encoding='utf-8'))
+        config_file = Path(tok.name).with_name('tokenizer_config.json')
+        if config_file.exists():
+            settings = json.loads(config_file.read_text(encoding='utf-8'))
     elif isinstance(tok, SentencePieceTokenizer):
         name = tok.name
         converted = convert_sentencepiece(tok)
@@ -53,7 +53,7 @@ def write_tokenizer(tok, folder, add_bos):
 
 
 def find_merges(rank, ids):
-    """Returns all pairs of tokens that BPE merges to a token, best first. rank: {token: its priority}, low is first."""
+    """Returns all pairs of tokens that BPE merges, in order of priority. rank: {token: its priority}, lowest first."""
     merges = []
     for token in rank:
         halves = [(token[:k], token[k:]) for k in range(1, len(token))]
@@ -94,8 +94,8 @@ def convert_tiktoken(tok):
     """Returns a tokenizers.Tokenizer with the ids of a TiktokenTokenizer."""
     # byte-level files write a byte as a printable character
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(256 + k) for k, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(256 + k) for k, byte in enumerate(unprintable)}
     encoding = tok.encoding
     ids = {token.decode('latin-1').translate(letters): i for token, i in encoding._mergeable_ranks.items()}
     special = encoding._special_tokens
