@@ -1,22 +1,18 @@
-"""mhf/checkpoint.py and mhf/released.py: damaged and malicious files; the released format both ways."""
+"""mhf/checkpoint.py: damaged and malicious checkpoints."""
 
-import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 
-import pytest
 import torch
-from conftest import FUZZ, REPO, assert_same, damaged, ok, random_model, ranks, run, snapshot, steps, weights
+from conftest import FUZZ, REPO, assert_same, damaged, ok, ranks, run, snapshot, steps, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configurator import InputError
 from mhf.checkpoint import Checkpoints, load_checkpoint
-from mhf.released import from_pretrained, save_pretrained
 
 
 def truncate(path):
@@ -137,46 +133,6 @@ def test_a_checkpoint_names_no_files(quick):
         done = run(script, 'cfg.py', *args, cwd=quick)
         assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr
     assert not (quick / 'outside').exists() and not (quick.parent / 'outside').exists()
-
-
-# -----------------------------------------------------------------------------
-# the released format
-
-
-def assert_read_back(m, folder):
-    """Asserts that the released model in a folder equals m in every bit."""
-    back = from_pretrained(folder)
-    assert_same(dict(m.state_dict()), dict(back.state_dict()))
-    # the format does not contain the initialization
-    left_out = {'encoder_init', 'embedding_scale'}
-    # nor, for a Standard model, the sizes of the hashes
-    if not m.config.num_hashes:
-        left_out |= {'num_buckets', 'num_lsh', 'bottleneck'}
-    before, after = ({k: v for k, v in asdict(x.config).items() if k not in left_out} for x in (m, back))
-    assert before == after
-    with pytest.raises(InputError, match='already exists'):
-        save_pretrained(m, folder, 'mistral')
-
-
-def test_export(quick):
-    """A trained model that is exported is read back unchanged."""
-    done = ok('mhf.released', 'out', 'released', cwd=quick)
-    assert done.stdout == 'out/ckpt.pt, step 24 -> released\n' and not done.stderr and not list(quick.glob('*.tmp'))
-    fields = json.loads((quick / 'released/config.json').read_text())
-    assert fields['tokenizer'] == 'mistral' and fields['num_hashes'] == 3
-    # all files have the same permissions
-    modes = {path.stat().st_mode for path in (quick / 'released').iterdir()}
-    assert len(modes) == 1, modes
-    assert_read_back(load_checkpoint(quick / 'out/ckpt.pt')[0], quick / 'released')
-
-
-def test_an_untied_head_is_not_exported(tmp_path):
-    """A tensor without a name in the released format is an error."""
-    m = random_model(num_hashes=0, dtype=torch.float32)
-    m.head = torch.nn.Parameter(m.embed.weight + 1)
-    with pytest.raises(InputError, match='head has no name'):
-        save_pretrained(m, tmp_path / 'untied', 'mistral')
-    assert not (tmp_path / 'untied').exists()
 
 
 def test_no_compiler_for_a_checkpoint(few):

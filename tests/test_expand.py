@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, events, ok, random_model, real_documents, run, shared, snapshot, weights, write_jsonl
+from conftest import REPO, ok, random_model, real_documents, run, snapshot, weights, write_jsonl
 
 import expand
 from configurator import read_config, settings_of
@@ -83,20 +83,24 @@ def held_out(path):
 
 
 def test_held_out_text_is_not_trained_on(expansion, mistral):
-    """The held-out documents of expand.py are not in the training data of config/expand_*.py."""
+    """The data of config/expand_*.py does not contain held-out documents of expand.py, and lasts for one epoch."""
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
         sources = parse_mixture(settings['dataset'])
         each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
-        # the same texts, and English
+        # the same texts, and English or Python
         assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
+        if 'tiny' not in settings['out_dir']:
+            # one epoch
+            blocks = (sum(tokens for _, tokens in sources) - 1) // settings['block_size']
+            assert settings['max_steps'] * settings['batch_size'] <= blocks
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
        '--data_format=ids', '--data_dir=held', cwd=expansion)  # fmt: skip
 
     ids = [Bins(expansion / 'held', split)[:].tolist() for split in ('train', 'val')]
-    trained_on, kept = (set(map(str.strip, mistral.decode(of_split).split('.'))) for of_split in ids)
+    trained_on, kept = (set(map(str.strip, mistral.decode(split_ids).split('.'))) for split_ids in ids)
     for name in ('ar', 'zh'):
         sentences = {text.strip(' .') for text in held_out(expansion / f'three_{name}.jsonl')}
         assert sentences and sentences <= kept and not sentences & trained_on
@@ -119,17 +123,9 @@ def test_readme_commands_on_a_clone(tmp_path, mistral):
         options = ['--max_steps=2'] if script == 'train.py' else []
         printed[script] = ok(script, file, *options, cwd=tmp_path)
     assert '32,768 -> 48,122 tokens: 0 new parameters' in printed['expand.py'].stdout
+    saved = re.findall(r'([\d.]+)%$', printed['expand.py'].stdout, re.M)
+    assert len(saved) == 3 and all(float(share) >= 25 for share in saved)
     assert printed['eval.py'].stdout.count('bits_per_byte, out/tokenizer') == 3
-
-
-def test_the_paper_s_expansions_are_one_epoch():
-    """The paper's expansions read their corpora at most once."""
-    for file in (REPO / 'config').glob('expand_*_[13]b*.py'):
-        settings = read_config(file)
-        tokens = [number for _, number in parse_mixture(settings['dataset'])]
-        blocks = (sum(tokens) - 1) // settings['block_size']
-        assert settings['max_steps'] * settings['batch_size'] <= blocks and len(tokens) == 4
-        assert 3 * settings_of('expand.py')['num_new_tokens'] + 32768 == 48122
 
 
 def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
@@ -141,8 +137,8 @@ def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
         assert chosen == dict(hi=pieces) and larger.tokens[32768:] == pieces
 
 
-def test_expand_again_and_on_real_text(expansion, tmp_path):
-    """Expansion is reproducible, an expanded model can be expanded again, and real corpora yield 15,354 tokens."""
+def test_expand_again(expansion):
+    """Expansion is reproducible, and an expanded model can be expanded again."""
     done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=again.model', cwd=expansion)
     assert '32,768 -> 33,968 tokens\n' in done.stdout
     assert (expansion / 'again.model').read_bytes() == (expansion / 'three.model').read_bytes()
@@ -155,11 +151,6 @@ def test_expand_again_and_on_real_text(expansion, tmp_path):
     table = signature_table(four.tokens, 3, 256, pad_id=four.pad)
     assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
     assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
-    files = ','.join(str(shared(f'data/text/{n}.jsonl.xz')) for n in LANGUAGES)
-    args = (f'--corpora={files}', '--max_bytes_per_language=1000000', '--tokenizer=real.model')
-    done = ok('expand.py', *args, cwd=tmp_path)
-    assert '32,768 -> 48,122 tokens' in done.stdout
-    assert all(float(x) >= 25 for x in re.findall(r'([\d.]+)%$', done.stdout, re.M)) and done.stdout.count('%\n') == 3
 
 
 def test_expand_a_model(expansion, mistral):
@@ -175,7 +166,7 @@ def test_expand_a_model(expansion, mistral):
 
     args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--unfrozen_end_layers=1',
             '--num_layers=4', '--warmup_steps=1', '--auto_resume', '--out_dir=expanded')  # fmt: skip
-    assert 'are frozen' in ok('train.py', *args, '--max_steps=3', cwd=expansion).stdout
+    ok('train.py', *args, '--max_steps=3', cwd=expansion)
     trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt')
     assert trained_on.num_params() == base.num_params()
     pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
@@ -223,16 +214,12 @@ def test_expand_a_standard_model(expansion, mistral):
         old = mistral.encode(['\n' + text])[0][2:]
         assert mistral.decode(old).strip() == text.strip()
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
-    one_step(expansion, 'standard_grown', 'three.model', 'more', '--num_hashes=0')
-
-
-def one_step(folder, init_from, tokenizer, data_dir, *args):
-    """Runs one update of train.py with learning rate 0, which must not change the grown model."""
-    ok('train.py', 'cfg.py', f'--init_from={init_from}', f'--tokenizer={tokenizer}', f'--data_dir={data_dir}', *args,
-       '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', f'--out_dir={init_from}_out', cwd=folder)  # fmt: skip
-    state = weights(folder, f'{init_from}_out')['model']
-    start = from_pretrained(folder / init_from).state_dict()
-    assert all(torch.equal(state[k], start[k]) for k in start) and events(folder, f'{init_from}_out')
+    # learning rate 0 leaves the grown model unchanged
+    ok('train.py', 'cfg.py', '--init_from=standard_grown', '--tokenizer=three.model', '--data_dir=more',
+       '--num_hashes=0', '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', '--out_dir=standard_out',
+       cwd=expansion)  # fmt: skip
+    state = weights(expansion, 'standard_out')['model']
+    assert all(torch.equal(state[name], tensor) for name, tensor in grown.state_dict().items())
 
 
 @pytest.mark.parametrize('H, num_lsh, single_id', [(1, 0, True), (3, 0, False), (3, 2, False), (3, 0, True)])
@@ -265,38 +252,27 @@ def test_expand_refuses(expansion, source_model):
     assert re.fullmatch(r'error: .*was trained with .*--base_tokenizer\n', done.stderr), done.stderr
 
 
-ENDS = [('KeyboardInterrupt', 130, 'nothing was written'), ('OSError', 1, 'error')]
+FAILURES = [
+    ('raise KeyboardInterrupt', 130, 'nothing was written'), ('raise OSError', 1, 'error'),
+    # someone else's folder
+    ("os.mkdir('new'); os.mkdir('new/notes')", 1, 'new cannot be written'),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize('error, code, says', ENDS)
-def test_expand_interrupted_while_it_writes(expansion, error, code, says):
-    """Ctrl-C or a full disk leaves no output."""
+@pytest.mark.parametrize('failure, code, message', FAILURES)
+def test_expand_fails_while_it_writes(expansion, failure, code, message):
+    """Ctrl-C, a full disk or an output folder that someone else creates leaves no output, and deletes nothing."""
     patch = f"""
-import safetensors.torch
+import os, safetensors.torch
 def save_file(weights, path, **_):
     open(path, 'w').close()
-    raise {error}
+    {failure}
 safetensors.torch.save_file = save_file
 """
     before = snapshot(expansion)
     done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
-    assert done.returncode == code and says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == code and message in done.stderr and len(done.stderr.splitlines()) == 1
+    if 'mkdir' in failure:
+        (expansion / 'new/notes').rmdir()
+        (expansion / 'new').rmdir()
     assert snapshot(expansion) == before
-
-
-def test_expand_removes_no_foreign_files(expansion):
-    """A folder that someone else creates while expand.py learns is left as it is."""
-    patch = """
-import pathlib, sentencepiece
-train = sentencepiece.SentencePieceTrainer.train
-def train_slowly(*args, **options):
-    folder = pathlib.Path('new')
-    folder.mkdir()
-    (folder / 'notes.txt').write_text('mine')
-    return train(*args, **options)
-sentencepiece.SentencePieceTrainer.train = train_slowly
-"""
-    done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
-    assert done.returncode == 1 and 'new already exists' in done.stderr
-    assert (expansion / 'new/notes.txt').read_text() == 'mine' and not (expansion / 'new.model').exists()
-    shutil.rmtree(expansion / 'new')
