@@ -9,6 +9,7 @@ Signatures: the hash ids of a token string (section 3 of the paper).
 """
 
 import hashlib
+import itertools
 
 import mmh3
 import numpy as np
@@ -106,16 +107,14 @@ def lsh_coordinates(strings, num_lsh, B):
     project = torch.randn((TRIGRAM_ROWS, num_lsh, LSH_BITS), generator=torch.Generator().manual_seed(3407))
     rotate = torch.randn((LSH_BITS * num_lsh, num_lsh, B - 1), generator=torch.Generator().manual_seed(3408))
     rotate /= rotate.norm(dim=-1, keepdim=True)
-    trigrams = [split_trigrams(string) for string in strings]
-    numbers = {}  # distinct trigrams, numbered in order of appearance
-    for string_trigrams in trigrams:
-        for trigram in string_trigrams:
-            numbers.setdefault(trigram, len(numbers))
-    flat = torch.tensor([numbers[trigram] for string_trigrams in trigrams for trigram in string_trigrams])
+    # 'hash' -> ['has', 'ash']; a string of fewer than three characters (or bytes) is its only trigram
+    trigrams = [[s[k : k + 3] for k in range(len(s) - 2)] or [s] for s in strings]
+    distinct = {trigram: k for k, trigram in enumerate(dict.fromkeys(itertools.chain(*trigrams)))}
+    flat = torch.tensor([distinct[trigram] for trigram in itertools.chain(*trigrams)])
     offsets = torch.tensor([0, *map(len, trigrams)]).cumsum(0)[:-1]
     bits = torch.empty(len(strings), num_lsh, LSH_BITS)
     for j in range(num_lsh):
-        row = torch.tensor([mmh3.hash128(trigram, j) % TRIGRAM_ROWS for trigram in numbers])
+        row = torch.tensor([mmh3.hash128(trigram, j) % TRIGRAM_ROWS for trigram in distinct])
         projected = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(projected >= 0, 1.0, -1.0) / LSH_BITS**0.5
     coordinates = []
@@ -124,24 +123,6 @@ def lsh_coordinates(strings, num_lsh, B):
         buckets = [(part @ rotate[:, j]).argmax(1) for part in bits.flatten(1).split(4096)]
         coordinates.append(torch.cat(buckets).numpy() + 1)
     return np.stack(coordinates, axis=1)
-
-
-def split_trigrams(string):
-    """'hash' -> ['has', 'ash']; a string of fewer than three characters (or bytes) is its only trigram."""
-    if len(string) < 3:
-        return [string]
-    return [string[k : k + 3] for k in range(len(string) - 2)]
-
-
-def token_ids(tokens, table):
-    """Looks up signatures (n, H) in a table (V, H) -> ids (n,); returns ids (n,) unchanged. Raises InputError."""
-    if tokens.ndim == 1:
-        return tokens
-    ids = {row.tobytes(): i for i, row in enumerate(table.astype(np.uint16))}
-    try:
-        return np.array([ids[row.tobytes()] for row in tokens])
-    except KeyError:
-        raise InputError('the bins contain the signature of no token; prepare them again') from None
 
 
 def fingerprint(table):
