@@ -9,13 +9,6 @@ buckets and the token id as signature, without gate and cascade.
 This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
 faster; tests compare both with this file.
 
-    HashEncoder.forward       e, with the gate's softmax
-    HashDecoder.forward       o_i, e_i and c_{i+1}
-    exact_loss                normalizes P(w) in training
-    log_probs, sample_token   normalize P(w) in evaluation and sampling
-    head_weight               unties the head
-    ablation='mean_gate'      replaces the gate by a mean
-
     $ python model.py         # prints the parameter counts of every config
 """
 
@@ -27,9 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-LOSSES = ('exact', 'product')
 ABLATIONS = ('', 'mean_gate', 'hard_embeddings', 'no_cascade')
-ENCODER_INITS = ('normal', 'orthogonal')
 
 
 @dataclass
@@ -59,7 +50,8 @@ class MHFConfig:
     ablation: str = ''
 
     def __post_init__(self):
-        for key, known in (('loss', LOSSES), ('ablation', ABLATIONS), ('encoder_init', ENCODER_INITS)):
+        choices = dict(loss=('exact', 'product'), ablation=ABLATIONS, encoder_init=('normal', 'orthogonal'))
+        for key, known in choices.items():
             value = getattr(self, key)
             if value not in known:
                 raise ValueError(f"{key}='{value}': must be one of {', '.join(filter(None, known))}")
@@ -110,7 +102,7 @@ def rope_angles(positions, config, dtype):
 
 
 def rotate(x, rope):
-    """Rotate the two halves of head_dim against each other; x (N, heads, T, head_dim)."""
+    """Rotates the two halves of head_dim against each other; x (N, heads, T, head_dim)."""
     cos, sin = rope
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -193,16 +185,6 @@ class HashEncoder(nn.Module):
         self.gate = None if mean_gate else nn.Sequential(nn.Linear(d, z), nn.SiLU(), nn.Linear(z, 1))
         self.out = nn.Linear(d, d)  # W_s, b_s
 
-    @torch.no_grad()
-    def init_weights(self, c):
-        """Initialize W_s, after MHF.init_weights."""
-        if c.encoder_init == 'orthogonal':
-            # on the CPU, because not every device has the QR decomposition
-            W = torch.empty(self.out.weight.shape, device='cpu')
-            nn.init.orthogonal_(W)
-            self.out.weight.copy_(W)
-        self.out.weight.mul_(c.embedding_scale)
-
     def forward(self, k):  # (N, T, H, d) -> (N, T, d)
         if self.gate is None:
             return self.out(k.mean(dim=2))
@@ -267,7 +249,7 @@ def exact_loss(o, y, signatures, token_mask):
 
 
 def validate_table(c, table=None, unused_ids=()):
-    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table is of another config."""
+    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table does not fit the config."""
     shape = (c.vocab_size, c.num_coordinates)
     if c.num_hashes == 0:
         table = np.arange(c.vocab_size)[:, None]
@@ -291,8 +273,8 @@ class MHF(nn.Module):
 
     Args:
         table: (V, H) integers, the signature of every token id (hashing.signature_table); ignored by the Standard model
-        unused_ids: ids without a token (gaps of a tiktoken encoding), whose probability is 0; all-zero rows of the
-            table other than pad_id's are unused, too
+        unused_ids: ids without a token (gaps of a tiktoken encoding), whose probability is 0. An all-zero row of the
+            table marks an unused id, too, except for pad_id.
     """
 
     def __init__(self, config, table=None, unused_ids=()):
@@ -312,14 +294,21 @@ class MHF(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Initialize for training from scratch: weights N(0, 0.02), biases 0, and W_s as config.encoder_init says."""
+        """
+        Initializes for training from scratch: weights N(0, 0.02), biases 0; W_s is N(0, 0.02) or orthogonal, times
+        config.embedding_scale.
+        """
         for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(m.weight, std=0.02)
             if isinstance(m, nn.Linear) and m.bias is not None:
                 nn.init.zeros_(m.bias)
         if self.encoder:
-            self.encoder.init_weights(self.config)
+            W = self.encoder.out.weight  # W_s
+            if self.config.encoder_init == 'orthogonal':
+                # on the CPU, because not every device has the QR decomposition
+                W.copy_(nn.init.orthogonal_(torch.empty(W.shape, device='cpu')))
+            W.mul_(self.config.embedding_scale)
 
     @property
     def head_weight(self):
@@ -340,16 +329,13 @@ class MHF(nn.Module):
         backward. Causal attention counts half. Recomputation and table lookups do not count.
         """
         c = self.config
-        d = c.hidden_size
-        width = c.num_heads * c.head_dim
-        layer = 2 * d * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
-        attention = 2 * width * (c.block_size + 1)
-        forward = c.num_layers * (layer + attention) + 2 * c.num_coordinates * c.buckets_per_coordinate * d
-        if c.num_hashes:
-            encoder = c.num_hashes * 2 * c.bottleneck * (d + 1) + 2 * d * d
-            soft_embedding_and_mixer = 2 * c.num_buckets * d + 2 * 3 * d * c.bottleneck
-            forward += encoder + len(self.hash_decoder) * soft_embedding_and_mixer
-        return 3 * forward
+        matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
+        gate = sum(size for name, size in matrices.items() if name.startswith('encoder.gate.'))
+        attention = c.num_layers * c.num_heads * c.head_dim * (c.block_size + 1)
+        soft_embeddings = len(self.hash_decoder) * c.num_buckets * c.hidden_size
+        # every matrix is applied once, the gate to H bucket vectors
+        multiply_adds = sum(matrices.values()) + (c.num_coordinates - 1) * gate + attention + soft_embeddings
+        return 3 * 2 * multiply_adds
 
     # ---- vocabulary
 
@@ -361,8 +347,8 @@ class MHF(nn.Module):
 
     def replace_vocabulary(self, table, pad_id, unused_ids=()):
         """
-        Replaces the table by one (V', H) of another vocabulary. A MultiHashFormer keeps its parameters, so an optimizer
-        stays valid. The E of a Standard model must already have V' rows (expand.py).
+        Replaces the table by the table (V', H) of another vocabulary. The parameters of a MultiHashFormer do not change,
+        so an optimizer stays valid. The E of a Standard model must already have V' rows (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
         self.set_vocabulary(*validate_table(self.config, table, unused_ids))
@@ -374,10 +360,10 @@ class MHF(nn.Module):
         Signatures x (N, T, H) -> h (N, T, d), after the final norm.
 
         Args:
-            cache: (layers, 2, N, kv_heads, length, head_dim); stores keys and values at positions (T,)
-            states: a list, to which the input (N, T, d) of each block is appended
-            positions: (N, T), instead of 0, 1, ...
-            mask: (N, 1, T, T) bool, what each position attends to, instead of all earlier ones
+            cache: (layers, 2, N, kv_heads, length, head_dim); stores keys and values at `positions` (T,)
+            states: a list; the input (N, T, d) of each block is appended
+            positions: (N, T); default 0 .. T - 1
+            mask: (N, 1, T, T) bool, the positions that a position attends to; default: itself and all earlier ones
         """
         H = self.config.num_coordinates
         B = self.config.buckets_per_coordinate
@@ -399,8 +385,8 @@ class MHF(nn.Module):
 
     def forward(self, x, y):
         """
-        Signatures x, y (N, T, H) -> mean loss over all positions, in nats: the loss that config.loss names; for the
-        Standard model the cross-entropy.
+        Signatures x, y (N, T, H) -> mean of config.loss over all positions, in nats. For the Standard model both losses
+        are the cross-entropy.
         """
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
@@ -418,7 +404,7 @@ class MHF(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, x, y, losses=('product', 'exact')):
-        """Signatures x, y (N, T, H) -> for each of the named losses (N, T), in nats, float32 or better."""
+        """Signatures x, y (N, T, H) -> a list with (N, T) for each named loss, in nats, float32 or better."""
         o = self.hash_decoder(self.hidden_states(x).flatten(0, 1), self.head_weight)
         return [self.loss_per_position(o, y.flatten(0, 1), loss).view(x.shape[:2]) for loss in losses]
 
@@ -439,8 +425,7 @@ class MHF(nn.Module):
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
-        # normalizes P(w) over the vocabulary
-        return logits.log_softmax(-1).unflatten(0, ids.shape)
+        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w) over the vocabulary
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -453,8 +438,7 @@ class MHF(nn.Module):
         for end in range(T, T + max_new_tokens):
             if end - start > self.config.block_size:
                 start = end - (self.config.block_size // 2 + 1)
-            h = self.hidden_states(self.signatures[ids[:, start:]])[:, -1]
-            logits = self.next_token_logits(h)
+            logits = self.next_token_logits(self.hidden_states(self.signatures[ids[:, start:]])[:, -1])
             noise = torch.empty_like(logits).exponential_(generator=generator) if temperature else None
             token = sample_token(logits, temperature, top_k, top_p, noise)
             ids = torch.cat([ids, token[:, None]], dim=1)
@@ -491,8 +475,9 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
         before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which stays
         ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0)
         p = torch.zeros_like(p).scatter(1, order, ordered)
-    # draws from p; torch.multinomial would synchronize a GPU to check p
-    return (p / (torch.empty_like(p).exponential_() if noise is None else noise)).argmax(-1)
+    if noise is None:
+        noise = torch.empty_like(p).exponential_()
+    return (p / noise).argmax(-1)  # draws from p; torch.multinomial would synchronize a GPU to check p
 
 
 def print_parameter_counts():
