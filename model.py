@@ -249,7 +249,7 @@ def exact_loss(o, y, signatures, token_mask):
 
 
 def validate_table(c, table=None, unused_ids=()):
-    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table does not fit the config."""
+    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table does not fit."""
     shape = (c.vocab_size, c.num_coordinates)
     if c.num_hashes == 0:
         table = np.arange(c.vocab_size)[:, None]
@@ -347,8 +347,8 @@ class MHF(nn.Module):
 
     def replace_vocabulary(self, table, pad_id, unused_ids=()):
         """
-        Replaces the table by the table (V', H) of another vocabulary. The parameters of a MultiHashFormer do not change,
-        so an optimizer stays valid. The E of a Standard model must already have V' rows (expand.py).
+        Replaces the table by that of another vocabulary, (V', H). The parameters of a MultiHashFormer do not change, so
+        an optimizer stays valid. The E of a Standard model must already have V' rows (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
         self.set_vocabulary(*validate_table(self.config, table, unused_ids))

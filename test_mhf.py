@@ -395,7 +395,6 @@ def test_fused_equals_plain(loss, changes, use_kernels):
     # the interpreter takes as long for one position as for a block of 64
     m.chunk_sizes = sizes(50 if use_kernels else 7, use_kernels)
     if m.config.num_hashes == 0:
-        # two ids that are no token
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
     ids = m.token_mask.nonzero()[:, 0]
     tokens = ids[torch.randint(0, len(ids), (3, 41))]
@@ -413,7 +412,8 @@ def test_fused_equals_plain(loss, changes, use_kernels):
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
     for fused_loss, plain_loss in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
         assert fused_loss.shape == (3, 40) and torch.allclose(fused_loss, plain_loss, rtol=1e-12)
-    assert torch.allclose(m.log_probs(tokens), twin.log_probs(tokens), rtol=1e-12)
+    for few_or_many in (tokens[:1, :16], tokens):  # 16 positions, or more of them in columns
+        assert torch.allclose(m.log_probs(few_or_many), twin.log_probs(few_or_many), rtol=1e-12)
     targets = tokens[:, 1:].flatten()
     logp = twin.log_probs(tokens[:, :-1]).flatten(0, 1)
     expected = logp.gather(1, targets[:, None])[:, 0], logp.argmax(1) == targets, logp.amax(1).exp()
@@ -473,16 +473,6 @@ def test_columns_are_exact(dtype):
         assert values.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[4]]
 
 
-@pytest.mark.parametrize('n', [1, 17, 70])
-def test_token_logits_in_columns(n):
-    """Token logits of the fused model equal the plain model's for any number of positions."""
-    for H in (3, 0):
-        m = random_model(num_hashes=H)
-        h = torch.randn(n, 32, dtype=torch.float64)
-        logits = m.next_token_logits(h)
-        assert torch.allclose(logits, plain_twin(m).next_token_logits(h), rtol=1e-13) and logits.is_contiguous()
-
-
 def test_ablations_are_what_they_are_called(tmp_path):
     """Ablations compute what they are named after, and are not exported."""
     m = random_model(ablation='mean_gate')
@@ -522,8 +512,8 @@ def test_embedding_scale_of_standard(tmp_path):
     exported = from_pretrained(tmp_path / 'released')
     assert exported.config.embedding_scale == 3
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / 'released')
-    assert relative(m.bucket_logits(ids)[:, :, 0], theirs(ids).logits) < 1e-5
+    qwen3 = AutoModelForCausalLM.from_pretrained(tmp_path / 'released')
+    assert relative(m.bucket_logits(ids)[:, :, 0], qwen3(ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize('encoder_init', ['normal', 'orthogonal'])
@@ -559,16 +549,6 @@ def test_estimated_flops():
     c = m.config
     masked_half = 3 * 2 * c.num_layers * c.num_heads * c.head_dim * (T - 1)
     assert m.estimate_flops() + masked_half == pytest.approx(counter.get_total_flops() / T, rel=0.01)
-
-
-def test_one_backward_pass():
-    """A second backward pass through the fused head is refused, since its gradients are gone."""
-    m = random_model()
-    x = m.signatures[torch.arange(9)[None]]
-    loss = m(x, x)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match='one backward pass'):
-        loss.backward()
 
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])

@@ -8,12 +8,7 @@ float64: losses and every gradient.
 
 Tensors are (n, B) or (n, V), one row per position, because CUDA's softmax over columns runs on one multiprocessor. The
 exact loss's sums over the vocabulary are faster with one row per bucket, so they transpose a few positions at a time
-("columns"). On a GPU, the Triton kernels of kernels.py compute these sums if use_kernels is set.
-
-    cascade                     o_i, e_i and c_{i+1}
-    chunk_gradients             their gradients
-    exact_nll, probabilities    normalize P(w) in training; cross_entropies for the Standard model
-    predictions                 normalizes P(w) in evaluation
+("columns"). On a GPU with use_kernels, the Triton kernels of kernels.py compute these sums.
 """
 
 import functools
@@ -68,7 +63,7 @@ def round_down(x):
 
 
 class SignatureIndex(NamedTuple):
-    """The signature table as the head reads it: from a token to its buckets, and from a bucket to its tokens."""
+    """The signature table and its inverse: a token's buckets and a bucket's tokens."""
 
     signatures: Tensor  # (V, H) int64
     token_mask: Tensor  # (V,) bool
@@ -163,7 +158,7 @@ class FusedMHF(MHF):
 
     @torch.no_grad()
     def predict(self, h, targets):
-        """h (n, d), ids (n,) -> log P(id) in nats, is it the likeliest token (1 or 0), P(likeliest): (n,) each."""
+        """h (n, d), ids (n,) -> log P(id) in nats, is id the likeliest token (1 or 0), P(likeliest): (n,) each."""
         index = self.signature_index()
         sizes = self.get_chunk_sizes()
         results = [predictions(o, ids, index, sizes) for o, ids in self.logits_by_chunk(h, targets)]
@@ -180,10 +175,6 @@ class FusedMHF(MHF):
         return token_logits(o, self.signatures, self.token_mask)
 
 
-# -----------------------------------------------------------------------------
-# precision
-
-
 def for_matmul(parameter):
     """A detached parameter in the precision of autocast, so that it is converted once and not for every chunk."""
     device_type = parameter.device.type
@@ -192,7 +183,7 @@ def for_matmul(parameter):
 
 
 # -----------------------------------------------------------------------------
-# sums over the vocabulary with kernels
+# sums over the vocabulary: with kernels, or in columns
 
 
 @torch.library.custom_op('mhf::vocab_logsumexp', mutates_args=('o',))
@@ -200,9 +191,8 @@ def vocab_logsumexp(
     o: list[Tensor], y: Tensor, rows: Tensor, token_mask: Tensor, inverse: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """
-    Calls kernels.sum_over_vocabulary. It is an operator because torch.compile must not trace it, and because tensors
-    without memory must pass. It gathers the token logit of y itself: torch.compile could move that gather behind the
-    operator, and would have to copy all of o for it.
+    Calls kernels.sum_over_vocabulary, as an operator that torch.compile does not trace. The operator also gathers the
+    token logit of y: torch.compile could move that gather behind the operator and copy all of o for it.
 
     Args: o, list of H (n, B), contiguous; y (n, H); rows and token_mask of SignatureIndex; inverse, its [ids, offsets],
         or [] for no gradient.
@@ -217,10 +207,6 @@ def vocab_logsumexp(
 def _(o, y, rows, token_mask, inverse):
     dtype = torch.promote_types(o[0].dtype, torch.float32)
     return tuple(o[0].new_empty(len(y), dtype=dtype) for _ in range(2))
-
-
-# -----------------------------------------------------------------------------
-# sums over the vocabulary in columns
 
 
 def split_positions(o, size):
@@ -376,7 +362,6 @@ def chunk_gradients(h, y, E, mixers, nll, hard):
 
 def cascade(h, E, mixers, hard):
     """The forward pass of chunk_gradients: lists of c_i, o_i, p_i and MixerActivations."""
-    # p_i of the ablation hard_embeddings is 1 for the likeliest bucket, without a derivative
     c = h
     cs = []
     o = []
@@ -387,6 +372,7 @@ def cascade(h, E, mixers, hard):
         o.append(cs[i] @ E_i.T)  # (n, B)
         if i < len(mixers):
             down, down_bias, up, up_bias = mixers[i]
+            # of hard_embeddings: 1 for the likeliest bucket, without a derivative
             p.append(F.one_hot(o[i].argmax(-1), o[i].shape[-1]).to(E.dtype) if hard else o[i].softmax(-1))
             x = torch.cat([cs[i], p[i] @ E_i], dim=1)  # (n, 2d)
             a = F.linear(x, down, down_bias)
@@ -474,9 +460,6 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        gradients = ctx.gradients
-        if gradients is None:
-            raise RuntimeError('the fused head keeps its gradients for one backward pass only')
-        ctx.gradients = None
-        dh, dE, *dmixers = (gradient.mul_(scale) for gradient in gradients)
+        dh, dE, *dmixers = (gradient.mul_(scale) for gradient in ctx.gradients)
+        ctx.gradients = None  # they are scaled in place, so a second backward pass must fail
         return None, None, dh, None, dE, *dmixers

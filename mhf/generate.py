@@ -58,12 +58,14 @@ class Engine:
 
         Args:
             ids: (N, T) int64, T >= 1
-            lengths: (N,); the prompt of row n is its last lengths[n] ids, and those before are padding
+            lengths: (N,); the prompt of row n is its last lengths[n] ids, after padding
         """
         block_size = self.model.config.block_size
         ids = ids[:, -block_size:]
         cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if self.cache is None else self.cache
-        noise = self.new_noise(len(ids))
+        noise = None
+        if self.temperature:
+            noise = upcast(self.model.embed.weight.new_empty(len(ids), self.model.config.vocab_size))
         position = None  # (1,), of the last token in the cache; None: the cache is empty
         start = None  # (N, 1, 1, 1), where each padded row starts; RoPE is relative, so positions need no shift
         for step in range(max_new_tokens):
@@ -101,14 +103,8 @@ class Engine:
         return step(token[:, None], cache, position, mask, noise).clone()
 
     def context_mask(self, T, start):
-        """What each of T positions attends to, (N, 1, T, T) bool, where row n starts at start[n]."""
+        """The positions that each of T positions attends to, (N, 1, T, T) bool; row n starts at start[n]."""
         key_pos = torch.arange(T, device=start.device)
         query_pos = key_pos[:, None]
         # padding attends to itself, because a fully masked row would be NaN
         return (key_pos >= start) & (key_pos <= query_pos) | (key_pos == query_pos)
-
-    def new_noise(self, N):
-        """An uninitialized buffer (N, V) for the noise of sample_token; None if sampling is greedy."""
-        if not self.temperature:
-            return None
-        return upcast(self.model.embed.weight.new_empty(N, self.model.config.vocab_size))
