@@ -202,7 +202,7 @@ trains_product = raw_model.config.loss == 'product' and raw_model.config.num_has
 
 
 def configure_optimizer():
-    """AdamW with weight decay on matrices only, and a learning-rate multiplier for E."""
+    """AdamW: weight decay on E and the other matrices, none on vectors; E has a learning-rate multiplier."""
     E = raw_model.embed.weight
     trained = [p for p in raw_model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2 and p is not E]
@@ -232,7 +232,7 @@ if accumulates_in_buckets:
 
 
 def get_lr(step):
-    """Learning rate of the update from `step` to step + 1: linear warm-up, then cosine decay to 0."""
+    """Learning rate of the update from `step` to step + 1: linear warm-up, then cosine decay to 0 at schedule_steps."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
     progress = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))

@@ -183,14 +183,14 @@ class Checkpoints:
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # before ckpt.pt: a run that is killed in between trains these steps again
+            # first: a run that is killed before ckpt.pt is replaced repeats these steps and writes ckpt_best.pt again
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # later ones are damaged, or of a run that was abandoned
+            # numbered checkpoints of later steps are damaged or of an abandoned run, and are deleted too
             numbered = self.numbered()
             kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
             for number in numbered.keys() - kept:
