@@ -13,6 +13,7 @@ Writes results/<model>/results_<date>.json. lm-eval's other tasks run on its own
 python -m mhf.lm run --help.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -276,7 +277,8 @@ def results_file(source):
 # evaluation
 
 
-def main():
+def evaluate():
+    """Evaluates the model and writes the results file -> its path and the results, or None on ranks above 0."""
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
     if limit is not None and limit < lm.world_size:
@@ -302,11 +304,20 @@ def main():
     if pairs:
         results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
-    if lm.rank == 0:
-        # strict JSON has no NaN, which a correlation with a constant is
-        strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-        file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
-        # after the file, because the output's reader may be gone
+    if lm.rank > 0:
+        return None
+    # strict JSON has no NaN, which a correlation with a constant is
+    strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
+    file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+    return file, results
+
+
+def main():
+    # lm-eval prints to stdout, whose reader may have ended; only the results go there
+    with contextlib.redirect_stdout(sys.stderr):
+        evaluated = evaluate()
+    if evaluated:
+        file, results = evaluated
         print_results(results)
         print(f'\n{file}')
     cleanup()

@@ -225,6 +225,16 @@ def test_settings_that_would_be_ignored(few, tmp_path, monkeypatch, says, settin
         evaluate(monkeypatch, **settings, device='cpu', output_path=str(tmp_path))
 
 
+def test_results_are_written_without_a_reader(few, tmp_path):
+    """The results file is written although the reader of stdout has ended and lm-eval prints."""
+    small_tasks(tmp_path)
+    # stdout is a pipe without a reader
+    patch = "import os, sys\nread, write = os.pipe()\nos.close(read)\nsys.stdout = open(write, 'w')"
+    args = ['--tasks=lambada_openai', f'--benchmark_dir={tmp_path}', f'--output_path={tmp_path}', '--device=cpu']
+    done = run('eval.py', *args, cwd=few, patch=patch)
+    assert list(tmp_path.rglob('results_*.json')) and 'Traceback' not in done.stderr, done.stderr
+
+
 def test_ctrl_c_is_one_line(few):
     """Ctrl-C ends eval.py with one line and exit code 130."""
     patch = 'def stop(*args, **others): raise KeyboardInterrupt\nfrom mhf import lm; lm.MHFLM.score_requests = stop'
