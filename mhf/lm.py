@@ -633,6 +633,9 @@ def main():
         if args.model == 'mhf':
             # lm-eval's default is cuda:0
             args.device = args.device or given.get('device') or pick_device()
+            # lm-eval's other models read any cache, so this model's has another name
+            cache = args.use_cache or given.get('use_cache')
+            args.use_cache = cache and f'{cache}_mhf'
     include_path = getattr(args, 'include_path', None) or given.get('include_path')
     included = include_path if isinstance(include_path, list) else [include_path]
     args.include_path = [str(EVAL_TASKS), *filter(None, included)]

@@ -355,6 +355,9 @@ def test_command_line(few, tmp_path):
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
     cached = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
     assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == one['results']
+    # another model does not read these scores
+    ok('mhf.lm', *args, *cache, '--model', 'dummy', cwd=tmp_path, patch=NO_INDEX)
+    assert newest(tmp_path / 'r')['results']['ends'] != one['results']['ends']
     ranks = run_ranks(2, 'mhf.lm', *args, cwd=tmp_path, patch=NO_INDEX)
     assert [code for code, _, _ in ranks] == [0, 0] and ranks[1][1] == '', ranks
     two = newest(tmp_path / 'r')
