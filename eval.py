@@ -288,8 +288,6 @@ def evaluate():
     texts = {path: read_text(path, lm.tok) for path in text_paths()}
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [task for task in PAPER if task in names or 'paper' in names]
-    if chosen and lm.rank == 0:
-        print(f'reading {benchmark_dir or "from the hub"}: {", ".join(chosen)}', flush=True)
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
     file = results_file(lm.info['source'])
 
