@@ -3,7 +3,7 @@ Evaluates a checkpoint or a released model and prints the paper's published numb
 over the real tokens.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
-    $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=benchmarks --limit=100   # part of each, from local files
+    $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=folder --limit=100  # part of each, from local files
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --benchmark_dir=card660

@@ -9,6 +9,12 @@ buckets and the token id as signature, without gate and cascade.
 This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
 faster; tests compare both with this file.
 
+    HashEncoder.forward                      the gate's softmax; ablation='mean_gate' replaces the gate by a mean
+    HashDecoder.forward                      c_{i+1}; fused: cascade in mhf/fused.py
+    exact_loss, log_probs, sample_token      normalize P(w) in training with --plain, in evaluation and in sampling;
+                                             training without --plain: probabilities in mhf/fused.py
+    MHF.head_weight                          ties the head to E
+
     $ python model.py         # prints the parameter counts of every config
 """
 
@@ -243,7 +249,7 @@ def product_loss(o, y):
 
 
 def exact_loss(o, y, signatures, token_mask):
-    """-log P(y): the logsumexp normalizes P(w) over the vocabulary."""
+    """-log P(y). The logsumexp normalizes P(w): training with --plain."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
     return token_logits(o, signatures, token_mask).logsumexp(dim=1) - target[:, 0]
 
@@ -425,7 +431,7 @@ class MHF(nn.Module):
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
-        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w) over the vocabulary
+        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w): evaluation
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -468,7 +474,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    # normalizes P(w) over the vocabulary, to the power of 1 / temperature
+    # normalizes P(w)^(1 / temperature): sampling
     p = logits.softmax(-1)
     if top_p is not None:
         ordered, order = p.sort(descending=True)

@@ -19,7 +19,8 @@ the files. The steps from a document to its loss:
     Bins             mhf/data.py     memory-maps the shards as one array
     block_indices    mhf/data.py     blocks of tokens of a step, in an order that the seed shuffles
     get_batch        train.py        blocks of a rank, (n, T + 1, H), as inputs x and targets y, each (n, T, H)
-    MHF.forward      model.py        hidden states of x, then head_loss of these and y: the mean loss
+    MHF.forward      model.py        hidden states of x, then head_loss of these and y, which mhf/fused.py computes: the
+                                     mean loss
 """
 
 import contextlib
@@ -217,6 +218,7 @@ def encode(tok, documents):
         encoded = iter(tok.encode([text for parts in batch for text, _ in parts]))
         for parts in batch:
             yield [(text, next(encoded), is_held_out) for text, is_held_out in parts]
+        del encoded  # frees the ids before the next batch
 
 
 def prepare_unit(job, source, number, counts):

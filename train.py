@@ -13,8 +13,9 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
 
 Reads the bins that prepare.py writes with the same config. Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the
 last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
-143 and 130. The global batch at a step depends only on (seed, step), so a run can resume on any number of processes. On
-a CPU, and with --deterministic on a GPU, a resumed run ends with the same bits as an uninterrupted one.
+143 and 130; for a checkpoint that takes over 30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a
+step depends only on (seed, step), so a run can resume on any number of processes. On a CPU, and with --deterministic on
+a GPU, a resumed run ends with the same bits as an uninterrupted one.
 """
 
 import contextlib
@@ -45,6 +46,7 @@ from mhf.runtime import (
     cleanup,
     init_distributed,
     is_rank0,
+    no_triton,
     peak_flops,
     pick_compile,
     pick_dtype,
@@ -107,7 +109,7 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 # A resumed run may change these settings only. dataset and data_dir may name another place of the same bins; bins of
-# the other data_format are other data. The precision stays unless another is requested.
+# the other data_format are other data. With dtype=None a resumed run keeps the checkpoint's dtype.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -134,6 +136,8 @@ rank, world_size, device = init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
 compile = pick_compile(compile, device)
+if kernels and device_type == 'cuda' and no_triton():
+    raise InputError(f'kernels=True: {no_triton()}; or omit --kernels')
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'

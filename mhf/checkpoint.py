@@ -10,6 +10,7 @@ file.
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import socket
 import sys
@@ -65,7 +66,8 @@ def check_kept(source, before, now):
     """Raises InputError if a setting in `now` differs from the one that the model of `source` was trained with."""
     changed = [f'{name}={before.get(name)} (now {value})' for name, value in now.items() if before.get(name) != value]
     if changed:
-        raise InputError(f'{source} was trained with {", ".join(changed)}, which must not change; omit the change')
+        fix = 'which must not change; remove these settings'
+        raise InputError(f'{source} was trained with {", ".join(changed)}, {fix}')
 
 
 def check_same_data(path, before, now):
@@ -128,8 +130,9 @@ class Checkpoints:
 
     def numbered(self):
         """Returns {step: path} of the checkpoints with a step in their name, newest first."""
-        paths = {int(path.stem[5:]): path for path in self.folder.glob('ckpt_*.pt') if path.stem[5:].isdecimal()}
-        return dict(sorted(paths.items(), reverse=True))
+        # only names that _write gives, because it deletes old ones
+        paths = [path for path in self.folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
+        return dict(sorted(((int(path.stem[5:]), path) for path in paths), reverse=True))
 
     def list(self):
         """Returns the checkpoints that a run can resume from, newest first."""
@@ -197,6 +200,8 @@ class Checkpoints:
                 numbered[number].unlink()
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
+            if self.last_step == step:
+                raise InputError(f'{self.folder}: {e}; {self.newest} contains step {step}') from None
             raise InputError(f'{self.newest} could not be written ({e}); the previous checkpoint is intact') from None
         tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
 

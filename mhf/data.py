@@ -110,9 +110,12 @@ def parse_meta(folder):
     path = Path(folder) / 'meta.json'
     if not os.path.exists(path):
         return None
-    meta = json.loads(path.read_bytes())
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError:  # of another program
+        meta = {}
     if 'parts' not in meta:
-        raise InputError(f'{path} is not of this version of prepare.py; delete {folder} and prepare it again')
+        raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
     return meta
 
 

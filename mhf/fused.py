@@ -235,7 +235,7 @@ def probabilities(scores):
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    return P.div_(total), top + total.log()  # normalizes P(w) over the vocabulary
+    return P.div_(total), top + total.log()  # normalizes P(w): training
 
 
 def bucket_sums(P, index):
@@ -272,7 +272,7 @@ def exact_nll(o, y, index, sizes, gradient=False):
     if sizes.use_kernels:
         inverse = [index.ids, index.offsets] if gradient else []
         target, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
-        # normalizes P(w) over the vocabulary
+        # normalizes P(w): training with --kernels
         return logsumexp - target
     parts = zip(split_positions(o, sizes.columns), y.split(sizes.columns), strict=True)
     return torch.cat([exact_nll_in_columns(part, y_part, index, gradient) for part, y_part in parts])
@@ -282,7 +282,7 @@ def cross_entropies(o, y, index, sizes, gradient=False):
     """
     The paper's loss, the sum of the coordinates' cross-entropies: arguments as above -> sum_i -log p_i[y_i] (n,),
     float32 or better. With `gradient`, o_i is overwritten by p_i, minus 1 at y_i. For the Standard model this is
-    -log P(y): the log_softmax normalizes P(w) over the vocabulary.
+    -log P(y): the log_softmax normalizes P(w) in training.
     """
     nll = []
     for part, y_part in zip(split_positions(o, sizes.block), y.split(sizes.block), strict=True):
@@ -308,7 +308,7 @@ def predictions(o, targets, index, sizes):
         scores = token_scores(part, index)  # (m, V)
         target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
-        # normalizes P(w) over the vocabulary
+        # normalizes P(w): evaluation
         total = scores.sub_(top[:, None]).exp_().sum(-1)
         results.append(torch.stack([target - top - total.log(), likeliest == ids, 1 / total]))
     return torch.cat(results, dim=1)

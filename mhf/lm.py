@@ -149,7 +149,7 @@ def decode_continuation(tok, prompt, new_ids):
         texts.append(text[len(before) :] if text.startswith(before) else tok.decode(new_ids[:length]))
         if not texts[-1].endswith('\ufffd'):
             return texts[-1]
-    # the model wrote what is no text
+    # the model wrote invalid UTF-8
     return texts[0]
 
 
@@ -333,7 +333,7 @@ class MHFLM(TemplateLM):
         try:
             return compute(batch) if batch else []
         except RuntimeError as e:
-            # a CPU's is a plain RuntimeError
+            # on a CPU the error is a plain RuntimeError
             if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
                 raise
             if len(batch) == 1:

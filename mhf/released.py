@@ -221,17 +221,18 @@ def resolve_path(path_or_hub_id):
 def refuse_unsupported(config_json, source):
     """Raises InputError for a key of config.json that changes the computation in a way that this code lacks."""
     for key, value in config_json.items():
-        refused = value
+        remaining = value  # without the parts that this code computes
         if key in ('rope_scaling', 'rope_parameters') and isinstance(value, dict):
             # transformers 5 writes rope_parameters into every file, mostly with rope_type='default'
-            refused = {k: v for k, v in value.items() if k != 'rope_theta' and v not in ('default', None, 1)} or None
+            remaining = {k: v for k, v in value.items() if k != 'rope_theta' and v not in ('default', None, 1)} or None
         if key == 'layer_types' and isinstance(value, list):
-            refused = [kind for kind in value if kind != 'full_attention'] or None
+            remaining = [kind for kind in value if kind != 'full_attention'] or None
         if key in SUPPORTED:
-            supported = refused in SUPPORTED[key]
+            supported = remaining in SUPPORTED[key]
         else:
-            changes = COMPUTATION.search(key) and key not in RELEASED_FIELDS
-            supported = not changes or refused is not True and refused in (None, False, 1)
+            # a multiplier of 1 changes nothing
+            is_off = remaining is not True and remaining in (None, False, 1)
+            supported = is_off or key in RELEASED_FIELDS or not COMPUTATION.search(key)
         if not supported:
             raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
 

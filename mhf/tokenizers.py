@@ -73,11 +73,13 @@ class TiktokenTokenizer:
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
+        texts = list(texts)
+        # the usual case, without Python code that competes with the thread that reads documents
+        if max(map(len, texts), default=0) <= LONGEST_PIECE:
+            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         pieces = [split_spaces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
         encoded = self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count())
-        if len(flat) == len(pieces):
-            return encoded
         remaining = iter(encoded)
         return [sum(itertools.islice(remaining, len(text)), []) for text in pieces]
 
@@ -86,9 +88,13 @@ class TiktokenTokenizer:
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
 
 
-def split_spaces(text, longest=1 << 18):
-    """Splits a text within runs of 2 * `longest` spaces: tiktoken's regular expressions fail on runs of 1M spaces."""
-    ends = [i for i in range(longest, len(text), longest) if text[i - longest : i].isspace()]
+LONGEST_PIECE = 1 << 18  # characters; tiktoken's regular expressions fail on runs of 1M spaces
+
+
+def split_spaces(text):
+    """Splits a text within each run of at least 2 * LONGEST_PIECE spaces."""
+    ends = range(LONGEST_PIECE, len(text), LONGEST_PIECE)
+    ends = [end for end in ends if text[end - LONGEST_PIECE : end].isspace()]
     return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 

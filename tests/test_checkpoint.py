@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 from conftest import FUZZ, REPO, assert_same, damaged, ok, ranks, run, snapshot, steps, weights
 from hypothesis import given, settings
@@ -61,6 +62,35 @@ def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
     names = ('ckpt_best.pt', 'ckpt.pt', 'ckpt_000001.pt')
     assert calls == [call for name in names for call in ('file', name, 'folder')]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def test_a_failure_after_ckpt_pt_is_replaced(tmp_path, monkeypatch):
+    """If only the numbered name cannot be written, the message says that ckpt.pt is the new checkpoint."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(dict(step=1), is_best=False)
+    checkpoints.wait()
+    replace = os.replace
+
+    def fail(source, target):
+        if target.name == 'ckpt_000002.pt':
+            raise OSError(28, 'No space left on device')
+        replace(source, target)
+
+    monkeypatch.setattr(os, 'replace', fail)
+    checkpoints.save(dict(step=2), is_best=False)
+    with pytest.raises(InputError, match='No space left on device; .*ckpt.pt contains step 2'):
+        checkpoints.wait()
+    assert torch.load(tmp_path / 'ckpt.pt')['step'] == 2
+
+
+def test_only_own_checkpoints_are_deleted(tmp_path):
+    """Old checkpoints are deleted by the names that train.py gives; a user's ckpt_1.pt stays."""
+    (tmp_path / 'ckpt_1.pt').write_text('of the user')
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(1, 5):
+        checkpoints.save(dict(step=step), is_best=False)
+    checkpoints.wait()
+    assert {path.name for path in tmp_path.glob('ckpt_*')} == {'ckpt_1.pt', 'ckpt_000003.pt', 'ckpt_000004.pt'}
 
 
 def test_disk_full_while_training(quick):

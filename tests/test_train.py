@@ -237,7 +237,7 @@ def test_advice_works(quick):
     advice('resume it with --init_from=resume')
     advice('raise max_steps=24', resume)
     more = (resume, '--max_steps=25')
-    advice('num_layers=2 (now 3), which must not change; omit the change', *more, '--num_layers=3')
+    advice('num_layers=2 (now 3), which must not change; remove these settings', *more, '--num_layers=3')
     advice('use a smaller micro_batch_size', *more, '--micro_batch_size=16')
     ok('train.py', 'cfg.py', *more, cwd=quick)
     command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
