@@ -10,7 +10,7 @@ import torch
 from conftest import REPO, ok, random_model, real_documents, run, snapshot, weights, write_jsonl
 
 import expand
-from configurator import read_config, settings_of
+from configurator import InputError, read_config, settings_of
 from hashing import extend_table, signature_table
 from mhf.checkpoint import load_checkpoint
 from mhf.data import Bins
@@ -276,3 +276,13 @@ safetensors.torch.save_file = save_file
         (expansion / 'new/notes').rmdir()
         (expansion / 'new').rmdir()
     assert snapshot(expansion) == before
+
+
+def test_expand_overwrites_nothing(tmp_path, monkeypatch):
+    """A tokenizer file that appears after the settings were checked is neither overwritten nor deleted."""
+    file = tmp_path / 'new.model'
+    file.write_text('of the user')
+    monkeypatch.setattr(expand, 'tokenizer', str(file))
+    with pytest.raises(InputError, match='new.model cannot be written'):
+        expand.write_outputs(get_tokenizer('mistral'), {}, None)
+    assert file.read_text() == 'of the user'

@@ -141,6 +141,7 @@ def test_sharded_models(tmp_path, shards):
 
 
 TEXTS = [*SAYINGS, 'a     b  \n\n c ', '</s><s> <0x0A>', ' leading', '', 'हिन्दी 中文 العربية 👩\u200d👧', '\tx\r\n' * 3]
+TEXTS += [' ' * n + 'x' for n in range(2, 40)]
 
 
 def learned_model(folder, **options):
