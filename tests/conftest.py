@@ -157,10 +157,7 @@ def start(script, *args, cwd, torchrun=None, patch='', **environment):
 
 
 def started(script, *args, cwd, wait_for, **options):
-    """
-    Starts a script and waits until it has written the file `wait_for`, or has ended. `options` are the other arguments
-    of start().
-    """
+    """start(), and waits until the script has written the file `wait_for`, or has ended."""
     process = start(script, *args, cwd=cwd, **options)
     deadline = time.monotonic() + 120
     while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
@@ -169,7 +166,7 @@ def started(script, *args, cwd, wait_for, **options):
 
 
 def run(script, *args, cwd, timeout=300, **options):
-    """Runs a script to its end: .returncode, .stdout, .stderr. `options` are the other arguments of start()."""
+    """start(), and waits for the end. Returns .returncode, .stdout and .stderr."""
     process = start(script, *args, cwd=cwd, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -186,10 +183,26 @@ def ok(*args, **options):
     return done
 
 
-def ranks(number, script, *args, cwd, **options):
-    """Starts `number` processes of one run with the variables that torchrun would set. Returns a list of Forked."""
-    variables = dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
-    return [start(script, *args, cwd=cwd, **variables, **options, RANK=str(rank)) for rank in range(number)]
+def rank_variables(number):
+    """Returns the variables that torchrun sets for each of `number` processes, without RANK."""
+    return dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+
+
+def ranks(number, script, *args, **options):
+    """Starts `number` processes of one run as torchrun would. Returns a list of Forked."""
+    variables = rank_variables(number)
+    return [start(script, *args, **variables, **options, RANK=str(rank)) for rank in range(number)]
+
+
+def wait_all(processes, timeout=200):
+    """Waits for processes. Returns [(returncode, stdout, stderr)]."""
+    outputs = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def run_ranks(number, script, *args, **options):
+    """ranks() to their end. Returns [(returncode, stdout, stderr)]."""
+    return wait_all(ranks(number, script, *args, **options))
 
 
 # a patch that runs {do} in the {n}-th forward pass of training
@@ -313,26 +326,25 @@ def quick(few, tmp_path):
 
 
 def events(folder, out='out'):
-    """The events of a run's log, without a line that a crash cut off."""
-    lines = (folder / out / 'log.jsonl').read_text().splitlines()
-    return [json.loads(line) for line in lines if line.endswith('}')]
+    """Returns the events of a run's log."""
+    return [json.loads(line) for line in (folder / out / 'log.jsonl').read_text().splitlines()]
 
 
 def steps(folder, out='out'):
-    """The training events of a run's log, without their speed."""
+    """Returns the training events of a run's log, without their speed."""
     keys = ('step', 'tokens', 'loss', 'lr', 'grad_norm')
     return [{k: e[k] for k in keys} for e in events(folder, out) if 'loss' in e]
 
 
 def weights(folder, out='out'):
-    """The contents of a run's newest checkpoint."""
+    """Returns the contents of a run's newest checkpoint."""
     import torch
 
     return torch.load(folder / out / 'ckpt.pt', weights_only=True)
 
 
 def assert_same(a, b):
-    """Asserts that nested tensors and values are equal in every bit."""
+    """Asserts that nested dicts and lists of tensors and values are equal in every bit."""
     import torch
 
     assert type(a) is type(b)
@@ -347,21 +359,10 @@ def assert_same(a, b):
 
 
 def damaged(draw, raw):
-    """Returns `raw` truncated, with bytes changed, inserted or removed, or other bytes; `draw` is of st.data()."""
-    damage = draw(st.sampled_from(['cut', 'change', 'insert', 'remove', 'other']))
-    at = draw(st.integers(0, len(raw) - 1))
-    piece = draw(st.binary(min_size=1, max_size=40))
-    before = raw[:at]
-    after = raw[at + len(piece) :]
-    if damage == 'cut':
-        return before
-    if damage == 'change':
-        return before + piece + after
-    if damage == 'insert':
-        return before + piece + raw[at:]
-    if damage == 'remove':
-        return before + after
-    return piece
+    """Returns `raw` truncated, or with up to 40 bytes changed, inserted or removed; `draw` is that of st.data()."""
+    start = draw(st.integers(0, len(raw) - 1))
+    end = draw(st.integers(start, start + 40) | st.just(len(raw)))
+    return raw[:start] + draw(st.binary(max_size=40)) + raw[end:]
 
 
 JSON_VALUES = st.recursive(
@@ -372,7 +373,7 @@ JSON_VALUES = st.recursive(
 
 
 def snapshot(folder):
-    """{path: the digest of its contents, None for a folder} of everything in a folder."""
+    """Returns {path: digest of its contents, None for a folder} of everything in a folder."""
     paths = sorted(folder.rglob('*'))
     digests = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None for p in paths}
     return {str(p.relative_to(folder)): digest for p, digest in digests.items()}
@@ -382,26 +383,16 @@ def snapshot(folder):
 # evaluation
 
 
-def model_of_lm_eval(model, bos=1, **others):
-    """An MHFLM of a model whose tokenizer does not matter."""
+def model_of_lm_eval(model, bos=1, **options):
+    """Returns an MHFLM of a model whose tokenizer does not matter."""
     from mhf.lm import MHFLM
 
-    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **others)
+    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **options)
 
 
 def newest(folder):
-    """What is in the newest results' file under it."""
-    from lm_eval.utils import get_latest_filename, get_results_filenames
-
-    files = [str(p) for p in Path(folder).glob('**/results_*.json')]
-    return json.loads(Path(get_latest_filename(get_results_filenames(files))).read_text())
-
-
-def run_ranks(number, script, *args, **options):
-    """[(exit code, stdout, stderr)] of so many processes of one run, with the options of start()."""
-    processes = ranks(number, script, *args, **options)
-    outputs = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    """Returns the contents of the newest file of results below a folder. lm-eval's file names contain the time."""
+    return json.loads(max(Path(folder).glob('**/results_*.json'), key=lambda path: path.name).read_text())
 
 
 # three choices, then the number of the right one, which is the longest; in two of four it is the first

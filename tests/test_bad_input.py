@@ -5,7 +5,6 @@ import json
 import random
 import re
 import shutil
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,17 +39,6 @@ def file(path, data):
 def damage(path, edit):
     """Returns a setup that replaces the bytes of a file by edit(bytes)."""
     return lambda folder: (folder / path).write_bytes(edit((folder / path).read_bytes()))
-
-
-def only_checkpoint(edit):
-    """Returns a setup that leaves one checkpoint, with edit(bytes) in it."""
-
-    def setup(folder):
-        for path in (folder / 'out').glob('ckpt_0*.pt'):
-            path.unlink()
-        damage('out/ckpt.pt', edit)(folder)
-
-    return setup
 
 
 def edit_meta(**changes):
@@ -97,19 +85,6 @@ def full_table(folder):
     save_pretrained(m, folder / 'full', 'mistral')
 
 
-def environment(**variables):
-    """Returns a setup with the variables of a process that torchrun did not start."""
-    return lambda folder: dict(MASTER_ADDR='127.0.0.1', RANK='0', WORLD_SIZE='2') | variables
-
-
-open_sockets = []  # while the tests run
-
-
-def port_in_use(folder):
-    open_sockets.append(socket.create_server(('127.0.0.1', 0)))
-    return environment(MASTER_PORT=str(open_sockets[-1].getsockname()[1]))(folder)
-
-
 def piqa(data, suffix=''):
     """Returns a setup that writes a local file of the task."""
     return file(f'piqa_validation.jsonl{suffix}', data)
@@ -122,8 +97,7 @@ few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _
 # how most commands start
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
-RESUME = 'train.py cfg.py --init_from=resume '
-MORE = RESUME + '--max_steps=30 '
+MORE = 'train.py cfg.py --init_from=resume --max_steps=30 '
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
 FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
@@ -168,12 +142,10 @@ BAD = [
     Bad('folder holds other data', 'prepare.py cfg.py --val_fraction=0.2', says='val_fraction=0.1, now it is 0.2'),
     Bad('an older folder', 'prepare.py cfg.py', 'meta.json is not of this version', older_meta),
     # train.py
-    Bad('data not prepared', TRAIN + '--data_dir=nothing', says='python prepare.py cfg.py --data_dir=nothing'),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
-    Bad('bins of a changed tokenizer', TRAIN, "another 'mistral' tokenizer", edit_meta(tokenizer_sha256='0')),
+    Bad('bins of a changed tokenizer', MORE, "another 'mistral' tokenizer", edit_meta(tokenizer_sha256='0')),
     Bad('bins that are not complete', TRAIN, 'bins is incomplete', lambda f: (f / 'bins/000000.json').unlink()),
     Bad('truncated bin', TRAIN, 'train_000000.bin is missing or damaged', damage(TRAIN_BIN, lambda b: b[:-100])),
-    Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
     Bad('another kind of bins', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad(
         'signatures of another B',
@@ -186,7 +158,6 @@ BAD = [
         'x_mistral has token ids: use them with --data_format=ids',
         lambda f: shutil.copytree(f / 'bins', f / 'data/x_mistral'),
     ),  # fmt: skip
-    Bad('batch that does not divide', TRAIN + '--batch_size=9', says='batch_size=9: must be a multiple'),
     Bad(
         'full hash prefix',
         'prepare.py cfg.py --data_dir=new ' + '--num_hashes=1 --num_buckets=1000',
@@ -198,15 +169,11 @@ BAD = [
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('no such GPU', TRAIN + '--device=cuda:9', says='device=cuda:9 is not available'),
-    Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', environment(LOCAL_RANK='5')),
     Bad('a device without its kind', TRAIN + '--device=1', says='use cuda, cuda:1, cpu or mps'),
     Bad('no value for the device', TRAIN + '--device', says='device=True is not available'),
     Bad('no such dtype', TRAIN + '--dtype=float8', says='dtype=float8'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C compiler', lambda f: dict(CXX='nothing-like-g++')),
-    Bad('a port in use', TRAIN, 'EADDRINUSE', port_in_use),
-    Bad('no address of the master', TRAIN, 'MASTER_PORT', environment()),
-    Bad('their number without a rank', TRAIN, 'RANK expected', lambda f: dict(WORLD_SIZE='8')),
-    Bad('checkpoint is there already', 'train.py cfg.py', says='--init_from=resume'),
+    Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
     Bad('init_from no model', TRAIN + '--init_from=bins', says='bins: no readable config.json'),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
@@ -216,9 +183,6 @@ BAD = [
     Bad('init_from a damaged file', TRAIN + '--init_from=small', 'model.safetensors cannot be read', damaged_release),
     # resuming
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
-    Bad('resume from half of one', RESUME, 'ckpt.pt is damaged', only_checkpoint(lambda b: b[: len(b) // 2])),
-    Bad('resume what is done', RESUME, says='max_steps=24'),
-    Bad('resume on another tokenizer', MORE, 'tokenizer', edit_meta(tokenizer_sha256='0')),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
     Bad('export of nothing', 'mhf.released nowhere x', says='no checkpoint at nowhere/ckpt.pt'),
@@ -234,7 +198,6 @@ BAD = [
     Bad('temperature below 0', 'sample.py cfg.py --temperature=-1', says='temperature=-1'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
-    Bad('sampling seed over 64 bits', f'sample.py cfg.py --seed={2**64}', says=f'seed={2**64}'),
     Bad('released of another tokenizer', 'sample.py --released=small', 'the model 300', released()),
     # expand.py
     Bad('expand by nothing', EXPAND, says='corpora is empty'),

@@ -17,14 +17,14 @@ from mhf.checkpoint import Checkpoints, load_checkpoint
 
 
 def truncate(path):
-    """Cuts a checkpoint off, without touching its other names."""
+    """Truncates a checkpoint, but not its hard links."""
     raw = path.read_bytes()
     path.unlink()
     path.write_bytes(raw[: len(raw) // 2])
 
 
 def test_the_previous_checkpoint_replaces_a_damaged_one(quick):
-    """If ckpt.pt does not load, all ranks resume from the checkpoint before it, with one warning."""
+    """If ckpt.pt does not load, all ranks resume from the newest intact checkpoint. Rank 0 warns."""
     names = {p.name for p in (quick / 'out').glob('*.pt')}
     assert names == {'ckpt.pt', 'ckpt_best.pt', 'ckpt_000016.pt', 'ckpt_000024.pt'}
     shutil.copytree(quick / 'out', quick / 'damaged')
@@ -144,25 +144,9 @@ def test_a_malicious_checkpoint_is_not_run(quick):
     (quick / 'out/ckpt.pt').write_bytes(pickle.dumps(Evil()))
     for path in (quick / 'out').glob('ckpt_0*'):
         path.unlink()
-    commands = ('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')
-    for command in (*commands, ('train.py', 'cfg.py', '--init_from=out', '--out_dir=x')):
+    for command in (('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')):
         done = run(*command, cwd=quick)
         assert done.returncode == 1 and 'not a checkpoint' in done.stderr and not (quick / 'owned').exists()
-
-
-def test_a_checkpoint_names_no_files(quick):
-    """Paths in a checkpoint do not make a script write outside of out_dir."""
-    state = weights(quick)
-    paths = dict.fromkeys(('out_dir', 'data_dir', 'dataset'), str(quick / 'outside/x'))
-    state['config'] |= paths
-    torch.save(state, quick / 'out/ckpt.pt')
-    ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', '--lr_decay_steps=24', cwd=quick)
-    state['data']['tokenizer'] = '../../outside/x'
-    torch.save(state, quick / 'out/ckpt.pt')
-    for script, *args in (('sample.py', '--num_samples=1'), ('train.py', '--init_from=resume', '--max_steps=30')):
-        done = run(script, 'cfg.py', *args, cwd=quick)
-        assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr
-    assert not (quick / 'outside').exists() and not (quick.parent / 'outside').exists()
 
 
 def test_no_compiler_for_a_checkpoint(few):

