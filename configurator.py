@@ -7,7 +7,7 @@ A script's settings are its lower-case globals that are numbers, strings, True, 
 
     config = configure(globals())     # sets these globals; an imported script keeps its defaults
 
-Config files are Python. One file may set the settings of all scripts; names that start with _ are the file's own. A
+Config files are Python. One file may contain settings of all scripts; names that start with _ are private to it. A
 variant of a config starts with `from config.mhf_1b import *`. Unknown names, missing values and wrong types are errors.
 """
 
@@ -36,9 +36,9 @@ class InputError(ValueError):
 
 def install_excepthook():
     """
-    Prepares a script's input and output; modules run with -m call it. An uncaught InputError prints its message alone.
-    The script ends silently if the reader of its output ends (`| head -1`). Characters that the output's encoding lacks
-    become question marks. Raises InputError for an argument that is not valid text.
+    Prepares a script's input and output: an uncaught InputError prints its message alone, a closed pipe (`| head -1`)
+    ends the script silently, and characters that the output's encoding lacks become question marks. configure() calls
+    it, and so do modules that run with -m. Raises InputError for an argument that is not valid text.
     """
     sys.stdout.reconfigure(errors='replace')
     sys.excepthook = print_error
@@ -57,7 +57,7 @@ def print_error(error_class, error, traceback):
 
 
 def output_is_closed(text=''):
-    """Writes text to stdout. Returns whether the reader of stdout has ended; if so, discards the rest of the output."""
+    """Writes text to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
     try:
         print(end=text, flush=True)
     except BrokenPipeError:
@@ -103,12 +103,12 @@ def settings_of(script):
 
 
 def command_line_names():
-    """Returns the set of the names that the command line sets, whether they are settings or not."""
+    """Returns the set of the names in --name and --name=value on the command line."""
     return {argument[2:].partition('=')[0] for argument in sys.argv[1:] if argument.startswith('--')}
 
 
 def coerce(key, value, default):
-    """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None takes any type."""
+    """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
     if isinstance(value, str) and isinstance(default, str | None):
         is_prompt = key == 'start'
         return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
@@ -155,7 +155,7 @@ def read_config(path):
     scope = {'__file__': str(file)}
     try:
         exec(compile(file.read_bytes(), str(file), 'exec'), scope)
-    except Exception as e:  # the file may raise any
+    except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     known = {name for script in SCRIPTS for name in settings_of(script)}

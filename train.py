@@ -97,19 +97,19 @@ weight_decay = 0.1  # of parameters with two or more dimensions
 beta1 = 0.9
 beta2 = 0.999
 grad_clip = 1.0  # norm over all parameters; 0: off
-unfrozen_end_layers = 0  # train only the first and last n layers, and all that is no layer; 0: all layers
+unfrozen_end_layers = 0  # train the first and last n layers and the parameters outside layers; 0: all layers
 # system
 device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
 dtype = None  # bfloat16 | float32, of matrix products; None: the faster one. Parameters and optimizer are float32
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
 kernels = False  # Triton kernels of the exact loss, not yet measured on a GPU
 deterministic = False  # bit-reproducible on a GPU, slower
-plain = False  # train model.MHF instead of the fused model: slower and larger, for changing it
+plain = False  # train model.MHF, slower and with more memory, instead of FusedMHF: for changes of the method
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# A resumed run may change these settings only. dataset and data_dir may name another place of the same bins; bins of
-# the other data_format are other data. With dtype=None a resumed run keeps the checkpoint's dtype.
+# A resumed run may change only these settings. dataset and data_dir may name another copy of the same bins, but of the
+# same data_format. Without dtype, the precision is that of the checkpoint.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -197,7 +197,7 @@ if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
-    torch._dynamo.config.optimize_ddp = False  # one graph, although DDP then exchanges gradients at its end
+    torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
 model = wrap_ddp(raw_model) if world_size > 1 else raw_model
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
@@ -276,7 +276,7 @@ def evaluate():
     sums = torch.zeros(len(losses), dtype=torch.float64)
     for batch in tqdm(batches[rank::world_size], desc='validate', leave=False, disable=None if master else True):
         x, y = get_batch(val_bins, batch)
-        # smaller batches are not worth a compilation of their own
+        # smaller batches are too few to be worth a compilation
         eager = compile and x.shape[:2] != (micro_batch_size, block_size)
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
             token_losses = raw_model.token_losses(x, y, losses)
@@ -337,7 +337,7 @@ received = []  # (signal, time)
 
 
 def request_stop(signum, frame):
-    """The first signal ends the loop after its step, a second one ends the process at once."""
+    """Handles signals: the first ends the loop after its step, a second one ends the process at once."""
     now = time.monotonic()
     received.append((signum, now))
     # torchrun forwards signals, so a duplicate within 5 s is ignored
@@ -348,14 +348,14 @@ def request_stop(signum, frame):
 
 
 def check_finite(**values):
-    """Ends a run that diverged, before it updates or saves its weights."""
+    """Raises InputError if a value is not finite, before the run updates or saves its weights."""
     if not all(map(math.isfinite, values.values())):
         advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
         raise InputError(f'step {step}: {", ".join(f"{key} {value}" for key, value in values.items())}; {advice}')
 
 
 def print_setup():
-    """Prints the model, the batch, and surprising consequences of the settings."""
+    """Prints the model, the batch and the schedule."""
     c = raw_model.config
     interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
@@ -398,7 +398,7 @@ for step in range(first_step, max_steps):
         x, y = next(batches)
         if accumulates_in_buckets:  # gradients are exchanged once per step
             model.require_backward_grad_sync = k == accumulation - 1
-        with autocast:  # micro-batches have the same size, so the mean of their means is the mean over all tokens
+        with autocast:  # micro-batches have one size, so the mean of their means is the mean over all tokens
             micro_loss = model(x, y) / accumulation
         micro_loss.backward()
         loss_sum += micro_loss.detach()

@@ -3,8 +3,7 @@ Checkpoints of a run: train.py writes them and resumes from them.
 
     model, ckpt = load_checkpoint('out/mhf_tiny/ckpt.pt')
 
-A checkpoint is a dict with the entries KEYS. Its file gets its name by a rename, so a name always leads to a complete
-file.
+A checkpoint is a dict with the keys KEYS. It is written to a temporary file and renamed, so every ckpt*.pt is complete.
 """
 
 import atexit
@@ -28,7 +27,7 @@ from mhf.data import replace_durably
 from mhf.fused import FusedMHF
 from model import MHFConfig
 
-KEEP_CHECKPOINTS = 2  # numbered ones; a run whose ckpt.pt does not load resumes from the one before
+KEEP_CHECKPOINTS = 2  # numbered ones; if ckpt.pt does not load, a run resumes from the previous one
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
 
@@ -71,7 +70,7 @@ def check_kept(source, before, now):
 
 
 def check_same_data(path, before, now):
-    """Raises InputError if mhf.data.data_identity of a resumed run differs from that of its checkpoint."""
+    """Raises InputError if the data_identity (mhf/data.py) of a resumed run differs from that of its checkpoint."""
     changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
         new_run = f'--init_from={path.parent} and another --out_dir start a new run with its weights'
@@ -122,7 +121,7 @@ class Checkpoints:
             raise InputError(f'out_dir={self.folder} cannot be written ({e}); choose another') from None
 
     def unlock(self, path, file_lock):
-        """Releases out_dir, and deletes it if the run has written nothing."""
+        """Releases out_dir, and deletes it if it is empty."""
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -175,7 +174,7 @@ class Checkpoints:
             pending.result()
 
     def raise_if_failed(self):
-        """Raises the error of a write that has ended, so that a full disk stops a run at its next step."""
+        """Raises the error of a finished write, so that a full disk stops a run at its next step."""
         if self.pending and self.pending.done():
             self.wait()
 
@@ -186,14 +185,14 @@ class Checkpoints:
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # first: a run that is killed before ckpt.pt is replaced repeats these steps and writes ckpt_best.pt again
+            # before ckpt.pt: a run that is killed between the two repeats the steps since the previous checkpoint
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # numbered checkpoints of later steps are damaged or of an abandoned run, and are deleted too
+            # checkpoints of later steps are damaged, or of an abandoned run
             numbered = self.numbered()
             kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
             for number in numbered.keys() - kept:
@@ -206,7 +205,7 @@ class Checkpoints:
         tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
 
     def _link(self, path, name):
-        """Gives a checkpoint a second name, or copies it on a file system without hard links."""
+        """Creates a hard link to a checkpoint, or a copy on a file system without hard links."""
         try:
             os.link(path, self.second_temporary)
         except OSError:
@@ -214,8 +213,8 @@ class Checkpoints:
         replace_durably(self.second_temporary, self.folder / name)
 
     def describe_last(self):
-        """Returns a sentence about the last checkpoint of a run that stops."""
-        # if the last write fails, the previous checkpoint stays
+        """Returns a message that names the last checkpoint, for a run that stops."""
+        # if the pending write fails, the previous checkpoint is the last
         with contextlib.suppress(InputError):
             self.wait()
         if self.last_step is None:

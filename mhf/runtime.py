@@ -1,4 +1,4 @@
-"""The device, its precision and its compiler; the processes of a distributed run."""
+"""Device, precision and compiler; initialization, consistency checks and reductions for several processes."""
 
 import functools
 import importlib.util
@@ -95,7 +95,7 @@ def matmul_flops(dtype, size):
     """Returns the FLOP/s of a (size, size) product on one core, the best of 16."""
     x = torch.ones(size, size, dtype=dtype)
     threads = torch.get_num_threads()
-    # several threads would wait for each other when another process is busy
+    # with several threads, another busy process would delay all of them
     torch.set_num_threads(1)
     seconds = []
     for _ in range(16):
@@ -151,7 +151,7 @@ def peak_flops(device):
 
 
 # -----------------------------------------------------------------------------
-# the processes of a distributed run; a single process has no process group, and these functions return their argument
+# distributed runs; a single process has no process group: the collective functions return their argument
 
 
 def init_distributed(device=None, deterministic=False):
@@ -240,7 +240,7 @@ def barrier():
 
 
 def cleanup():
-    """Waits for all ranks, then leaves the process group: torchrun ends the other ranks as soon as one fails."""
+    """Waits for all ranks, then leaves the process group."""
     barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
