@@ -44,7 +44,7 @@ from model import MHFConfig
 
 
 def until(step):
-    """The settings of a run that ends early and is otherwise the same."""
+    """Returns the settings of a run that ends early and is otherwise the same."""
     return f'--max_steps={step}', '--lr_decay_steps=24'
 
 
@@ -576,9 +576,9 @@ def test_rank_0_chooses_the_precision(quick):
     """Without --dtype only rank 0 measures its CPU, and all ranks use its choice."""
     rates = 'from mhf import runtime\nruntime.matmul_flops = lambda dtype, size: {}'
     args = ('train.py', 'cfg.py', '--out_dir=b', '--dtype=None', '--compile=False', *until(2))
-    told = rank_variables(2)
+    variables = rank_variables(2)
     patches = [rates.format('dtype.itemsize % 4 + 1.0'), rates.format('1 / 0')]
-    done = wait_all([start(*args, cwd=quick, RANK=str(k), patch=patches[k], **told) for k in (0, 1)])
+    done = wait_all([start(*args, cwd=quick, RANK=str(k), patch=patches[k], **variables) for k in (0, 1)])
     assert [code for code, *_ in done] == [0, 0] and done[0][2].count('dtype=bfloat16: ') == 1, done
     assert weights(quick, 'b')['config']['dtype'] == 'bfloat16' and 'dtype' not in done[1][2]
 
@@ -592,10 +592,10 @@ def test_ranks_must_agree(quick, tmp_path):
     ok('prepare.py', 'cfg.py', cwd=other)
     before = snapshot(tmp_path)
     args = ('train.py', 'cfg.py', '--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
-    told = rank_variables(2)
+    variables = rank_variables(2)
     old = "import torch; torch.__version__ = '2.0.1'"
-    first = start(*args, cwd=quick, RANK='0', **told)
-    (code, _, errors), rest = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **told)])
+    first = start(*args, cwd=quick, RANK='0', **variables)
+    (code, _, errors), rest = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)])
     assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
     expected = ('seed=7 (rank 0: 42)', 'checkpoint step=16 (rank 0: 24)', 'training data=', 'torch version=2.0.1')
     assert all(difference in errors for difference in expected), errors
@@ -618,7 +618,7 @@ checkpoint.Checkpoints._write = lambda *args: (time.sleep(4), write(*args))
 
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
-    """When a rank dies the others end, and torchrun --max-restarts resumes from the newest checkpoint."""
+    """When a rank dies, the other ranks end, and torchrun --max-restarts resumes from the newest checkpoint."""
     command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume', '--max_steps=60', '--lr_decay_steps=60')
     master, other = ranks(2, *command, cwd=quick)
     while not (quick / 'b/ckpt_000008.pt').exists() and master.poll() is None:
