@@ -61,8 +61,8 @@ def larger_by(mistral, **documents):
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_json_equals_sentencepiece(tmp_path, mistral, layout):
     """
-    A tokenizer.json has the ids, strings and roles of the model that it was made from; texts are not truncated and get
-    no bos, special tokens in a text are plain text, and decoding gives the text.
+    A tokenizer.json has the ids, strings and roles of its SentencePiece model. Texts are not truncated and get no bos,
+    special tokens in a text are plain text, and decoding returns the text.
     """
     larger = larger_by(mistral, some=SAYINGS * 20)
     tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout, limit=5))
@@ -81,7 +81,7 @@ def test_json_equals_sentencepiece(tmp_path, mistral, layout):
 
 
 def test_byte_level_json(tmp_path):
-    """Tokens of a byte-level file have its strings, and ids that it skips are no tokens."""
+    """Token strings of a byte-level file are its keys, and ids that it skips have no token."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -114,7 +114,7 @@ def test_byte_level_json(tmp_path):
 
 
 def test_roles_of_a_json(tmp_path, mistral):
-    """bos, eos and pad are the tokens that the files next to a tokenizer.json name; a missing one is an error."""
+    """The files next to a tokenizer.json name bos, eos and pad; a missing role is an error."""
     path = write_json(tmp_path / 'tokenizer.json', mistral)
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
     both = dict(bos_token='<s>', eos_token='</s>')
@@ -138,7 +138,7 @@ def test_roles_of_a_json(tmp_path, mistral):
 
 
 def test_roles_of_other_tokenizers(mistral, tmp_path):
-    """Tekken has roles of its own; a SentencePiece model needs bos and eos, and eos is its pad."""
+    """Tekken names its bos, eos and pad; a SentencePiece model without bos or eos is refused."""
     tekken = get_tokenizer('tekken')
     assert [tekken.tokens[i] for i in (tekken.bos, tekken.eos, tekken.pad)] == [b'<s>', b'</s>', b'<pad>']
     for role, number in (('bos', 1), ('eos', 2)):
@@ -150,7 +150,7 @@ def test_roles_of_other_tokenizers(mistral, tmp_path):
 
 
 def test_huge_runs_of_spaces():
-    """A text with a million spaces in a row, for which tiktoken's regular expression is too slow, is encoded."""
+    """A text with a run of a million spaces, on which tiktoken's regular expression fails, is encoded."""
     tok = get_tokenizer('tekken')
     texts = ['a' + ' ' * 1_020_000 + 'b', '', ' \t' * 600_000, 'word ' * 200_000]
     encoded = tok.encode(texts)
@@ -159,7 +159,7 @@ def test_huge_runs_of_spaces():
 
 
 def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
-    """A hub id is downloaded at its revision, only its JSON, and not if the cache has it."""
+    """Only the JSON files of a hub id are downloaded, at its revision, unless they are cached."""
     import huggingface_hub
 
     asked = []
@@ -194,7 +194,7 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
 
 
 def test_data_of_two_json(tmp_path):
-    """Data of two files that are called tokenizer.json have a folder each."""
+    """Two files called tokenizer.json have different data folders."""
     folders = {
         'a/tokenizer.json': 'stdlib_a',
         'b/tokenizer.json': 'stdlib_b',
@@ -253,7 +253,7 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
             open_model(released=str(folder), tokenizer=name)
 
 
-def test_a_gap_is_no_token_of_a_standard_model(tmp_path, larger):
+def test_unused_ids_of_a_standard_model(tmp_path, larger):
     """Ids that the tokenizer.json of a Standard model skips have probability 0."""
     written = json.loads(open(larger.json).read())
     last = max(written['model']['vocab'], key=written['model']['vocab'].get)
