@@ -15,7 +15,7 @@ Reads the bins that prepare.py writes with the same config. Writes to out_dir: c
 last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
 143 and 130; for a checkpoint that takes over 30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a
 step depends only on (seed, step), so a run can resume on any number of processes. On a CPU, and with --deterministic on
-a GPU, a resumed run ends with the same bits as an uninterrupted one.
+a GPU, a resumed run ends with the same bits as an uninterrupted one. It may change only the settings in FREE_ON_RESUME.
 """
 
 import contextlib
@@ -35,23 +35,11 @@ import torch
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, command_line_names, configure
-from mhf.checkpoint import Checkpoints, check_kept, check_same_data
+from mhf import runtime
+from mhf.checkpoint import Checkpoints
 from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
 from mhf.released import check_vocabulary, init_model, make_config
-from mhf.runtime import (
-    all_reduce,
-    barrier,
-    check_same_on_all_ranks,
-    cleanup,
-    init_distributed,
-    is_rank0,
-    no_triton,
-    peak_flops,
-    pick_compile,
-    pick_dtype,
-    wrap_ddp,
-)
 from model import MHF
 
 # output
@@ -108,8 +96,8 @@ plain = False  # train model.MHF, slower and with more memory, instead of FusedM
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# A resumed run may change only these settings. dataset and data_dir may name another copy of the same bins, but of the
-# same data_format. Without dtype, the precision is that of the checkpoint.
+# The settings that a resumed run may change. `dataset` and `data_dir` may change to a copy of the same bins. dtype=None
+# means the checkpoint's precision.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -130,14 +118,14 @@ check_numbers(
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
-checkpoints = Checkpoints(out_dir, writes=is_rank0())
+checkpoints = Checkpoints(out_dir, writes=runtime.is_rank0())
 checkpoints.lock()
-rank, world_size, device = init_distributed(device, deterministic)
+rank, world_size, device = runtime.init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
-compile = pick_compile(compile, device)
-if kernels and device_type == 'cuda' and no_triton():
-    raise InputError(f'kernels=True: {no_triton()}; or omit --kernels')
+compile = runtime.pick_compile(compile, device)
+if kernels and device_type == 'cuda' and runtime.no_triton():
+    raise InputError(f'kernels=True: {runtime.no_triton()}; or omit --kernels')
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
@@ -150,10 +138,10 @@ tokens_per_step = batch_size * block_size
 Model = MHF if plain else FusedMHF
 resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
 model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
-source = checkpoints.last_path or init_from
+source = out_dir if resume else init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
-# a loaded model overrides a config file, but not the command line, in all settings of MHFConfig except these two
+# a loaded model keeps its architecture: all settings of MHFConfig except these two
 architecture = asdict(model.config).keys() & config.keys() - {'block_size', 'loss'} if model else set()
 run_config = config | {name: getattr(model.config, name) for name in architecture}
 
@@ -162,22 +150,27 @@ num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'
     raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-# paths may differ between machines
 same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
 same_on_all_ranks |= {'resume': resume, 'checkpoint step': first_step, 'device type': device_type}
 same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data': val_bins.fingerprint}
-check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
+runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
 
 table = get_table(run_config, meta)
 data = data_identity(meta, table, train_bins)
-kept = architecture & command_line_names()
-if ckpt:
-    kept |= config.keys() - architecture - FREE_ON_RESUME
-check_kept(source, ckpt['config'] if ckpt else run_config, {name: config[name] for name in sorted(kept)})
-if ckpt:
-    check_same_data(source, ckpt['data'], data)
-    if first_step >= max_steps and not auto_resume:
-        raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
+# a resumed run keeps its data and the settings outside FREE_ON_RESUME
+fixed = (config | data).keys() - FREE_ON_RESUME if ckpt else architecture
+# another architecture in a config file has no effect, but on the command line it is an error
+fixed = fixed - (architecture - command_line_names())
+old = ckpt['config'] | ckpt['data'] if ckpt else run_config
+new = config | data
+changes = [
+    f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in sorted(fixed) if new[name] != old.get(name)
+]
+if changes:
+    fix = f'undo the change, or start a new run with --init_from={source} and another --out_dir'
+    raise InputError(f'{source} was trained with {", ".join(changes)}, which must not change; {fix}')
+if ckpt and first_step >= max_steps and not auto_resume:
+    raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
 if model:
     check_vocabulary(model, source, meta, table)
     model.config.block_size = block_size
@@ -188,7 +181,7 @@ else:
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = Model(model_config, table, meta['unused_ids'])
         model.init_weights()
-dtype = pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
+dtype = runtime.pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
@@ -198,7 +191,7 @@ if unfrozen_end_layers:
 if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-model = wrap_ddp(raw_model) if world_size > 1 else raw_model
+model = runtime.wrap_ddp(raw_model) if world_size > 1 else raw_model
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
 # -----------------------------------------------------------------------------
@@ -209,11 +202,11 @@ def configure_optimizer():
     """AdamW: weight decay on E and the other matrices, none on vectors; E has a learning-rate multiplier."""
     E = raw_model.embed.weight
     trained = [p for p in raw_model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2 and p is not E]
+    other_matrices = [p for p in trained if p.dim() >= 2 and p is not E]
     vectors = [p for p in trained if p.dim() < 2]
     groups = [
         dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
-        dict(params=matrices, weight_decay=weight_decay, lr_mult=1.0),
+        dict(params=other_matrices, weight_decay=weight_decay, lr_mult=1.0),
         dict(params=vectors, weight_decay=0.0, lr_mult=1.0),
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
@@ -281,7 +274,7 @@ def evaluate():
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
             token_losses = raw_model.token_losses(x, y, losses)
         sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
-    means = (all_reduce(sums) / n).tolist()
+    means = (runtime.all_reduce(sums) / n).tolist()
     nats = means[-1]  # -log P(w), the same value unless the run trains the product loss
     return dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
 
@@ -382,7 +375,7 @@ if master:
     print_setup()
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, request_stop)
-peak = peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
+peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
 bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
@@ -403,7 +396,7 @@ for step in range(first_step, max_steps):
         micro_loss.backward()
         loss_sum += micro_loss.detach()
     stop_signal = received[0][0] if received else 0
-    shared = all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
+    shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
     mean_loss, any_signal = shared.tolist()
     if any_signal and not stop_signal:
@@ -430,15 +423,15 @@ for step in range(first_step, max_steps):
     is_best = False
     if validates:
         result = evaluate()
-        check_finite(val_loss=result['val_loss'])
-        is_best = result['val_loss'] < best_val_loss
-        best_val_loss = min(best_val_loss, result['val_loss'])
+        val_loss = result['val_loss']
+        check_finite(val_loss=val_loss)
+        is_best = val_loss < best_val_loss
+        best_val_loss = min(best_val_loss, val_loss)
     if validates and master:
         log(step=done, tokens=tokens, **result)
-        line = 'validation loss {val_loss:.4f}, {val_bpb:.4f} bits per byte'
-        if trains_product:
-            line += ', -log P(w) {val_nats:.4f} nats per token'
-        tqdm.write(f'step {done}: {line.format(**result)}{" (best)" if is_best else ""}')
+        nats = f', -log P(w) {result["val_nats"]:.4f} nats per token' if trains_product else ''
+        best = ' (best)' if is_best else ''
+        tqdm.write(f'step {done}: validation loss {val_loss:.4f}, {result["val_bpb"]:.4f} bits per byte{nats}{best}')
     if validates or stop_signal:
         state = dict(
             model=raw_model.state_dict(),
@@ -451,7 +444,7 @@ for step in range(first_step, max_steps):
             add_bos=True,  # prepare.py puts bos before each document
         )
         checkpoints.save(state, is_best)
-        barrier()  # rank 0 may have waited for the previous write
+        runtime.barrier()  # rank 0 may have waited for the previous write
     if stop_signal:
         break
 
@@ -460,7 +453,7 @@ for step in range(first_step, max_steps):
 
 bar.close()
 checkpoints.wait()
-cleanup()
+runtime.cleanup()
 if done < max_steps:
     if master:
         fix = 'resume with --init_from=resume'

@@ -61,22 +61,6 @@ def load_checkpoint(path, Model=FusedMHF):
     return model, ckpt
 
 
-def check_kept(source, before, now):
-    """Raises InputError if a setting in `now` differs from the one that the model of `source` was trained with."""
-    changed = [f'{name}={before.get(name)} (now {value})' for name, value in now.items() if before.get(name) != value]
-    if changed:
-        fix = 'which must not change; remove these settings'
-        raise InputError(f'{source} was trained with {", ".join(changed)}, {fix}')
-
-
-def check_same_data(path, before, now):
-    """Raises InputError if the data_identity (mhf/data.py) of a resumed run differs from that of its checkpoint."""
-    changed = [name for name, value in now.items() if before.get(name) != value]
-    if changed:
-        new_run = f'--init_from={path.parent} and another --out_dir start a new run with its weights'
-        raise InputError(f'{path} was trained on other data: {", ".join(changed)} differs; {new_run}')
-
-
 class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the last

@@ -42,8 +42,8 @@ def is_rank0():
 
 def pick_device(device=None):
     """
-    Returns the device to compute on: the requested one, else cuda if available, else cpu. mps must be requested, since
-    it is untested. Under torchrun, cuda is the GPU of this process. Raises InputError for an unavailable device.
+    Returns the requested device, else cuda if available, else cpu; mps is untested, so it must be requested. Under
+    torchrun, cuda is the GPU of this process. Raises InputError for an unavailable device.
     """
     device = str(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     if device == 'cuda':
@@ -60,8 +60,8 @@ def pick_device(device=None):
 def pick_dtype(dtype, device):
     """
     Returns the precision of matrix products: the requested one, else bfloat16 if a GPU supports it, or if a CPU
-    multiplies 1.2 x as fast in it as in float32. A CPU is measured on rank 0, whose choice counts for all ranks.
-    Raises InputError for an unsupported precision.
+    multiplies over 1.2 x as fast in it as in float32. Rank 0 measures its CPU, and all ranks use its choice. Raises
+    InputError for an unsupported precision.
     """
     if dtype not in (None, 'bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
@@ -73,30 +73,24 @@ def pick_dtype(dtype, device):
             raise InputError(f'dtype=bfloat16: {name} does not support it; use --dtype=float32')
         return dtype or ('bfloat16' if supported else 'float32')
     if dtype is None and device_type == 'cpu':
-        return broadcast_object(measure_dtype() if is_rank0() else None)
+        return all_gather_object(measure_dtype() if is_rank0() else None)[0]
     return dtype or 'float32'
 
 
 def measure_dtype():
     """Returns the faster precision of this CPU, and prints the measurement."""
-    # larger matrices take longer than a time slice, so other busy processes would disturb every measurement
-    for size in (256, 512):
-        rates = {name: matmul_flops(getattr(torch, name), size) for name in ('bfloat16', 'float32')}
-        # without bfloat16 instructions, a large product takes seconds
-        if rates['bfloat16'] < rates['float32'] / 2:
-            break
+    rates = {name: matmul_flops(getattr(torch, name)) for name in ('bfloat16', 'float32')}
     dtype = 'bfloat16' if rates['bfloat16'] > 1.2 * rates['float32'] else 'float32'
     measured = ', '.join(f'{rate / 1e9:,.0f} GFLOP/s in {name}' for name, rate in rates.items())
     print(f'dtype={dtype}: a core multiplies at {measured}', file=sys.stderr)
     return dtype
 
 
-def matmul_flops(dtype, size):
-    """Returns the FLOP/s of a (size, size) product on one core, the best of 16."""
-    x = torch.ones(size, size, dtype=dtype)
+def matmul_flops(dtype, size=256):
+    """Returns the FLOP/s of a (size, size) matrix product on one core: the fastest of 16."""
+    x = torch.ones(size, size, dtype=dtype)  # a larger product takes seconds without bfloat16 instructions
     threads = torch.get_num_threads()
-    # with several threads, another busy process would delay all of them
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # with several threads, another busy process would delay all of them
     seconds = []
     for _ in range(16):
         start = time.perf_counter()
@@ -193,15 +187,6 @@ def all_gather_object(value):
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=host_group())
     return gathered
-
-
-def broadcast_object(value):
-    """Returns the value of rank 0."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=host_group())
-    return values[0]
 
 
 def check_same_on_all_ranks(values):
