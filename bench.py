@@ -353,7 +353,7 @@ BENCHMARKS = dict(train=bench_train, profile=bench_profile, generate=bench_gener
 
 
 def check_settings():
-    check_numbers(config, above_zero='repeats gpus batch_size micro_batch_size block_size max_steps')
+    check_numbers(config, 'repeats gpus batch_size micro_batch_size block_size max_steps', low=1)
     for setting, names in dict(benchmarks=BENCHMARKS, variants=VARIANTS, gpu=GPU_MEMORY).items():
         for name in set(config[setting].split(',')).difference(names):
             near = did_you_mean(name, names)

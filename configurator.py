@@ -42,7 +42,7 @@ def install_excepthook():
     """
     sys.stdout.reconfigure(errors='replace')
     sys.excepthook = print_error
-    atexit.register(output_is_closed)
+    atexit.register(stdout_is_closed)
     for argument in sys.argv[1:]:
         if re.search('[\ud800-\udfff]', argument):
             encoding = sys.getfilesystemencoding()
@@ -52,12 +52,12 @@ def install_excepthook():
 def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         print(f'error: {error}', file=sys.stderr)
-    elif not (isinstance(error, BrokenPipeError) and output_is_closed('\n')):
+    elif not (isinstance(error, BrokenPipeError) and stdout_is_closed('\n')):
         sys.__excepthook__(error_class, error, traceback)
 
 
-def output_is_closed(text=''):
-    """Writes text to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
+def stdout_is_closed(text=''):
+    """Writes `text` to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
     try:
         print(end=text, flush=True)
     except BrokenPipeError:
@@ -72,20 +72,12 @@ def did_you_mean(word, known):
     return f"; did you mean '{near[0]}'?" if near else ''
 
 
-def check_numbers(settings, above_zero='', not_negative='', below=None):
-    """
-    Raises InputError if a setting is out of range. above_zero and not_negative: names, separated by spaces; below:
-    {name: limit} of settings from 0 to below a limit.
-    """
-    for name in above_zero.split():
-        if not 0 < settings[name] < math.inf:
-            raise InputError(f'{name}={settings[name]}: must be above 0')
-    for name in not_negative.split():
-        if not 0 <= settings[name] < math.inf:
-            raise InputError(f'{name}={settings[name]}: must not be negative')
-    for name, limit in (below or {}).items():
-        if not 0 <= settings[name] < limit:
-            raise InputError(f'{name}={settings[name]}: must be from 0 to below {limit}')
+def check_numbers(settings, names, low=0, below=math.inf):
+    """Raises InputError unless the settings `names`, separated by spaces, are in [low, below)."""
+    for name in names.split():
+        if not low <= settings[name] < below:
+            limit = f' and below {below}' if below < math.inf else ''
+            raise InputError(f'{name}={settings[name]}: must be at least {low}{limit}')
 
 
 def settings_source(script):
@@ -122,28 +114,26 @@ def coerce(key, value, default):
     raise InputError(f'{key}={value!r} is {type(value).__name__}, expected {type(default).__name__} (like {default!r})')
 
 
-def parse_value(text, default):
-    """Returns the value of --key=text: a Python literal, or the text itself if it is none or the default is text."""
-    if isinstance(default, str):
-        return text
-    try:
-        return ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-
-
 def parse_flag(argument, script, defaults):
-    """Returns {key: value} of an argument --key=value, or --key of a setting that is True or False or None."""
+    """
+    Returns {key: value} of an argument --key=value, or --key of a setting that is True or False or None. The value is a
+    Python literal, or text if it is not a literal or the default is text.
+    """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
         owner = next((other for other in SCRIPTS if key in settings_of(other)), None)
         hint = f' ({owner} has it)' if owner else did_you_mean(key, defaults)
         raise InputError(f"unknown setting '--{key}' of {script}{hint}")
-    if equals:
-        return {key: parse_value(text, defaults[key])}
-    if isinstance(defaults[key], bool | None):
+    if not equals and isinstance(defaults[key], bool | None):
         return {key: True}
-    raise InputError(f'--{key} needs a value: --{key}=...')
+    if not equals:
+        raise InputError(f'--{key} needs a value: --{key}=...')
+    if isinstance(defaults[key], str):
+        return {key: text}
+    try:
+        return {key: ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))}
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return {key: text}
 
 
 def read_config(path):
@@ -169,9 +159,7 @@ def print_help(scope):
     """Prints a script's docstring and its settings, in their groups."""
     settings = re.sub(r'^(\w+) = ', r'--\1=', settings_source(Path(scope['__file__']).name), flags=re.MULTILINE)
     groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
-    print(scope['__doc__'].strip())
-    print('\nsettings:\n')
-    print(textwrap.indent(groups.lstrip('\n'), '  '))
+    print(f'{scope["__doc__"].strip()}\n\nsettings:\n\n{textwrap.indent(groups.lstrip(), "  ")}')
 
 
 def configure(scope):
@@ -179,10 +167,8 @@ def configure(scope):
     Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
     settings as a dict. Raises one InputError with all problems.
     """
-    defaults = {}
-    for key, value in scope.items():
-        if key.islower() and not key.startswith('_') and isinstance(value, bool | int | float | str | None):
-            defaults[key] = value
+    names = [name for name in scope if name.islower() and not name.startswith('_')]
+    defaults = {name: scope[name] for name in names if isinstance(scope[name], bool | int | float | str | None)}
     if scope['__name__'] != '__main__':
         return defaults
     install_excepthook()

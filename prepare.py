@@ -335,7 +335,8 @@ def report(job, counts):
 
 def main(config):
     """Prepares the part of the data set that the config names. Raises InputError."""
-    check_numbers(config, above_zero='val_bytes', not_negative='num_hashes')
+    check_numbers(config, 'val_bytes', low=1)
+    check_numbers(config, 'num_hashes')
     if not 1e-9 < config['val_fraction'] < 1:
         raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     part, parts = parse_part(config['part'])

@@ -42,7 +42,8 @@ if out_dir and released:
     raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
 if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
     raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
-check_numbers(config, above_zero='num_samples max_new_tokens', below=dict(seed=2**64))
+check_numbers(config, 'num_samples max_new_tokens', low=1)
+check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)
 compile = pick_compile(compile, device)
 if start.startswith('FILE:'):

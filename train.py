@@ -55,7 +55,7 @@ data_format = 'signatures'  # signatures | ids
 # initialization
 init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | an out_dir, released folder or hub id
 auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for a cluster that repeats its command
-seed = 42  # of the weights and of the order of the data
+seed = 42  # of the weights and the order of the data
 # batch
 batch_size = 256  # sequences per step, over all processes; gradient accumulation follows from it
 micro_batch_size = 8  # sequences per process and forward pass
@@ -108,13 +108,11 @@ FREE_ON_RESUME = {
 # setup: settings and processes
 
 sys.stdout.reconfigure(line_buffering=True)  # a redirected log receives every line at once
-check_numbers(
-    config,
-    above_zero='batch_size micro_batch_size block_size max_steps eval_interval log_interval learning_rate '
-    'embedding_lr_mult',
-    not_negative='warmup_steps lr_decay_steps weight_decay grad_clip num_hashes unfrozen_end_layers',
-    below=dict(seed=2**64, beta1=1, beta2=1),
-)
+check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
+check_numbers(config, 'learning_rate embedding_lr_mult warmup_steps lr_decay_steps weight_decay grad_clip')
+check_numbers(config, 'num_hashes unfrozen_end_layers')
+check_numbers(config, 'beta1 beta2', below=1)
+check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
@@ -216,7 +214,7 @@ optimizer = configure_optimizer()
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
     ckpt = None  # frees its memory
-# after one backward pass on zeros, every .grad is a view of a DDP bucket, so gradients exist once
+# after a backward pass on zeros, every .grad is a view of a DDP bucket, which saves the memory of a second copy
 accumulates_in_buckets = world_size > 1 and accumulation > 1
 if accumulates_in_buckets:
     zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
@@ -343,6 +341,7 @@ def request_stop(signum, frame):
 def check_finite(**values):
     """Raises InputError if a value is not finite, before the run updates or saves its weights."""
     if not all(map(math.isfinite, values.values())):
+        checkpoints.wait()
         advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
         raise InputError(f'step {step}: {", ".join(f"{key} {value}" for key, value in values.items())}; {advice}')
 

@@ -44,7 +44,7 @@ def test_accepts(tmp_path):
 
 @pytest.mark.parametrize('setting, value', [('out_dir', '~'), ('dataset', 'a.txt,~/b.txt@2e9'), ('data_dir', '~/x')])
 def test_paths_are_expanded(tmp_path, setting, value):
-    """~ at the start of a path is the home folder, on the command line and in a file, but not in a prompt."""
+    """~ at the start of a path becomes the home folder, on the command line and in a file, but not in a prompt."""
     expanded = value.replace('~', str(Path.home()))
     assert train(tmp_path, '', f'--{setting}={value}')[setting] == expanded
     assert train(tmp_path, f'{setting} = {value!r}')[setting] == expanded
@@ -67,7 +67,7 @@ for _ in range(lines):
 
 
 def prints(folder, *argv, command='exec {python} a.py "$@"', **environment):
-    """Runs a script that prints --lines=n lines, by a shell's command. Returns the finished process."""
+    """Runs a script that prints --lines=n lines in a shell. Returns a subprocess.CompletedProcess."""
     (folder / 'a.py').write_text(PRINTS, encoding='utf-8')
     command = ['sh', '-c', command.format(python=sys.executable), 'sh', *argv]
     environment = os.environ | dict(PYTHONPATH=str(REPO)) | environment
@@ -82,13 +82,13 @@ def test_characters_that_the_output_lacks_are_replaced(tmp_path):
 
 @pytest.mark.parametrize('lines', [1, 10_000])
 def test_a_closed_pipe(tmp_path, lines):
-    """A script ends silently if the reader of its output ends, in its middle and at its end."""
+    """A script ends silently if the reader of its output exits, during the output and at its end."""
     done = prints(tmp_path, f'--lines={lines}', command='(sleep 0.2; {python} a.py "$@") | head -0')
     assert done.stderr == b''
 
 
 def test_an_argument_that_is_not_text(tmp_path):
-    """An argument with a byte that is not UTF-8 is refused in one line before any work."""
+    """An argument with invalid UTF-8 is refused in one line before any work."""
     done = prints(tmp_path, b'--lines=\xff')
     assert done.returncode == 1 and done.stdout == b'' and done.stderr.count(b'\n') == 1
     assert done.stderr == b"error: argument '--lines=\\udcff' is not valid utf-8; encode it as utf-8\n"
@@ -119,7 +119,7 @@ REFUSED = [
 
 @pytest.mark.parametrize('wrong, culprit', REFUSED)
 def test_refuses(tmp_path, wrong, culprit):
-    """Unknown names, wrong types and errors of a config file are named in one line."""
+    """Unknown names, wrong types and errors in a config file are reported in one line."""
     with pytest.raises(InputError, match=culprit) as e:
         train(tmp_path, '', *wrong.split()) if wrong.startswith('--') else train(tmp_path, wrong)
     assert '\n' not in str(e.value)
@@ -127,7 +127,7 @@ def test_refuses(tmp_path, wrong, culprit):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """A function that replaces the scripts by scripts with the given texts."""
+    """Returns a function that replaces the repository's scripts by scripts with the given texts."""
 
     def write(**texts):
         for name, text in texts.items():
@@ -178,7 +178,7 @@ def test_expressions(scripts, tmp_path, monkeypatch, capsys):
 
 
 def test_configs_inherit(monkeypatch, tmp_path):
-    """A variant of a config inherits its settings and overrides some."""
+    """A config that starts with `from config.NAME import *` inherits its settings and overrides some."""
     file = 'from config.mhf_100m import *\n\nnum_layers = 3\n'
     monkeypatch.chdir(tmp_path)
     got = train(tmp_path, file)
@@ -196,7 +196,7 @@ pairs = st.lists(st.tuples(names, st.builds(repr, JSON_VALUES) | st.sampled_from
 @settings(max_examples=FUZZ, deadline=None)
 @given(pairs, pairs)
 def test_fuzz(tmp_path_factory, on_the_command_line, in_the_file):
-    """Any setting or config file results in values of the right types or an InputError, and writes nothing."""
+    """Any setting or config file results in values of the right types or in an InputError, and no file is written."""
     folder = tmp_path_factory.mktemp('c')
     file = ''.join(f'{k} = {v}\n' for k, v in in_the_file)
     defaults = settings_of('train.py')
@@ -217,10 +217,10 @@ def test_help(script, tmp_path):
 
 
 def test_scripts_agree_on_defaults():
-    """A setting that two scripts share has one default, and MHFConfig has those of train.py."""
+    """A setting that two scripts share has one default, and MHFConfig has the defaults of train.py."""
     all_settings = [settings_of(s) for s in configurator.SCRIPTS]
     for key in known:
-        # an empty path is found by sample.py and eval.py; expand.py writes the tokenizer that the others read
+        # sample.py and eval.py find the newest out_dir; expand.py writes the tokenizer that the others read
         if key not in ('out_dir', 'tokenizer', 'seed'):
             assert len({repr(s[key]) for s in all_settings if key in s}) == 1, key
     train = settings_of('train.py')

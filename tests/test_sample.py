@@ -85,7 +85,7 @@ def test_seeds(trained):
     assert f'seed {2**64 - 1}' in ok(*args, f'--seed={2**64 - 1}', cwd=trained).stderr
     for seed in (2**64, -1):
         done = run(*args, f'--seed={seed}', cwd=trained)
-        assert done.returncode == 1 and done.stderr == f'error: seed={seed}: must be from 0 to below {2**64}\n'
+        assert done.returncode == 1 and done.stderr == f'error: seed={seed}: must be at least 0 and below {2**64}\n'
 
 
 def test_compiled(trained):
