@@ -1,4 +1,4 @@
-"""Bad input gives one clear line, exit code 1 and no traceback, and changes no file."""
+"""Bad input ends a script with one clear line and exit code 1, without a traceback, and changes no file."""
 
 import gzip
 import json
@@ -79,14 +79,14 @@ def damaged_release(folder):
 
 
 def full_table(folder):
-    """Writes full/: a model whose B has room for mistral's tokens and few more."""
+    """Writes full/: a model whose hash id has buckets for mistral's tokens and few more."""
     m = random_model(num_hashes=1, num_buckets=32800, num_layers=1, vocab_size=300, dtype=torch.float32)
     m.replace_vocabulary(signature_table(get_tokenizer('mistral').tokens, 1, 32800, pad_id=2), pad_id=2)
     save_pretrained(m, folder / 'full', 'mistral')
 
 
 def piqa(data, suffix=''):
-    """Returns a setup that writes a local file of the task."""
+    """Returns a setup that writes a local file of the task piqa."""
     return file(f'piqa_validation.jsonl{suffix}', data)
 
 
@@ -94,7 +94,7 @@ TRAIN_BIN = 'bins/train_000000.bin'
 noise = random.Random(0).randbytes(9999)
 older_meta = file('bins/meta.json', b'{"complete": true, "splits": {}}')
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
-# how most commands start
+# beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
 MORE = 'train.py cfg.py --init_from=resume --max_steps=30 '
@@ -164,7 +164,6 @@ BAD = [
         says='prefix () is full',
     ),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
-    Bad('no such loss', TRAIN + '--loss=exat', says="loss='exat'"),
     Bad('no steps', TRAIN + '--max_steps=0', says='max_steps=0'),
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
@@ -185,23 +184,17 @@ BAD = [
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
-    Bad('export of nothing', 'mhf.released nowhere x', says='no checkpoint at nowhere/ckpt.pt'),
     Bad('export over a folder', 'mhf.released out bins', says='bins already exists'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
     Bad('foreign checkpoint', 'sample.py cfg.py', 'not a checkpoint', file('out/ckpt.pt', b'hello')),
-    Bad('another tokenizer than the checkpoint', 'sample.py cfg.py --tokenizer=tekken', says="'tekken'"),
-    Bad('top_k of 0', 'sample.py cfg.py --top_k=0', says='top_k=0'),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('top_p of 0', 'sample.py cfg.py --top_p=0', says='top_p=0'),
-    Bad('temperature below 0', 'sample.py cfg.py --temperature=-1', says='temperature=-1'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
-    Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
     Bad('released of another tokenizer', 'sample.py --released=small', 'the model 300', released()),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
-    Bad('expand by a missing file', EXPAND + '--corpora=xx.jsonl', says='xx.jsonl'),
     Bad('expand by too many tokens', EXPAND + '--corpora=docs.jsonl@2000000000', says='at most 1,000,000'),
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
@@ -224,14 +217,12 @@ BAD = [
     Bad('text without bos', TEXT + 'docs.jsonl --bos=False', says='bits_per_byte has bos before every document'),
     Bad('text of another kind', TEXT + 'e.pdf', 'e.pdf: expected .txt', file('e.pdf', b'%PDF')),
     Bad('not card660', EVAL + '--tasks=card660 --benchmark_dir=bins', says='dataset.tsv'),
-    Bad('eval without a checkpoint', 'eval.py --out_dir=nothing', says='nothing: no such folder'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="not the one of the model, 'mistral'"),
     Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
     Bad('benchmarks without the hub', EVAL + '--tasks=piqa', says='for --benchmark_dir'),
     Bad('a truncated benchmark', PIQA, 'piqa_validation.jsonl.gz', piqa(gzip.compress(noise)[:500], '.gz')),
     Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
-    Bad('unknown gpu', 'bench.py --plan --gpu=H10', says="did you mean 'H100'"),
     Bad('a batch that does not divide', 'bench.py --plan --gpus=3', says='micro_batch_size=8 x gpus=3'),
 ]
 
@@ -243,7 +234,7 @@ def test_bad_input(bad, copy):
     before = snapshot(copy)
     done = run(*bad.command.split(), cwd=copy, **variables if isinstance(variables, dict) else {})
     assert done.returncode == 1, (done.stdout, done.stderr)
-    # neither the measured precision nor a progress bar is part of the error
+    # the measured precision and progress bars are not part of the error
     lines = [line for line in done.stderr.splitlines() if line.strip() and not re.search('^dtype=|%\\|', line)]
     assert len(lines) == 1 and lines[0].startswith('error: ') and bad.says in lines[0], done.stderr
     assert snapshot(copy) == before
