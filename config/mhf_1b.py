@@ -1,5 +1,5 @@
 # The paper's 1B H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
-# Ablations are one override away: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id (then --out_dir too).
+# Ablations: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id, each with another --out_dir.
 # 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; their bins take 839 GB, with --data_format=ids 210 GB.
 out_dir = 'out/mhf_1b'
 dataset = 'fineweb-edu:sample-100BT'

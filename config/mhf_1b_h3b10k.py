@@ -1,4 +1,4 @@
-# The paper's 1B H3B10K; 10,624 is the released code's and the appendix's B, the main text says 10,240.
+# The paper's 1B H3B10K; B = 10,624 in the released code and the appendix; the main text says 10,240.
 from config.mhf_1b import *
 
 out_dir = 'out/mhf_1b_h3b10k'

@@ -27,15 +27,15 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-# a CPU interprets the kernels of mhf/kernels.py; Triton reads this at its import. `make gpu` sets it to 0
+# on a CPU, Triton interprets the kernels of mhf/kernels.py; Triton reads the variable when it is imported
 os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
-# how many examples of damage a fuzz test tries
+# examples per fuzz test
 FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 
 
 def __getattr__(name):
-    """Returns a helper of test_mhf.py, which imports torch and our modules, so only when a test uses it."""
+    """Returns a helper of test_mhf.py, imported only when a test uses it, because test_mhf.py imports torch."""
     if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'sizes', 'write_released'):
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
@@ -44,7 +44,7 @@ def __getattr__(name):
 # -----------------------------------------------------------------------------
 # scripts
 
-# variables of every script; libraries read them at their import, so the fork server needs them, too
+# variables of every script, set in the fork server, because libraries read them when they are imported
 ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
 # the libraries that the scripts import; every child imports our own modules itself
 PRELOADED = """
@@ -60,7 +60,7 @@ def fork_server():
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # torchrun's variables are not for the scripts
+        # if pytest itself runs under torchrun
         for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
             patch.delenv(name, raising=False)
         for name, value in ENVIRONMENT.items():
@@ -74,7 +74,7 @@ def child(script, args, cwd, environment, patch, output):
     atexit._clear()  # the parent's
     # a process group of its own, which can be killed with all its workers
     os.setsid()
-    # a daemon may not have processes of its own
+    # multiprocessing forbids a daemon to start processes
     multiprocessing.current_process().daemon = False
     for number, name in ((1, 'stdout'), (2, 'stderr')):
         with open(f'{output}/{name}', 'wb') as file:
@@ -91,7 +91,7 @@ def child(script, args, cwd, environment, patch, output):
         else:
             runpy.run_module(script, run_name='__main__', alter_sys=True)
     except SystemExit:
-        # multiprocessing ends as Python does
+        # multiprocessing exits with the same code as Python
         raise
     except BaseException as e:
         frames = e.__traceback__
@@ -103,7 +103,7 @@ def child(script, args, cwd, environment, patch, output):
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
     finally:
-        # as at the end of Python; multiprocessing does not call them
+        # Python calls these two when it exits, multiprocessing does not
         threading._shutdown()
         atexit._run_exitfuncs()
 
@@ -117,7 +117,7 @@ class Forked:
             Path(self.output.name, name).touch()
         path = str(REPO / script) if script.endswith('.py') else script
         everything = (path, args, str(cwd), environment, patch, self.output.name)
-        # a daemon doesn't outlive pytest
+        # a daemon does not outlive pytest
         self.process = fork_server().Process(target=child, args=everything, daemon=True)
         self.process.start()
         self.pid = self.process.pid
@@ -151,13 +151,13 @@ def start(script, *args, cwd, torchrun=None, patch='', **environment):
     if torchrun is not None:
         command = [*torchrun, str(REPO / script), *args]
         patch = f'import sys; from torch.distributed.run import main; sys.exit(main({command!r}))'
-        # else restarted workers may meet the addresses of dead ones
+        # otherwise restarted workers may connect to the addresses of dead ones
         environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment
     return Forked(script, args, cwd, environment, patch)
 
 
 def started(script, *args, cwd, wait_for, **options):
-    """start(), and waits until the script has written the file `wait_for`, or has ended."""
+    """Calls start() and waits until the script has written the file `wait_for` or has ended."""
     process = start(script, *args, cwd=cwd, **options)
     deadline = time.monotonic() + 120
     while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
@@ -166,7 +166,7 @@ def started(script, *args, cwd, wait_for, **options):
 
 
 def run(script, *args, cwd, timeout=300, **options):
-    """start(), and waits for the end. Returns .returncode, .stdout and .stderr."""
+    """Runs a script to its end; the arguments are those of start(). Returns a subprocess.CompletedProcess."""
     process = start(script, *args, cwd=cwd, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -177,7 +177,7 @@ def run(script, *args, cwd, timeout=300, **options):
 
 
 def ok(*args, **options):
-    """run() of a script that must succeed."""
+    """Calls run() and asserts that the script succeeds."""
     done = run(*args, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -201,11 +201,11 @@ def wait_all(processes, timeout=200):
 
 
 def run_ranks(number, script, *args, **options):
-    """ranks() to their end. Returns [(returncode, stdout, stderr)]."""
+    """Calls ranks() and waits for all processes. Returns [(returncode, stdout, stderr)]."""
     return wait_all(ranks(number, script, *args, **options))
 
 
-# a patch that runs {do} in the {n}-th forward pass of training
+# a patch that executes {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
 from mhf.fused import FusedMHF
@@ -232,7 +232,7 @@ def free_port():
 
 CONFIG = """
 # the small run of these tests
-_d = 32  # a name of the file's own
+_d = 32  # private to this file
 out_dir = 'out'
 dataset = 'docs.jsonl'
 data_dir = 'bins'
@@ -263,7 +263,7 @@ num_samples = 2
 
 
 def library_texts(size=math.inf):
-    """About `size` characters of the standard library, which every machine has: a text for each module."""
+    """Returns a list of texts, modules of the standard library, of about `size` characters in total."""
     texts = []
     for path in sorted(Path(sysconfig.get_paths()['stdlib']).glob('*.py')):
         if size < 0:
@@ -274,7 +274,7 @@ def library_texts(size=math.inf):
 
 
 def real_documents():
-    """30 modules of the standard library."""
+    """Returns 30 modules of the standard library."""
     return [t for t in map(str.strip, library_texts()) if 1000 < len(t) < 12000][:30]
 
 
@@ -294,7 +294,7 @@ def mistral():
 
 
 def small_run(folder, texts, more=''):
-    """Creates documents, a config, bins and a trained checkpoint in a folder, and returns it."""
+    """Creates documents, a config, bins and a trained checkpoint in a folder. Returns the folder."""
     write_jsonl(folder / 'docs.jsonl', texts)
     (folder / 'cfg.py').write_text(CONFIG + more)
     ok('prepare.py', 'cfg.py', cwd=folder)
@@ -309,7 +309,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def few(tmp_path_factory):
-    """Like `trained`, with steps of a fifth of the time; 24 of them are three epochs of a small corpus."""
+    """Like `trained`, but a step takes a fifth of the time; 24 steps are three epochs of a small corpus."""
     texts = [text[:1200] for text in real_documents()[:3]]
     more = 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
     return small_run(tmp_path_factory.mktemp('few'), texts, more)
@@ -344,7 +344,7 @@ def weights(folder, out='out'):
 
 
 def assert_same(a, b):
-    """Asserts that nested dicts and lists of tensors and values are equal in every bit."""
+    """Asserts that nested dicts and lists of tensors and values are bit-identical."""
     import torch
 
     assert type(a) is type(b)
@@ -395,7 +395,7 @@ def newest(folder):
     return json.loads(max(Path(folder).glob('**/results_*.json'), key=lambda path: path.name).read_text())
 
 
-# three choices, then the number of the right one, which is the longest; in two of four it is the first
+# three choices, then the index of the right one, which is the longest; in two of four it is the first
 QUESTIONS = [('alpha 1', 'b', 'cc', 0), ('a', 'beta 2', 'c', 1), ('aa', 'b', 'gamma 3', 2), ('delta', 'bb', 'cc', 0)]
 TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]
 LAMBADA = [dict(text=f'he went to the old {w}') for w in ('house', 'river', 'garden', 'school')]
@@ -403,38 +403,37 @@ SCIQ = ('long right', 'd', 'other right', 'e')
 
 
 def small_tasks(folder):
-    """Writes a few documents for each of the paper's tasks in the hub's schema -> the set of right continuations."""
+    """Writes a few documents for each of the paper's tasks in the hub's schema. Returns the right continuations."""
     letters = 'ABCD'
-
-    def lettered(q):
-        return dict(choices=dict(text=list(q[:3]), label=list(letters[:3])), answerKey=letters[q[3]], id=q[0])
-
-    def write(name, rows, *splits):
-        for split in splits:
-            write_rows(folder / f'{name}_{split}.jsonl', rows)
-
-    def each(row, questions=QUESTIONS):
-        return [row(q) for q in questions]
-
-    write('lambada_openai', LAMBADA, 'test')
-    write('lambada_standard', LAMBADA, 'test')
-    write('arc_easy', each(lambda q: dict(question='Which?', **lettered(q))) * 3, 'train', 'test')
-    write('openbookqa', each(lambda q: dict(question_stem='It is', **lettered(q))) * 3, 'train', 'test')
-    copa = dict(premise='It rained.', question='cause', idx=0)
-    write('copa', each(lambda q: dict(copa, choice1=q[0], choice2=q[1], label=q[3]), TWO_CHOICES), 'validation')
-    write('piqa', each(lambda q: dict(goal='Do.', sol1=q[0], sol2=q[1], label=q[3]), TWO_CHOICES), 'validation')
+    labeled = [dict(choices=dict(text=q[:3], label=list('ABC')), answerKey=letters[q[3]], id=q[0]) for q in QUESTIONS]
+    arc = [dict(question='Which?', **fields) for fields in labeled] * 3
+    openbook = [dict(question_stem='It is', **fields) for fields in labeled] * 3
+    race = [[dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])] for q in QUESTIONS]
     hella = dict(ind=0, activity_label='Act', ctx_a='He', ctx_b='runs', ctx='He runs', split='', split_type='')
     hella |= dict(source_id='')
-    write('hellaswag', each(lambda q: dict(hella, endings=[*q[:3], 'z'], label=str(q[3]))), 'validation')
-    race = [[dict(question='Which?', answer=letters[q[3]], options=[*q[:3], 'z'])] for q in QUESTIONS]
-    write('race_high', [dict(article='Text.', problems=str(problems)) for problems in race], 'test')
+    copa = dict(premise='It rained.', question='cause', idx=0)
     sciq = dict(question='Which?', distractor1='aa', distractor2='b', distractor3='cc', support='S.')
-    write('sciq', [dict(sciq, correct_answer=w) for w in SCIQ], 'validation')
     siqa = dict(context='C.', question='Q?')
-    rows = each(lambda q: dict(siqa, answerA=q[0], answerB=q[1], answerC=q[2], label=str(q[3] + 1)))
-    write('social_i_qa', rows * 3, 'validation')
     record = dict(passage='Text.\n@highlight\nOne', query='It was @placeholder .', idx=dict(passage=0, query=0))
     record |= dict(entity_spans=dict(text=[], start=[], end=[]))
-    write('record', each(lambda q: dict(record, entities=list(q[:3]), answers=[q[q[3]]])), 'validation')
-    right = {q[q[3]] for q in (*QUESTIONS, *TWO_CHOICES)} | {r['text'].split()[-1] for r in LAMBADA} | set(SCIQ)
+    tasks = {
+        'lambada_openai_test': LAMBADA,
+        'lambada_standard_test': LAMBADA,
+        'arc_easy_train': arc,
+        'arc_easy_test': arc,
+        'openbookqa_train': openbook,
+        'openbookqa_test': openbook,
+        'copa_validation': [dict(copa, choice1=a, choice2=b, label=right) for a, b, _, right in TWO_CHOICES],
+        'piqa_validation': [dict(goal='Do.', sol1=a, sol2=b, label=right) for a, b, _, right in TWO_CHOICES],
+        'hellaswag_validation': [dict(hella, endings=[*q[:3], 'z'], label=str(q[3])) for q in QUESTIONS],
+        'race_high_test': [dict(article='Text.', problems=str(problems)) for problems in race],
+        'sciq_validation': [dict(sciq, correct_answer=answer) for answer in SCIQ],
+        'social_i_qa_validation': [
+            dict(siqa, answerA=a, answerB=b, answerC=c, label=str(right + 1)) for a, b, c, right in QUESTIONS * 3
+        ],
+        'record_validation': [dict(record, entities=q[:3], answers=[q[q[3]]]) for q in QUESTIONS],
+    }
+    for name, rows in tasks.items():
+        write_rows(folder / f'{name}.jsonl', rows)
+    right = {q[q[3]] for q in (*QUESTIONS, *TWO_CHOICES)} | {row['text'].split()[-1] for row in LAMBADA} | set(SCIQ)
     return right | {f'- It was {q[q[3]]} .' for q in QUESTIONS}

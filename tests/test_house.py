@@ -19,7 +19,7 @@ def imported(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # from mhf import kernels: a module; from mhf.data import Bins: not one
+            # an imported name may be a module: from mhf import kernels
             names |= {f'{node.module}.{alias.name}' for alias in node.names} | {node.module}
     modules = {'.'.join(file.relative_to(REPO).with_suffix('').parts) for file in REPO.glob('[!.]*/*.py')}
     modules |= {file.stem for file in REPO.glob('*.py')}
@@ -42,7 +42,7 @@ def test_imports_point_one_way():
             del imports[name]
 
 
-# stands in for a Python of a version, and notes its arguments
+# simulates a Python of another version and records its arguments
 PYTHON = """#!/bin/sh
 echo "$@" >> calls
 if [ "$1" = -c ]; then exec {python} -c "import sys; sys.version = '{version}'; sys.version_info = ({tuple}); $2"; fi
