@@ -51,11 +51,11 @@ def load_checkpoint(path, Model=FusedMHF):
         if missing:
             raise ValueError(f'no {", ".join(missing)} in it')
         model = build_on_meta(MHFConfig(**ckpt['model_config']), Model)
-        # copies, because a training run may replace the mapped file
+        # copied out of the mapped file, because a training run may replace it
         load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; train.py writes one there') from None
-    except Exception as e:  # zip, pickle and torch raise many kinds
+    except Exception as e:  # zipfile, pickle and torch raise many types
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}') from None
     return model, ckpt
@@ -63,8 +63,8 @@ def load_checkpoint(path, Model=FusedMHF):
 
 class Checkpoints:
     """
-    The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the last
-    KEEP_CHECKPOINTS also have a name with their step, ckpt_000123.pt. All ranks call save(); a thread of the rank with
+    The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the newest
+    KEEP_CHECKPOINTS also exist as ckpt_000123.pt, named by their step. All ranks call save(); a thread of the rank with
     writes=True writes the files. last_path and last_step describe the last checkpoint that was loaded or written.
     """
 
@@ -73,18 +73,17 @@ class Checkpoints:
         self.writes = writes
         self.newest = self.folder / 'ckpt.pt'
         self.temporary = self.folder / 'ckpt.pt.tmp'
-        self.second_temporary = self.folder / 'ckpt_link.tmp'
+        self.temporary_link = self.folder / 'ckpt_link.tmp'
         self.last_path = None
         self.last_step = None
-        self.pending = None
+        self.pending = None  # the future of the last write
         self.thread = ThreadPoolExecutor(1)
-        # torch.load does not check them
-        torch.serialization.set_crc32_options(False)
+        torch.serialization.set_crc32_options(False)  # torch.load does not check the sums
 
     def lock(self):
         """
-        Creates out_dir and excludes other runs from it until this process ends. Only the rank that writes does so.
-        Raises InputError.
+        Creates out_dir and locks it until this process ends, on the rank that writes. Raises InputError if another run
+        holds the lock.
         """
         if not self.writes:
             return
@@ -95,9 +94,9 @@ class Checkpoints:
             file_lock.acquire()
             atexit.register(self.unlock, path, file_lock)
             path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
-            # a killed run leaves them
+            # a killed run may have left these files
             self.temporary.unlink(missing_ok=True)
-            self.second_temporary.unlink(missing_ok=True)
+            self.temporary_link.unlink(missing_ok=True)
         except Timeout:
             holder = ' on '.join(path.read_text().split())
             raise InputError(f'out_dir={self.folder} is in use by process {holder}; choose another out_dir') from None
@@ -113,7 +112,7 @@ class Checkpoints:
 
     def numbered(self):
         """Returns {step: path} of the checkpoints with a step in their name, newest first."""
-        # only names that _write gives, because it deletes old ones
+        # _write deletes old checkpoints, so only the names that it creates count
         paths = [path for path in self.folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
         return dict(sorted(((int(path.stem[5:]), path) for path in paths), reverse=True))
 
@@ -141,7 +140,7 @@ class Checkpoints:
                 return model, ckpt
 
     def save(self, state, is_best):
-        """Copies the state to the host and starts to write it, after the previous write has ended."""
+        """Waits for the previous write, copies the state to the host, and starts to write it in the thread."""
         self.wait()
         if not self.writes:
             self.last_path = self.newest
@@ -153,54 +152,50 @@ class Checkpoints:
     def wait(self):
         """Waits for the write in progress. Raises its error."""
         if self.pending:
-            pending = self.pending
-            self.pending = None
-            pending.result()
+            self.pending.result()
 
     def raise_if_failed(self):
-        """Raises the error of a finished write, so that a full disk stops a run at its next step."""
+        """Raises the error of a write that has ended, so that a full disk stops a run at its next step."""
         if self.pending and self.pending.done():
             self.wait()
 
     def _write(self, state, is_best):
-        """Writes a checkpoint under all its names, and deletes old ones."""
+        """
+        Writes a checkpoint under all its names, and deletes old ones. The renaming to ckpt.pt makes it the current one.
+        """
         start = time.perf_counter()
         step = state['step']
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # before ckpt.pt: a run that is killed between the two repeats the steps since the previous checkpoint
+            # first ckpt_best.pt: a run that is killed before the next line repeats the steps of this checkpoint
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # checkpoints of later steps are damaged, or of an abandoned run
+            # checkpoints of later steps are damaged or belong to an abandoned run
             numbered = self.numbered()
             kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
             for number in numbered.keys() - kept:
                 numbered[number].unlink()
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
-            if self.last_step == step:
-                raise InputError(f'{self.folder}: {e}; {self.newest} contains step {step}') from None
-            raise InputError(f'{self.newest} could not be written ({e}); the previous checkpoint is intact') from None
+            reason = f'the checkpoint of step {step} could not be written ({e})'
+            raise InputError(f'{self.folder}: {reason}; {self.describe_last()}') from None
         tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
 
     def _link(self, path, name):
         """Creates a hard link to a checkpoint, or a copy on a file system without hard links."""
         try:
-            os.link(path, self.second_temporary)
+            os.link(path, self.temporary_link)
         except OSError:
-            shutil.copyfile(path, self.second_temporary)
-        replace_durably(self.second_temporary, self.folder / name)
+            shutil.copyfile(path, self.temporary_link)
+        replace_durably(self.temporary_link, self.folder / name)
 
     def describe_last(self):
         """Returns a message that names the last checkpoint, for a run that stops."""
-        # if the pending write fails, the previous checkpoint is the last
-        with contextlib.suppress(InputError):
-            self.wait()
         if self.last_step is None:
             return 'no checkpoint was written yet'
         return f'{self.last_path} contains step {self.last_step}'

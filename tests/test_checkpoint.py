@@ -43,7 +43,7 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(quick):
 
 
 def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
-    """A file is on disk before it gets a name, and the name is on disk before the next file."""
+    """A file is on disk before it is renamed, and its new name is on disk before the next file is written."""
     calls = []
 
     def fsync(fd, real=os.fsync):
@@ -65,7 +65,7 @@ def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
 
 
 def test_a_failure_after_ckpt_pt_is_replaced(tmp_path, monkeypatch):
-    """If only the numbered name cannot be written, the message says that ckpt.pt is the new checkpoint."""
+    """If a write fails after the renaming to ckpt.pt, the message says that ckpt.pt contains the new step."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(dict(step=1), is_best=False)
     checkpoints.wait()
@@ -78,13 +78,13 @@ def test_a_failure_after_ckpt_pt_is_replaced(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, 'replace', fail)
     checkpoints.save(dict(step=2), is_best=False)
-    with pytest.raises(InputError, match='No space left on device; .*ckpt.pt contains step 2'):
+    with pytest.raises(InputError, match=r'No space left on device\); .*ckpt.pt contains step 2'):
         checkpoints.wait()
     assert torch.load(tmp_path / 'ckpt.pt')['step'] == 2
 
 
 def test_only_own_checkpoints_are_deleted(tmp_path):
-    """Old checkpoints are deleted by the names that train.py gives; a user's ckpt_1.pt stays."""
+    """Only checkpoints whose names train.py creates are deleted; a user's ckpt_1.pt stays."""
     (tmp_path / 'ckpt_1.pt').write_text('of the user')
     checkpoints = Checkpoints(tmp_path)
     for step in range(1, 5):
@@ -101,9 +101,10 @@ def test_disk_full_while_training(quick):
     patch = f'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))'
     done = run('train.py', *args, cwd=quick, patch=patch)
     assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
-    assert 'out/ckpt.pt could not be written' in done.stderr and 'the previous checkpoint is intact' in done.stderr
+    assert 'out: the checkpoint of step 32 could not be written' in done.stderr
+    assert 'out/ckpt.pt contains step 24' in done.stderr
     assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
-    # it stopped after step 32, not at the next checkpoint
+    # the run stopped after step 32, before the next checkpoint
     assert 32 <= steps(quick)[-1]['step'] < 64
 
 
@@ -114,7 +115,7 @@ def test_disk_full_while_training(quick):
 @settings(max_examples=FUZZ, deadline=None)
 @given(st.data())
 def test_fuzz_checkpoint(few, tmp_path_factory, data):
-    """A damaged checkpoint loads, or is refused in one line; it never ends in a traceback."""
+    """A damaged checkpoint loads or is refused in one line, without a traceback."""
     path = tmp_path_factory.mktemp('k') / 'ckpt.pt'
     path.write_bytes(damaged(data.draw, (few / 'out/ckpt.pt').read_bytes()))
     before = snapshot(path.parent)
@@ -126,7 +127,7 @@ def test_fuzz_checkpoint(few, tmp_path_factory, data):
 
 
 def test_a_checkpoint_of_another_version_is_refused(quick):
-    """A checkpoint without one of its entries is refused in one line that names the entry."""
+    """A checkpoint of another version of train.py is refused in one line that names the missing entry."""
     state = weights(quick)
     del state['best_val_loss']
     torch.save(state, quick / 'out/ckpt.pt')
@@ -135,7 +136,7 @@ def test_a_checkpoint_of_another_version_is_refused(quick):
 
 
 def test_a_malicious_checkpoint_is_not_run(quick):
-    """Opening a checkpoint from a stranger does not run the stranger's code."""
+    """Loading a malicious checkpoint does not execute its code."""
 
     class Evil:
         def __reduce__(self):
