@@ -85,6 +85,10 @@ def full_table(folder):
     save_pretrained(m, folder / 'full', 'mistral')
 
 
+def bins_of_ids(folder):
+    shutil.copytree(folder / 'bins', folder / 'data/x_mistral')
+
+
 def piqa(data, suffix=''):
     """Returns a setup that writes a local file of the task piqa."""
     return file(f'piqa_validation.jsonl{suffix}', data)
@@ -92,6 +96,8 @@ def piqa(data, suffix=''):
 
 TRAIN_BIN = 'bins/train_000000.bin'
 noise = random.Random(0).randbytes(9999)
+truncated_zst = zstandard.compress(noise)[:-9]
+utf_16 = ('word ' * 99).encode('utf-16')
 older_meta = file('bins/meta.json', b'{"complete": true, "splits": {}}')
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # beginnings of commands
@@ -124,21 +130,15 @@ BAD = [
     Bad('empty file', PREPARE + '--dataset=e.txt', 'too little text', file('e.txt', b'')),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
     Bad('not JSON', PREPARE + '--dataset=e.jsonl', 'e.jsonl, row 2: not JSON', file('e.jsonl', b'{"text": "x"}\n{"te')),
-    Bad(
-        'UTF-16',
-        PREPARE + '--dataset=e.txt',
-        'e.txt, row 1: cannot be read (UnicodeDecodeError: ',
-        file('e.txt', ('word ' * 99).encode('utf-16')),
-    ),
-    Bad(
-        'truncated zst', PREPARE + '--dataset=e.txt.zst', 'Truncated', file('e.txt.zst', zstandard.compress(noise)[:-9])
-    ),
+    Bad('UTF-16', PREPARE + '--dataset=e.txt', 'e.txt, row 1: cannot be read (Unicode', file('e.txt', utf_16)),
+    Bad('truncated zst', PREPARE + '--dataset=e.txt.zst', 'Truncated', file('e.txt.zst', truncated_zst)),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
     Bad('more parts than files', PREPARE + '--dataset=docs.jsonl --part=0/2', says='has 1 file(s); use at most'),
     Bad('val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=2', says='val_fraction=2'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
+    Bad('full hash prefix', PREPARE + 'cfg.py --num_hashes=1 --num_buckets=1000', says='prefix () is full'),
     Bad('a folder of other data', 'prepare.py cfg.py --val_fraction=0.2', says='val_fraction=0.1, now it is 0.2'),
     Bad('an older folder', 'prepare.py cfg.py', 'meta.json is not of this version', older_meta),
     # train.py
@@ -147,22 +147,8 @@ BAD = [
     Bad('incomplete bins', TRAIN, 'bins is incomplete', lambda f: (f / 'bins/000000.json').unlink()),
     Bad('truncated bin', TRAIN, 'train_000000.bin is missing or damaged', damage(TRAIN_BIN, lambda b: b[:-100])),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
-    Bad(
-        'signatures of another B',
-        TRAIN + '--num_buckets=512',
-        says='signatures of num_buckets=256, the model has num_buckets=512',
-    ),
-    Bad(
-        'ids instead of signatures',
-        'train.py cfg.py --out_dir=new --data_dir= --dataset=x',
-        'x_mistral has token ids: use them with --data_format=ids',
-        lambda f: shutil.copytree(f / 'bins', f / 'data/x_mistral'),
-    ),  # fmt: skip
-    Bad(
-        'full hash prefix',
-        'prepare.py cfg.py --data_dir=new ' + '--num_hashes=1 --num_buckets=1000',
-        says='prefix () is full',
-    ),
+    Bad('signatures of another B', TRAIN + '--num_buckets=512', says='signatures of num_buckets=256, the model has'),
+    Bad('ids instead of signatures', TRAIN + '--data_dir= --dataset=x', 'with --data_format=ids', bins_of_ids),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
     Bad('no steps', TRAIN + '--max_steps=0', says='max_steps=0'),
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
@@ -176,9 +162,7 @@ BAD = [
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
     Bad('init_from no model', TRAIN + '--init_from=bins', says='bins: no readable config.json'),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
-    Bad(
-        'init_from another table', TRAIN + '--init_from=small', 'its signature table is not', released(vocab_size=32768)
-    ),
+    Bad('init_from another table', TRAIN + '--init_from=small', 'its signature table', released(vocab_size=32768)),
     Bad('init_from a damaged file', TRAIN + '--init_from=small', 'model.safetensors cannot be read', damaged_release),
     # resuming
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
