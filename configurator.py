@@ -182,7 +182,7 @@ def configure(scope):
         try:
             is_flag = argument.startswith('--')
             given = parse_flag(argument, Path(scope['__file__']).name, defaults) if is_flag else read_config(argument)
-            # a config file also has the settings of other scripts
+            # a config file may contain settings of other scripts
             settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
         except InputError as e:
             problems.append(str(e))

@@ -19,12 +19,10 @@ a GPU, a resumed run ends with the same bits as an uninterrupted one. It may cha
 """
 
 import contextlib
-import importlib
 import json
 import math
 import os
 import signal
-import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -286,7 +284,9 @@ log_path = Path(out_dir) / 'log.jsonl'
 def open_wandb():
     """Starts a run of Weights & Biases. Raises InputError."""
     try:
-        return importlib.import_module('wandb').init(config=run_config)
+        import wandb as weights_and_biases
+
+        return weights_and_biases.init(config=run_config)
     except Exception as e:  # not installed, a folder of this name, not logged in, no network
         fix = 'pip install wandb, run `wandb login`, or set WANDB_MODE=offline'
         raise InputError(f'wandb=True: {e}; {fix}') from None
@@ -412,7 +412,7 @@ for step in range(first_step, max_steps):
         tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
         log(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
     if master and (done % log_interval == 0 or done == max_steps):
-        seconds = statistics.median(step_seconds[-log_interval:])
+        seconds = np.median(step_seconds[-log_interval:])
         speed = tokens_per_step / seconds
         line = f'loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
         if peak:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from configurator import InputError
 
 TIMEOUT = timedelta(minutes=10)  # how long the ranks wait for each other in a training step
-# dense bfloat16 FLOP/s from the data sheets; the first name that torch.cuda.get_device_name contains counts
+# dense bfloat16 FLOP/s from the data sheets; the first key that is part of torch.cuda.get_device_name() applies
 GPU_PEAKS = {
     'A100': 312e12,
     'H100 PCIe': 756e12,
@@ -129,7 +129,7 @@ def no_triton():
     """Returns '' if Triton can compile for a GPU here; otherwise the reason. It needs a C compiler and Python.h."""
     if not importlib.util.find_spec('triton'):
         return 'no package triton: pip install triton, on Linux'
-    # Triton looks in the same folder; Ubuntu's default scheme names another one, which is empty
+    # where Triton looks; Ubuntu's default scheme is another folder, which is empty
     headers = Path(sysconfig.get_path('include', 'posix_prefix'))
     if not (headers / 'Python.h').exists():
         return f"no Python.h in {headers} (Debian's package python3-dev contains it)"
@@ -145,12 +145,12 @@ def peak_flops(device):
 
 
 # -----------------------------------------------------------------------------
-# distributed runs; a single process has no process group: the collective functions return their argument
+# distributed runs; a single process has no process group, and the collective functions return its own value
 
 
 def init_distributed(device=None, deterministic=False):
     """
-    Picks the device and joins the process group if torchrun started several processes. With `deterministic` a GPU
+    Picks the device, and joins the process group if torchrun started several processes. With `deterministic`, a GPU
     computes the same bits in every run. Returns (rank, world size, device). Raises InputError.
     """
     rank = int(os.environ.get('RANK', 0))
@@ -161,7 +161,7 @@ def init_distributed(device=None, deterministic=False):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if on_gpu and deterministic:
-        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'  # cuBLAS reads it at its start
+        os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'  # cuBLAS reads it when it is initialized
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     if world_size > 1:
@@ -176,12 +176,12 @@ def init_distributed(device=None, deterministic=False):
 
 @functools.cache
 def host_group():
-    """The group for objects and barriers. Its timeout is a day: rank 0 may need long to write a checkpoint."""
+    """Returns the group for objects and barriers. Its timeout is a day, because writing a checkpoint may take long."""
     return dist.new_group(backend='gloo', timeout=timedelta(days=1))
 
 
 def all_gather_object(value):
-    """Returns the list of the values of all ranks, which must pickle."""
+    """Returns a list with the value of each rank. Values must be picklable."""
     if not dist.is_initialized():
         return [value]
     gathered = [None] * dist.get_world_size()
@@ -190,7 +190,7 @@ def all_gather_object(value):
 
 
 def check_same_on_all_ranks(values):
-    """Ends all ranks where a value of the dict differs from rank 0's. Rank 0 raises an InputError that names it."""
+    """Compares a dict on all ranks. If it differs, rank 0 raises an InputError that says how, and the others exit."""
     first, *rest = all_gather_object(values)
     for rank, other in enumerate(rest, 1):
         differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in first if other.get(key) != first[key]]
@@ -205,7 +205,7 @@ def wrap_ddp(model):
     """Returns the model under DDP, which starts all ranks with the weights of rank 0."""
     device = model.signatures.device
     options = dict(device_ids=[device] if device.type == 'cuda' else None)
-    # the buffers never change; torch 2.11 has the older name
+    # the buffers never change; torch 2.11 calls this option broadcast_buffers
     names = inspect.signature(DDP).parameters
     options['forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers'] = False
     return DDP(model, gradient_as_bucket_view=True, **options)
