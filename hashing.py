@@ -31,24 +31,17 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
         num_buckets: B, buckets per coordinate; no token is hashed to bucket 0
         num_lsh: the first num_lsh coordinates use locality-sensitive hashing of character trigrams
         pad_id: the padding token, whose signature is all zero
-        unique: rehash the last coordinate until the signature is free; collisions stay if num_lsh == num_hashes. False
-            is the Single-ID ablation: one hash (seed 0) on all coordinates, and collisions stay.
+        unique: rehash the last coordinate until the signature is free (not if num_lsh == num_hashes). False is the
+            Single-ID ablation: one hash (seed 0) on all coordinates, without rehashing.
 
-    Returns (V, H) uint16. Raises InputError for H < 1, B outside 2..65536, or a prefix without a free signature.
+    Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H < 1, B
+    outside 2..65536, and a prefix without a free signature.
     """
-    if num_hashes < 1:
-        raise InputError(f'num_hashes={num_hashes}: a signature needs at least 1 hash')
-    return extend_table(np.zeros((0, num_hashes), np.uint16), tokens, num_buckets, num_lsh, pad_id, unique)
-
-
-def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True):
-    """
-    Registers `tokens` after those of `table` (V, H): returns (V + len(tokens), H) uint16. Old rows do not change, and
-    extending in two steps equals extending in one. Other arguments and errors as in signature_table; pad_id counts from
-    the start of the complete table.
-    """
-    V, H = table.shape
+    V = len(tokens)
+    H = num_hashes
     B = num_buckets
+    if H < 1:
+        raise InputError(f'num_hashes={H}: must be at least 1')
     if not 2 <= B <= MAX_BUCKETS:
         raise InputError(f'num_buckets={B}: must be from 2 to {MAX_BUCKETS} (bucket 0 is padding, ids are uint16)')
     if not 0 <= num_lsh <= H:
@@ -56,24 +49,21 @@ def extend_table(table, tokens, num_buckets, num_lsh=0, pad_id=None, unique=True
     if not unique and num_lsh:
         raise InputError(f'num_lsh={num_lsh}: Single-ID signatures use one MMH3 hash; set num_lsh=0')
 
-    registered = [i for i, w in enumerate(tokens) if w is not None and V + i != pad_id]
+    registered = [i for i, w in enumerate(tokens) if w is not None and i != pad_id]
     strings = [tokens[i] for i in registered]
-    rows = np.zeros((len(tokens), H), np.uint16)
-    if not unique:
-        rows[registered] = np.array([mmh3.hash128(w, 0) % (B - 1) + 1 for w in strings], np.uint16).reshape(-1, 1)
-        return np.concatenate([np.asarray(table, np.uint16), rows])
+    table = np.zeros((V, H), np.uint16)
     if num_lsh:
-        rows[registered, :num_lsh] = lsh_coordinates(strings, num_lsh, B)
+        table[registered, :num_lsh] = lsh_coordinates(strings, num_lsh, B)
     for j in range(num_lsh, H):
-        rows[registered, j] = [mmh3.hash128(w, j) % (B - 1) + 1 for w in strings]
-    table = np.concatenate([np.asarray(table, np.uint16), rows])
-    if num_lsh < H:
-        rehash_collisions(table, V, tokens, B)
+        seed = j if unique else 0
+        table[registered, j] = [mmh3.hash128(w, seed) % (B - 1) + 1 for w in strings]
+    if unique and num_lsh < H:
+        rehash_collisions(table, tokens, B)
     return table
 
 
-def rehash_collisions(table, start, tokens, B):
-    """Makes the rows from `start` on unique, in place and in id order, by rehashing the last coordinate."""
+def rehash_collisions(table, tokens, B):
+    """Makes the rows unique, in place and in id order, by rehashing the last coordinate."""
     H = table.shape[1]
     packed = table.tobytes()
     width = 2 * H  # bytes per signature
@@ -85,14 +75,14 @@ def rehash_collisions(table, start, tokens, B):
         if key == padding:
             continue
         prefix = key[:-2]
-        if i >= start and key in taken:
+        if key in taken:
             if prefix_counts[prefix] == B - 1:
                 prefix = tuple(map(int, table[i, :-1]))
-                full = f'token {tokens[i - start]!r} (id {i}): its hash prefix {prefix} is full, all {B - 1} are taken'
+                full = f'token {tokens[i]!r} (id {i}): its hash prefix {prefix} is full ({B - 1} tokens)'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            seed = H  # the rehash seed: the coordinates use 0 .. H-1; test_golden_tables fails for another one
+            seed = H  # the first rehash seed; the coordinates use 0 .. H-1. test_golden_tables fails for any other
             while key in taken:
-                last = mmh3.hash128(tokens[i - start], seed) % (B - 1) + 1
+                last = mmh3.hash128(tokens[i], seed) % (B - 1) + 1
                 key = prefix + last.to_bytes(2, 'little')
                 seed += 1
             table[i, -1] = last
