@@ -14,8 +14,6 @@ faster; tests compare both with this file.
     exact_loss, log_probs, sample_token      normalize P(w) in training with --plain, in evaluation and in sampling;
                                              training without --plain: probabilities in mhf/fused.py
     MHF.head_weight                          ties the head to E
-
-    $ python model.py         # prints the parameter counts of every config
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -484,25 +482,3 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     if noise is None:
         noise = torch.empty_like(p).exponential_()
     return (p / noise).argmax(-1)  # draws from p; torch.multinomial would synchronize a GPU to check p
-
-
-def print_parameter_counts():
-    """Prints a table of the configs in config/ that train from scratch."""
-    from pathlib import Path
-
-    from configurator import install_excepthook, read_config
-
-    install_excepthook()
-    print(f'{"config":<20}{"embedding interface":>21}{"decoder":>16}{"total":>16}')
-    for path in sorted(Path(__file__).parent.glob('config/*.py')):
-        settings = read_config(path)
-        if 'init_from' in settings:
-            continue
-        fields = {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
-        with torch.device('meta'):  # shapes without data
-            interface, decoder = MHF(MHFConfig(**fields)).num_params()
-        print(f'{path.stem:<20}{interface:>21,}{decoder:>16,}{interface + decoder:>16,}')
-
-
-if __name__ == '__main__':
-    print_parameter_counts()
