@@ -185,10 +185,12 @@ def word_states(lm, word):
     ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
     if lm.bos is not None:
         ids = [lm.bos, *ids]
-    states = []
+    inputs = []  # of the last block
+    hook = lm.model.layers[-1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     with lm.autocast():
-        h = lm.model.hidden_states(lm.model.signatures[torch.tensor([ids], device=lm.device)], states=states)
-    return dict(last=h[0, -1].float(), second_to_last=states[-1][0, -1].float())
+        h = lm.model.hidden_states(lm.model.signatures[torch.tensor([ids], device=lm.device)])
+    hook.remove()
+    return dict(last=h[0, -1].float(), second_to_last=inputs[0][0, -1].float())
 
 
 def card660(lm, pairs):

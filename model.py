@@ -359,13 +359,12 @@ class MHF(nn.Module):
 
     # ---- signatures to loss
 
-    def hidden_states(self, x, cache=None, states=None, positions=None, mask=None):
+    def hidden_states(self, x, cache=None, positions=None, mask=None):
         """
         Signatures x (N, T, H) -> h (N, T, d), after the final norm.
 
         Args:
             cache: (layers, 2, N, kv_heads, length, head_dim); stores keys and values at `positions` (T,)
-            states: a list; the input (N, T, d) of each block is appended
             positions: (N, T); default 0 .. T - 1
             mask: (N, 1, T, T) bool, the positions that a position attends to; default: itself and all earlier ones
         """
@@ -379,8 +378,6 @@ class MHF(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))
         for i, layer in enumerate(self.layers):
-            if states is not None:
-                states.append(e)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, use_reentrant=False)
             else:
