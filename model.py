@@ -412,12 +412,6 @@ class MHF(nn.Module):
     # ---- probabilities and text
 
     @torch.no_grad()
-    def bucket_logits(self, ids):
-        """Token ids (N, T) -> bucket logits (N, T, H, B)."""
-        o = self.hash_decoder(self.hidden_states(self.signatures[ids]).flatten(0, 1), self.head_weight)
-        return torch.stack(o, dim=1).unflatten(0, ids.shape)
-
-    @torch.no_grad()
     def next_token_logits(self, h):
         """h (n, d) -> token logits (n, V), float32 or better."""
         return token_logits(self.hash_decoder(h, self.head_weight), self.signatures, self.token_mask)

@@ -36,7 +36,8 @@ FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 
 def __getattr__(name):
     """Returns a helper of test_mhf.py, imported only when a test uses it, because test_mhf.py imports torch."""
-    if name in ('SHARED', 'TINY', 'plain_twin', 'random_model', 'relative', 'shared', 'sizes', 'write_released'):
+    helpers = 'SHARED TINY bucket_logits plain_twin random_model relative shared sizes write_released'
+    if name in helpers.split():
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
 
