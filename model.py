@@ -1,5 +1,5 @@
 """
-MultiHashFormer (arXiv 2606.28057): a token is a signature of H hash ids instead of a row of an embedding matrix.
+MultiHashFormer (arXiv 2606.28057): each token has a signature of H hash ids instead of an embedding row of its own.
 
     signature (H ids) -> Hash Encoder -> vector -> Qwen3-style decoder -> h -> Hash Decoder -> H x B bucket logits
 
@@ -9,11 +9,11 @@ buckets and the token id as signature, without gate and cascade.
 This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
 faster; tests compare both with this file.
 
-    HashEncoder.forward                      the gate's softmax; ablation='mean_gate' replaces the gate by a mean
-    HashDecoder.forward                      c_{i+1}; fused: cascade in mhf/fused.py
-    exact_loss, log_probs, sample_token      normalize P(w) in training with --plain, in evaluation and in sampling;
-                                             training without --plain: probabilities in mhf/fused.py
-    MHF.head_weight                          ties the head to E
+    HashEncoder.forward                     the gate's softmax; ablation='mean_gate' replaces the gate by a mean
+    HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
+    exact_loss, log_probs, sample_token     normalize P(w) in training with --plain, in evaluation and in sampling;
+                                            fused: exact_nll_in_columns, cross_entropies and predictions
+    MHF.head_weight                         ties the head to E
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -43,7 +43,7 @@ class MHFConfig:
     num_buckets: int = 16384  # B
     num_lsh: int = 0  # LSH coordinates of the signature table (hashing.py)
     single_id: bool = False  # the signature table has one hash on all coordinates
-    bottleneck: int = 64  # z, of the gate and of the mixers
+    bottleneck: int = 64  # z, the hidden size of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     encoder_init: str = 'normal'  # of W_s: normal (std 0.02) | orthogonal
@@ -135,10 +135,10 @@ class Attention(nn.Module):
         if cache is not None:  # (2, N, kv_heads, positions, head_dim)
             k = cache[0].index_copy_(2, positions, k)
             v = cache[1].index_copy_(2, positions, v)
-        if T == 1:  # the query heads of a group become rows of its key head
+        if T == 1:  # the query heads of a group attend like several positions of one head
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
-        if mask is not None:  # the fast kernels with masks do not support groups
+        if mask is not None:  # PyTorch has no fast attention kernel for masks and grouped heads together
             groups = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(groups, dim=1)
             v = v.repeat_interleave(groups, dim=1)
@@ -212,17 +212,14 @@ class HashDecoder(nn.ModuleList):
         self.num_coordinates = c.num_coordinates
         self.hard = c.ablation == 'hard_embeddings'
 
-    def soft_embedding(self, o, E_i):  # (n, B), (B, d) -> (n, d)
-        return E_i[o.argmax(-1)] if self.hard else o.softmax(-1) @ E_i
-
     def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
         c = h
         o = []
         for i, E_i in enumerate(E.chunk(self.num_coordinates)):  # (B, d)
             o.append(c.to(E.dtype) @ E_i.T)
             if i < len(self):
-                e = self.soft_embedding(o[i], E_i).to(c.dtype)
-                c = c + self[i](torch.cat([c, e], dim=-1))  # this is c_{i+1}
+                e = E_i[o[i].argmax(-1)] if self.hard else o[i].softmax(-1) @ E_i  # (n, d)
+                c = c + self[i](torch.cat([c, e.to(c.dtype)], dim=-1))  # this is c_{i+1}
         return o
 
 
@@ -247,9 +244,10 @@ def product_loss(o, y):
 
 
 def exact_loss(o, y, signatures, token_mask):
-    """-log P(y). The logsumexp normalizes P(w): training with --plain."""
+    """-log P(y); arguments as above."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    return token_logits(o, signatures, token_mask).logsumexp(dim=1) - target[:, 0]
+    normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)  # normalizes P(w): training with --plain
+    return normalizer - target[:, 0]
 
 
 def validate_table(c, table=None, unused_ids=()):
@@ -277,15 +275,15 @@ class MHF(nn.Module):
 
     Args:
         table: (V, H) integers, the signature of every token id (hashing.signature_table); ignored by the Standard model
-        unused_ids: ids without a token (gaps of a tiktoken encoding), whose probability is 0. An all-zero row of the
-            table marks an unused id, too, except for pad_id.
+        unused_ids: ids without a token, such as the gaps of a tiktoken encoding; their probability is 0. Ids other than
+            pad_id with an all-zero row of the table are unused, too.
     """
 
     def __init__(self, config, table=None, unused_ids=()):
         super().__init__()
         self.config = c = config
         rows = c.num_coordinates * c.buckets_per_coordinate
-        # nn.Embedding would draw normal numbers; on the meta device that imports torch's compiler (1.4 s)
+        # nn.Embedding would draw normal numbers, which on the meta device imports torch's compiler (1.4 s)
         on_meta = torch.get_default_device().type == 'meta'
         E = torch.empty(rows, c.hidden_size) if on_meta else None
         self.embed = nn.Embedding(rows, c.hidden_size, _weight=E)  # E: coordinate i's bucket b is row i*B + b
@@ -318,7 +316,7 @@ class MHF(nn.Module):
     def head_weight(self):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
-        this size in __init__ and return its weight here; the released format and expand.py do not support that.
+        this size in __init__ and return its weight here; the released format and expand.py do not support this.
         """
         return self.embed.weight
 
@@ -352,7 +350,7 @@ class MHF(nn.Module):
     def replace_vocabulary(self, table, pad_id, unused_ids=()):
         """
         Replaces the table by that of another vocabulary, (V', H). The parameters of a MultiHashFormer do not change, so
-        an optimizer stays valid. The E of a Standard model must already have V' rows (expand.py).
+        an optimizer stays valid. The E of a Standard model must have V' rows already (expand.py).
         """
         self.config = replace(self.config, vocab_size=len(table), pad_id=pad_id)
         self.set_vocabulary(*validate_table(self.config, table, unused_ids))
@@ -393,7 +391,8 @@ class MHF(nn.Module):
 
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
-        if not self.config.num_hashes:  # both losses are the cross-entropy over the used ids
+        if not self.config.num_hashes:
+            # both losses are the cross-entropy, which normalizes P(w): training of the Standard model with --plain
             return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
         if loss == 'product':
             return product_loss(o, y)
@@ -463,11 +462,10 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    # normalizes P(w)^(1 / temperature): sampling
-    p = logits.softmax(-1)
+    p = logits.softmax(-1)  # normalizes P(w): sampling; logits / temperature are those of P(w)^(1 / temperature)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which stays
+        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is always kept
         ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0)
         p = torch.zeros_like(p).scatter(1, order, ordered)
     if noise is None:
