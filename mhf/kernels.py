@@ -2,18 +2,18 @@
 The exact loss's sums over the vocabulary as Triton kernels. fused.vocab_logsumexp calls them; model.exact_loss is the
 same in plain PyTorch.
 
-    transpose    bucket logits o_i (n, B)  ->  the same in blocks of positions, where each bucket is a row
-    logsumexp    sum_i o_i[s_i(w)] for every token id w  ->  token logits and their logsumexp
-    backward     sum of P(w) over the tokens of each bucket, minus 1 at the target  ->  dL/do_i, which overwrites o_i
+    transpose    copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
+    logsumexp    computes the token logits sum_i o_i[s_i(w)] of every token id w, and their logsumexp
+    backward     overwrites o_i by dL/do_i: for each bucket the sum of P(w) over its tokens, minus 1 at the target
 
-A gather is fast where it reads contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block
-of 64 positions they are a row of 64: logsumexp adds H rows to the token logits of an id and stores these as a row in
-float32, and backward gathers the rows of a bucket's tokens. The programs of a block run before those of the next block,
-so that its rows stay in the L2 cache.
+Gathers are fast if they read contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block of
+64 positions they are one row of 64. logsumexp adds H rows to get the token logits of an id, and stores them as a row in
+float32. backward gathers the rows of a bucket's tokens. The programs of a block run before those of the next block, so
+the rows of a block stay in the L2 cache.
 
-There are no atomic adds, so equal inputs give equal bits. Offsets into what grows with n are 64-bit. Block sizes come
-from compiling for sm_90 and counting registers (tests/compile_kernels.py). No GPU has measured them yet;
-study/kernels.py times other ones on a GPU.
+The kernels use no atomic adds, so equal inputs produce equal bits. Offsets into tensors that grow with n are 64-bit.
+The sizes were chosen by compiling for sm_90 and counting registers (tests/compile_kernels.py). They have not been
+measured on a GPU yet; study/kernels.py times other sizes there.
 """
 
 from typing import NamedTuple
@@ -22,15 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction of a GPU, exp is five
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E): a GPU has an instruction for exp2 only
 
 
 class Sizes(NamedTuple):
-    """What one program processes, and its warps (32 threads each). All are powers of two."""
+    """Elements per program, and warps (32 threads) per program. All are powers of two."""
 
-    positions: int = 64  # of a block
-    tokens: int = 64  # of a program of logsumexp
-    buckets: int = 16  # of a program of backward
+    positions: int = 64  # per block, for all kernels
+    tokens: int = 64  # for logsumexp
+    buckets: int = 16  # for backward
     transpose_warps: int = 4
     logsumexp_warps: int = 4
     backward_warps: int = 2
@@ -42,12 +42,12 @@ SIZES = Sizes()
 def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
     """
     Args:
-        o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; with `inverse` they are overwritten by
-            the gradient of -log P(y)
+        o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; unless `inverse` is empty, the gradient
+            of -log P(y) overwrites them
         y: (n, H) int64, the signatures of the targets
         rows: (V, H) int32, the signatures as rows of E
         token_mask: (V,) bool
-        inverse: [ids, offsets], int32, where row r of E belongs to the tokens ids[offsets[r] : offsets[r + 1]]; [] for
+        inverse: [ids, offsets], int32: row r of E belongs to the tokens ids[offsets[r] : offsets[r + 1]]; [] computes
             no gradient
 
     Returns: the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. Their difference
@@ -57,7 +57,7 @@ def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
     y = y.contiguous()
     accumulate = torch.promote_types(o[0].dtype, torch.float32)
     target = sum(o_i.gather(1, y_i).to(accumulate) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
-    # Triton launches on the current GPU, which may be another one than that of the logits
+    # Triton launches on the current GPU, so make the logits' GPU the current one
     with torch.cuda.device_of(o[0]):
         transposed = transpose(o, sizes)
         logits, lse = logsumexp(transposed, rows, token_mask, bool(inverse), sizes)
@@ -67,7 +67,7 @@ def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
 
 
 def transpose(o, sizes=SIZES):
-    """Bucket logits, H of (n, B) -> (blocks, H*B, positions of a block), 0 beyond n."""
+    """Bucket logits, H of (n, B) -> (blocks, H*B, positions per block), 0 for positions from n on."""
     H = len(o)
     n, B = o[0].shape
     T = sizes.positions
@@ -80,8 +80,8 @@ def transpose(o, sizes=SIZES):
 
 def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     """
-    Args: transposed (blocks, H*B, T) from transpose; rows and token_mask as above.
-    Returns: the token logits (blocks, V, T), undefined for unused ids, or None unless keep_logits; their logsumexp for
+    Args: transposed (blocks, H*B, T) from transpose; rows and token_mask as in sum_over_vocabulary.
+    Returns: the token logits (blocks, V, T), undefined for unused ids, or None without keep_logits; their logsumexp at
         every position, (blocks * T,). Both are float32 or better.
     """
     blocks, num_rows, T = transposed.shape
@@ -93,11 +93,11 @@ def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     logsumexp_kernel[grid](
         transposed, rows, token_mask, logits, lse, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps
     )
-    return logits, lse.logsumexp(0)
+    return logits, lse.logsumexp(0)  # normalizes P(w): training with --kernels
 
 
 def backward(o, y, logits, lse, inverse, sizes=SIZES):
-    """Overwrites o, H of (n, B), by the gradient of -log P(y); logits and lse from logsumexp, the others as above."""
+    """Overwrites o, H of (n, B), by the gradient of -log P(y). logits and lse are those of logsumexp."""
     ids, offsets = inverse
     H = len(o)
     n, B = o[0].shape
@@ -132,13 +132,13 @@ def logsumexp_kernel(
     logit = 0.0
     for i in tl.static_range(H):
         row = block * num_rows + tl.load(rows + token * H + i, mask=used, other=0)
-        # an unused id has a logit of -inf, which adds nothing to the sum
+        # the logit of an unused id is -inf, so it adds 0 to the sum
         x = tl.load(transposed + (row[:, None] * T + column), mask=used[:, None], other=-float('inf'))
         x = x.to(lse.dtype.element_ty)  # (tokens, positions)
         logit = logit + x if i else x
     if logits is not None:
         tl.store(logits + ((block * V + token)[:, None] * T + column), logit, mask=used[:, None])
-    # finite, also where all ids are unused
+    # finite even if all ids of this program are unused
     top = tl.maximum(tl.max(logit, 0), -1e30)
     total = tl.sum(tl.exp2((logit - top) * LOG2_E), 0)
     program = tl.program_id(0) * tl.num_programs(1) + block
@@ -158,7 +158,7 @@ def backward_kernel(o, y, logits, lse, ids, offsets, n, V, B, H: tl.constexpr, T
     normalizer = tl.load(lse + position) * LOG2_E
     target = tl.load(y + (position * H + coordinate), mask=position < n, other=-1)
     total = -(bucket[:, None] == target).to(normalizer.dtype)  # (buckets, positions)
-    # as many iterations as the largest of these buckets has tokens
+    # the bucket with the most tokens determines the number of iterations
     for k in range(tl.max(end - start)):
         used = start + k < end
         token = block * V + tl.load(ids + start + k, mask=used, other=0)
