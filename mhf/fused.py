@@ -12,7 +12,6 @@ exact loss's sums over the vocabulary are faster with one row per bucket, so the
 """
 
 import functools
-import importlib
 import itertools
 from typing import NamedTuple
 
@@ -95,7 +94,7 @@ def invert_table(signatures, token_mask, B):
 
 
 class FusedMHF(MHF):
-    """MHF with the fused head: same parameters, same names, same losses. It stores no (n, H*B) tensor of a batch."""
+    """MHF with the fused head: same parameters, names and losses. No (n, H*B) tensor of a complete batch is stored."""
 
     def __init__(self, config, table=None, unused_ids=()):
         super().__init__(config, table, unused_ids)
@@ -119,8 +118,8 @@ class FusedMHF(MHF):
 
     def compile(self, **options):
         """
-        Compiles hidden_states, for training and validation, and the work on a chunk of the head unless it consists of
-        small blocks, as on a CPU: they would compile for minutes and gain nothing. The loop over chunks stays eager.
+        Compiles hidden_states, for training and validation, and on a GPU chunk_gradients. On a CPU its many small
+        blocks would compile for minutes and gain nothing. The loop over chunks stays eager.
         """
         self.hidden_states = torch.compile(self.hidden_states, **options)
         sizes = self.get_chunk_sizes()
@@ -158,7 +157,7 @@ class FusedMHF(MHF):
 
     @torch.no_grad()
     def predict(self, h, targets):
-        """h (n, d), ids (n,) -> log P(id) in nats, is id the likeliest token (1 or 0), P(likeliest): (n,) each."""
+        """h (n, d), ids (n,) -> three (n,): log P(id) in nats, 1 if id is the likeliest token, and the highest P."""
         index = self.signature_index()
         sizes = self.get_chunk_sizes()
         results = [predictions(o, ids, index, sizes) for o, ids in self.logits_by_chunk(h, targets)]
@@ -199,8 +198,9 @@ def vocab_logsumexp(
     Returns: per position the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. With
         `inverse`, o is overwritten by the gradient of -log P(y).
     """
-    # only this path needs the package triton
-    return importlib.import_module('mhf.kernels').sum_over_vocabulary(o, y, rows, token_mask, inverse)
+    from mhf.kernels import sum_over_vocabulary  # needs the package triton
+
+    return sum_over_vocabulary(o, y, rows, token_mask, inverse)
 
 
 @vocab_logsumexp.register_fake
@@ -229,34 +229,25 @@ def token_scores(o, index):
     return mask_unused(scores, index.unused_ids)
 
 
-def probabilities(scores):
-    """Token logits (m, V), which are overwritten -> P (m, V), and their logsumexp (m, 1)."""
-    # in place, to stay in the cache
+def exact_nll_in_columns(o, y, index, gradient):
+    """exact_nll of m positions, few enough for (m, V) to fit in the cache."""
+    H = len(o)
+    B = o[0].shape[1]
+    target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))  # (m, 1)
+    scores = token_scores(o, index)  # (m, V)
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    return P.div_(total), top + total.log()  # normalizes P(w): training
-
-
-def bucket_sums(P, index):
-    """P (m, V) -> (m, H*B): for bucket b of coordinate i, the sum of P(w) over all w with s_i(w) = b."""
-    columns = P.T.contiguous()
-    return F.embedding_bag(index.ids, columns, index.offsets, mode='sum', include_last_offset=True).T
-
-
-def exact_nll_in_columns(o, y, index, gradient):
-    """exact_nll of a few positions."""
-    H = len(o)
-    B = o[0].shape[1]
-    target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
-    P, logsumexp = probabilities(token_scores(o, index))
+    P.div_(total)  # normalizes P(w): training
     if gradient:
+        columns = P.T.contiguous()
+        # (m, H*B): for bucket b of coordinate i the sum of P(w) over all w with s_i(w) = b
+        g = F.embedding_bag(index.ids, columns, index.offsets, mode='sum', include_last_offset=True).T
         rows = y + B * torch.arange(H, device=y.device)
-        minus_one = -torch.ones_like(target).expand(-1, H)
-        g = bucket_sums(P, index).scatter_add_(1, rows, minus_one).to(o[0].dtype)  # (m, H*B)
+        g = g.scatter_add_(1, rows, -torch.ones_like(target).expand(-1, H)).to(o[0].dtype)
         for o_i, g_i in zip(o, g.split(B, dim=1), strict=True):
             o_i.copy_(g_i)
-    return (logsumexp - target)[:, 0]
+    return (top + total.log() - target)[:, 0]
 
 
 # -----------------------------------------------------------------------------
@@ -266,13 +257,12 @@ def exact_nll_in_columns(o, y, index, gradient):
 def exact_nll(o, y, index, sizes, gradient=False):
     """
     The exact loss of a MultiHashFormer: bucket logits o, list of H (n, B); y (n, H) -> -log P(y) (n,), float32 or
-    better. With `gradient`, o is overwritten by the gradient: for bucket b of coordinate i the sum of P(w) over the
-    tokens w with s_i(w) = b, minus 1 if b = y_i.
+    better. With `gradient`, overwrites o by the gradient: for bucket b of coordinate i the sum of P(w) over all tokens
+    w with s_i(w) = b, minus 1 if b = y_i.
     """
     if sizes.use_kernels:
         inverse = [index.ids, index.offsets] if gradient else []
         target, logsumexp = vocab_logsumexp(o, y, index.rows, index.token_mask, inverse)
-        # normalizes P(w): training with --kernels
         return logsumexp - target
     parts = zip(split_positions(o, sizes.columns), y.split(sizes.columns), strict=True)
     return torch.cat([exact_nll_in_columns(part, y_part, index, gradient) for part, y_part in parts])
@@ -281,14 +271,14 @@ def exact_nll(o, y, index, sizes, gradient=False):
 def cross_entropies(o, y, index, sizes, gradient=False):
     """
     The paper's loss, the sum of the coordinates' cross-entropies: arguments as above -> sum_i -log p_i[y_i] (n,),
-    float32 or better. With `gradient`, o_i is overwritten by p_i, minus 1 at y_i. For the Standard model this is
-    -log P(y): the log_softmax normalizes P(w) in training.
+    float32 or better. With `gradient`, overwrites o_i by p_i, minus 1 at y_i. For the Standard model it is -log P(y).
     """
     nll = []
     for part, y_part in zip(split_positions(o, sizes.block), y.split(sizes.block), strict=True):
         total = 0
         for block, y_i in zip(part, y_part.split(1, dim=1), strict=True):
             scores = mask_unused(block, index.unused_ids) if index.standard else block
+            # the Standard model normalizes P(w): training
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
             total -= target[:, 0]
@@ -300,16 +290,15 @@ def cross_entropies(o, y, index, sizes, gradient=False):
 
 def predictions(o, targets, index, sizes):
     """
-    Bucket logits o, list of H (n, B); ids (n,) -> log P(id), whether it is the likeliest token (1 or 0), P(likeliest):
-    (3, n). The likeliest token is the first of several that are equally likely, as in argmax.
+    Bucket logits o, list of H (n, B); ids (n,) -> (3, n): log P(id), 1 if id is the likeliest token, and the highest P.
+    The first of several equally likely tokens counts as the likeliest, as in argmax.
     """
     results = []
     for part, ids in zip(split_positions(o, sizes.columns), targets.split(sizes.columns), strict=True):
         scores = token_scores(part, index)  # (m, V)
         target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
-        # normalizes P(w): evaluation
-        total = scores.sub_(top[:, None]).exp_().sum(-1)
+        total = scores.sub_(top[:, None]).exp_().sum(-1)  # normalizes P(w): evaluation
         results.append(torch.stack([target - top - total.log(), likeliest == ids, 1 / total]))
     return torch.cat(results, dim=1)
 
@@ -372,7 +361,7 @@ def cascade(h, E, mixers, hard):
         o.append(cs[i] @ E_i.T)  # (n, B)
         if i < len(mixers):
             down, down_bias, up, up_bias = mixers[i]
-            # of hard_embeddings: 1 for the likeliest bucket, without a derivative
+            # hard_embeddings: 1 for the likeliest bucket, without a derivative
             p.append(F.one_hot(o[i].argmax(-1), o[i].shape[-1]).to(E.dtype) if hard else o[i].softmax(-1))
             x = torch.cat([cs[i], p[i] @ E_i], dim=1)  # (n, 2d)
             a = F.linear(x, down, down_bias)
@@ -404,7 +393,7 @@ def mixer_gradients(mixer, activations, dc):
 
 
 def add_products(total, pairs):
-    """total (B, d) += the sum of a^T b over pairs (n, B), (n, d), which may have a lower precision."""
+    """Adds to total (B, d) the sum of a^T b over pairs (n, B), (n, d), which may have a lower precision."""
     if pairs[0][0].dtype == total.dtype:
         for a, b in pairs:
             total.addmm_(a.T, b)
@@ -416,16 +405,16 @@ def add_products(total, pairs):
         products = a.T @ b
         for a, b in more:
             products.addmm_(a.T, b)
-        # += converts first; 1,024 rows at a time stay in the cache (16.8 -> 2.5 ms)
+        # += first converts products; with 1,024 rows at a time the copies stay in the cache (16.8 -> 2.5 ms)
         for total_rows, rows in zip(total.split(1024), products.split(1024), strict=True):
             total_rows += rows
 
 
 class FusedHead(torch.autograd.Function):
     """
-    The sum of the loss over n positions, chunk by chunk. forward() computes the gradients, too. Matrix products run in
+    The sum of the loss over n positions, chunk by chunk. forward() also computes the gradients. Matrix products run in
     the precision of autocast; softmaxes, the one-hot term and sums over coordinates and chunks in float32 or better.
-    First derivatives only, and one backward pass only.
+    Supports first derivatives and one backward pass.
     """
 
     @staticmethod
