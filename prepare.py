@@ -69,12 +69,11 @@ FLUSH_TOKENS = 1 << 20  # per write to a shard
 # meta.json
 
 
-def group_files(paths, parts):
+def group_files(files, parts):
     """Returns units of at most UNIT_BYTES, each a list of [path, size]; with parts, each file is a unit."""
     units = []
     total = 0
-    for path in paths:
-        size = sources.file_size(path)
+    for path, size in files.items():
         total += size
         if not units or parts > 1 or total > UNIT_BYTES:
             units.append([])
@@ -87,7 +86,7 @@ def describe_sources(config, parts, existing):
     """Returns each source of the mixture and its units. Hub data sets keep the commit that `existing` meta.json has."""
     pinned = {}
     if existing and existing['parts'] == parts:
-        pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.is_on_hub(s['dataset'])}
+        pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
     described = []
     first_unit = 0
     for name, limit in sources.parse_mixture(config['dataset']):

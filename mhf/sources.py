@@ -4,11 +4,13 @@ Sources: the files of a data set, and the documents in them.
     for text in read_documents('books/*.jsonl.xz'): ...
 
 A document is a .txt file, a line of a .jsonl file (its field `text`) or a row of a .parquet file (its column `text`).
-Text is UTF-8; a byte order mark is dropped, and \\r\\n becomes \\n. A .txt is read into memory at once: put more text
-than fits into a .jsonl. To add a data set on the hub, name it in HUB.
+Text is UTF-8; a byte order mark is dropped, and \\r\\n becomes \\n. A .txt file is read into memory at once; put text
+that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
 import glob
+import gzip
+import io
 import json
 import lzma
 import os
@@ -18,12 +20,16 @@ from pathlib import Path
 
 from configurator import InputError, did_you_mean
 
-# name: (repository of parquet files with a column `text`, its subsets). The first subset is the default; with an empty
-# list the user names one.
+# name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub. The data set consists of all .parquet files in
+# that folder and its subfolders; their column `text` contains the documents. LANGUAGE stands for any text.
 HUB = {
-    'fineweb-edu': ('HuggingFaceFW/fineweb-edu', ['sample-10BT', 'sample-100BT', 'sample-350BT', 'default']),
-    'fineweb-edu-dedup': ('HuggingFaceTB/smollm-corpus', ['fineweb-edu-dedup']),
-    'fineweb-2': ('HuggingFaceFW/fineweb-2', []),
+    'fineweb-edu': 'HuggingFaceFW/fineweb-edu/sample/10BT',
+    'fineweb-edu:sample-10BT': 'HuggingFaceFW/fineweb-edu/sample/10BT',
+    'fineweb-edu:sample-100BT': 'HuggingFaceFW/fineweb-edu/sample/100BT',
+    'fineweb-edu:sample-350BT': 'HuggingFaceFW/fineweb-edu/sample/350BT',
+    'fineweb-edu:default': 'HuggingFaceFW/fineweb-edu/data',
+    'fineweb-edu-dedup': 'HuggingFaceTB/smollm-corpus/fineweb-edu-dedup',
+    'fineweb-2:LANGUAGE': 'HuggingFaceFW/fineweb-2/data/LANGUAGE/train',  # such as fineweb-2:arb_Arab
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 FILE_TYPES = re.compile(r'.*\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)', re.DOTALL)
@@ -34,9 +40,11 @@ LOOKAHEAD_CHARS = 1 << 26  # of documents that are read to find out whether a so
 # files
 
 
-def is_on_hub(dataset):
-    """Returns whether HUB contains a data set, such as 'fineweb-2:arb_Arab'."""
-    return dataset.partition(':')[0] in HUB
+def hub_folder(dataset):
+    """Returns the folder of HUB that contains a data set such as 'fineweb-2:arb_Arab', '' for any other data set."""
+    name, _, language = dataset.partition(':')
+    pattern = HUB.get(f'{name}:LANGUAGE', '') if language else ''
+    return HUB.get(dataset) or pattern.replace('LANGUAGE', language)
 
 
 def parse_mixture(dataset):
@@ -54,23 +62,24 @@ def parse_mixture(dataset):
 
 def input_files(dataset):
     """
-    Returns the paths of a data set's files in a fixed order, each file once. The data set is 'stdlib', a name of HUB
-    with a subset, or files and globs separated by commas. The paths of a hub data set contain the commit. Raises
-    InputError if a pattern matches no file, or a file has an unknown type.
+    Returns {path: size in bytes} of a data set's files in a fixed order, each file once. The data set is 'stdlib', a
+    name of HUB, or files and globs separated by commas. Raises InputError if a pattern matches no file, or a file has
+    an unknown type.
     """
-    if is_on_hub(dataset):
-        return hub_files(dataset)
+    if folder := hub_folder(dataset):
+        return hub_files(folder)
     if dataset == 'stdlib':
         root = Path(sysconfig.get_paths()['stdlib'])
         paths = [path for path in root.rglob('*.py') if not NOT_STDLIB & set(path.relative_to(root).parts)]
-        return [str(path) for path in sorted(paths)]
+        return {str(path): path.stat().st_size for path in sorted(paths)}
     files = {}
     for pattern in [dataset] if os.path.isfile(dataset) else dataset.split(','):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
         if not paths:
-            names = ['stdlib', *(f'{name}:{subset}' for name, (_, subsets) in HUB.items() for subset in subsets)]
-            raise InputError(f"dataset '{pattern}': no such file, glob or data set{did_you_mean(dataset, names)}")
+            known = ['stdlib', *HUB]
+            suggestion = f'{did_you_mean(dataset, known)} (data sets: {", ".join(known)})'
+            raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
             files.setdefault(path.resolve(), str(path))  # a symbolic link does not add a second copy
     for path in files.values():
@@ -78,38 +87,23 @@ def input_files(dataset):
             raise InputError(f'{path} is a broken link')
         if not FILE_TYPES.fullmatch(path):
             raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
-    return list(files.values())
+    return {path: os.path.getsize(path) for path in files.values()}
 
 
-def hub_files(dataset):
-    """Returns the addresses of a hub data set's files at its current commit. Raises InputError."""
-    name, _, subset = dataset.partition(':')
-    repository, subsets = HUB[name]
-    if not subset and not subsets:
-        raise InputError(f"dataset '{name}' has no default subset; name a language, such as {name}:arb_Arab")
-    subset = subset or subsets[0]
-    if subsets and subset not in subsets:
-        raise InputError(f"unknown subset '{subset}' of {name}{did_you_mean(subset, subsets)} (known: {subsets})")
-    import datasets
+def hub_files(folder):
+    """Returns {address at the current commit: size in bytes} of the files of a folder of HUB. Raises InputError."""
     import huggingface_hub
 
-    datasets.disable_progress_bars()
-    for library in (datasets, huggingface_hub):
-        library.logging.set_verbosity_error()  # the InputError contains the reason
+    owner, name, path = folder.split('/', 2)
+    repository = f'{owner}/{name}'
+    hub = huggingface_hub.HfApi()
     try:
-        builder = datasets.load_dataset_builder(repository, name=subset)
-        return [str(file) for file in builder.config.data_files['train']]
-    except Exception as e:  # no network, no such subset
-        raise InputError(f'{repository}, {subset}, cannot be read ({one_line(e)})') from None
-
-
-def file_size(path):
-    """Returns the size in bytes of a file of input_files."""
-    if not path.startswith('hf://'):
-        return os.path.getsize(path)
-    import huggingface_hub
-
-    return huggingface_hub.HfFileSystem().info(path)['size']
+        commit = hub.dataset_info(repository).sha
+        entries = list(hub.list_repo_tree(repository, path, recursive=True, revision=commit, repo_type='dataset'))
+    except Exception as e:  # no network, no such folder
+        raise InputError(f'{folder} cannot be read from the hub ({one_line(e)})') from None
+    sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
+    return {f'hf://datasets/{repository}@{commit}/{file}': sizes[file] for file in sorted(sizes)}
 
 
 # -----------------------------------------------------------------------------
@@ -151,25 +145,23 @@ def read_file(path):
 class XzFile(lzma.LZMAFile):
     """An .xz file of any number of streams. Raises LZMAError for other bytes after one, which LZMAFile ignores."""
 
-    def __init__(self, file, **_):
-        super().__init__(file)
+    def __init__(self, path):
+        super().__init__(path)
         self._buffer.raw._trailing_error = ()
 
 
 def read_text(path):
     """Yields the field `text` of each line of a .jsonl file; any other text file is one document."""
     import pyarrow
-    from fsspec.compression import register_compression
-    from fsspec.implementations.local import LocalFileSystem
 
-    # fsspec's own readers do not notice a missing end of .zst, or a damaged stream in an .xz
-    register_compression('xz', XzFile, 'xz', force=True)
-    register_compression('zstd', lambda f, **_: pyarrow.CompressedInputStream(f, 'zstd'), 'zst', force=True)
-    with LocalFileSystem().open(path, 'rt', encoding='utf-8-sig', compression='infer') as file:
+    # each reader raises an error if the end of the compressed file is missing
+    readers = {'.gz': gzip.open, '.xz': XzFile, '.zst': lambda path: pyarrow.input_stream(path, compression='zstd')}
+    file = readers.get(Path(path).suffix, lambda path: open(path, 'rb'))(path)
+    with io.TextIOWrapper(file, encoding='utf-8-sig') as lines:
         if not re.search(r'\.jsonl(\.\w+)?$', path):
-            yield file.read()
+            yield lines.read()
             return
-        for line in file:
+        for line in lines:
             yield parse_line(line)
 
 
@@ -192,11 +184,10 @@ def parse_line(line):
 
 def read_parquet(path):
     """Yields the column `text` of a local .parquet file or of one on the hub."""
+    import huggingface_hub
     import pyarrow.parquet
-    from datasets.utils.file_utils import xopen
 
-    # xopen retries when the network fails
-    with xopen(path, 'rb') if path.startswith('hf://') else open(path, 'rb') as file:
+    with huggingface_hub.HfFileSystem().open(path) if path.startswith('hf://') else open(path, 'rb') as file:
         table = pyarrow.parquet.ParquetFile(file)
         if 'text' not in table.schema_arrow.names:
             raise InputError(f"no column 'text'; the columns are: {', '.join(table.schema_arrow.names)}")

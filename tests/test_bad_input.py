@@ -125,7 +125,7 @@ BAD = [
     Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
     Bad('missing file', PREPARE + '--dataset=texts/*.jsonl', says='texts/*.jsonl'),
-    Bad('unknown subset', PREPARE + '--dataset=fineweb-edu:sample-11BT', says="did you mean 'sample-10BT'"),
+    Bad('unknown subset', PREPARE + '--dataset=fineweb-edu:sample-11BT', says="did you mean 'fineweb-edu:sample-10BT'"),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('empty file', PREPARE + '--dataset=e.txt', 'too little text', file('e.txt', b'')),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),

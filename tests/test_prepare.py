@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -327,20 +329,37 @@ def test_parts(tmp_path, mistral, monkeypatch):
     assert contents(tmp_path / 'f') == contents(tmp_path / 'd')
 
 
+class FakeHub:
+    """A stand-in for HfApi and HfFileSystem: one repository, whose files are in `root`."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def dataset_info(self, repository):
+        return SimpleNamespace(sha=f'{repository.count("/")}c0ffee')
+
+    def list_repo_tree(self, repository, folder, **_):
+        paths = [path for path in (self.root / folder).rglob('*')]
+        return [SimpleNamespace(path=str(path.relative_to(self.root)), size=path.stat().st_size) for path in paths]
+
+    def open(self, address):
+        return open(address.replace('hf://datasets/HuggingFaceFW/fineweb-2@1c0ffee', str(self.root)), 'rb')
+
+
 def test_hub(tmp_path, mistral, monkeypatch):
     """A hub data set is read at the first run's commit; a rerun after a network failure gives the same bytes."""
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
-    # FineWeb-Edu's repository: a README that names its configurations, parquet in row groups
-    (tmp_path / 'hub/sample').mkdir(parents=True)
-    (tmp_path / 'hub/README.md').write_text(
-        '---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/*\n---\n'
-    )
+    folder = tmp_path / 'hub/data/arb_Arab/train'
+    folder.mkdir(parents=True)
+    (folder / 'README.md').write_text('not a .parquet')
     for i in range(3):
         columns = dict(text=texts[i::3], score=[2.5] * len(texts[i::3]))
-        pq.write_table(pa.table(columns), tmp_path / f'hub/sample/{i:03}.parquet', row_group_size=5)
-    monkeypatch.setitem(sources.HUB, 'fineweb-edu', (str(tmp_path / 'hub'), ['sample-10BT']))
+        pq.write_table(pa.table(columns), folder / f'{i:03}.parquet', row_group_size=5)
+    for name in ('HfApi', 'HfFileSystem'):
+        monkeypatch.setattr(huggingface_hub, name, lambda: FakeHub(tmp_path / 'hub'))
+    same = dict(dataset='fineweb-2:arb_Arab')
     small_units(monkeypatch)
-    train, _ = prepared(tmp_path / 'good', dataset='fineweb-edu')
+    train, _ = prepared(tmp_path / 'good', **same)
     in_order = [t.strip() for i in range(3) for t in texts[i::3]]
     assert decoded(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
 
@@ -354,14 +373,14 @@ def test_hub(tmp_path, mistral, monkeypatch):
 
     monkeypatch.setattr(sources, 'read_parquet', shaky)
     with pytest.raises(InputError, match='001.parquet, row 8: cannot be read .*the network is down'):
-        prepared(tmp_path / 'broken', dataset='fineweb-edu')
+        prepared(tmp_path / 'broken', **same)
     assert set(contents(tmp_path / 'broken')) == {'000000.json', 'train_000000.bin', 'val_000000.bin'}
     with pytest.raises(InputError, match='is incomplete'):
         Bins(tmp_path / 'broken', 'train')
     monkeypatch.setattr(sources, 'read_parquet', read_parquet)
     # a later commit has other files
-    monkeypatch.setattr(sources, 'hub_files', lambda dataset: pytest.fail('listed again'))
-    prepared(tmp_path / 'broken', dataset='fineweb-edu')
+    monkeypatch.setattr(sources, 'hub_files', lambda folder: pytest.fail('listed again'))
+    prepared(tmp_path / 'broken', **same)
     assert contents(tmp_path / 'broken') == contents(tmp_path / 'good')
 
 
