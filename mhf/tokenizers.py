@@ -145,22 +145,18 @@ class JsonTokenizer:
         return self.json.decode([int(i) for i in ids])
 
 
-def from_hub(name, files, revision=None, enough=()):
+def from_hub(name, files):
     """
-    Returns a local folder with `files` of the hub's user/name[@revision]. If the cache has all files of `enough`,
-    nothing is downloaded. Raises InputError.
+    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. What the cache contains
+    is not downloaded again. Raises InputError.
     """
     import huggingface_hub
 
-    repo, _, branch = name.partition('@')
-    revision = revision or branch or None
+    repo, _, revision = name.partition('@')
     if repo.count('/') != 1 or repo.startswith(('.', '/', '~')):
         raise InputError(f'{name}: no such folder, and not a hub id (user/name)')
     try:
-        cached = [huggingface_hub.try_to_load_from_cache(repo, file, revision=revision) for file in enough]
-        if cached and all(isinstance(path, str) for path in cached):
-            return Path(cached[0]).parent
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
     except Exception as e:  # offline, unknown id, unknown revision, no permission
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f"'{name}' does not exist here, and could not be downloaded from the hub {reason}") from None
@@ -187,12 +183,12 @@ def get_tokenizer(name):
         if '/' not in name:
             choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
-        file = from_hub(name, JSON_FILES, enough=JSON_FILES[::2]) / JSON_FILES[0]
+        file = from_hub(name, JSON_FILES) / JSON_FILES[0]
     try:
         if name == 'mistral':
             return SentencePieceTokenizer(name, model_file=str(folder / 'mistral_instruct_tokenizer_240323.model.v3'))
         if name == 'tekken':
-            return _tekken(folder / 'tekken_240911.json')
+            return load_tekken(folder / 'tekken_240911.json')
         if name in known:
             return TiktokenTokenizer(name, tiktoken.get_encoding(name))
         if name.endswith('.model'):
@@ -203,7 +199,8 @@ def get_tokenizer(name):
         raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
 
-def _tekken(path):
+def load_tekken(path):
+    """Returns a TiktokenTokenizer of the file of mistral_common, which tiktoken cannot read."""
     import tiktoken
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
