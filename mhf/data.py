@@ -48,11 +48,11 @@ def data_folder(config):
     if config['data_dir']:
         return Path(config['data_dir'])
     name = config['dataset']
-    # paths, globs and mixtures: the last words of each, and a digest of all
+    # paths, globs and mixtures: the file names without @tokens, and a digest
     if re.search(r'[^\w:.-]', name):
-        words = '-'.join(map(last_words, name.split(',')))
-        name = f'{words[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
-    name = re.sub(r'[^\w.-]+', '-', name).lstrip('-')
+        files = '-'.join(re.sub(r'@[\d.e+]+$', '', path).split('/')[-1] for path in name.split(','))
+        name = f'{files[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
+    name = re.sub(r'[^\w.-]+', '-', name).strip('-.')
     # a tokenizer file that is called tokenizer.json is named after its folder
     tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
     name = f'{name}_{tokenizer}'
@@ -70,17 +70,6 @@ def holds_signatures(config):
     if config['data_format'] not in ('signatures', 'ids'):
         raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
     return config['data_format'] == 'signatures' and config['num_hashes'] > 0
-
-
-def last_words(path):
-    """
-    Returns the words of a path for data_folder: a file's name; of a glob, the last two parts with more than wildcards.
-    'a/ar.jsonl@2e9' -> 'ar.jsonl', 'books/*.txt' -> 'books-txt'
-    """
-    path = re.sub(r'@[\d.e+]+$', '', path)
-    is_glob = re.search(r'[*?[]', path)
-    words = [re.sub(r'[*?[\]]', '', name).strip('.-') for name in path.split('/')]
-    return '-'.join([word for word in words if word][-2 if is_glob else -1 :])
 
 
 # -----------------------------------------------------------------------------

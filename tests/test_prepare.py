@@ -390,8 +390,7 @@ NAMES = {
     'fineweb-edu:sample-10BT': 'fineweb-edu-sample-10BT',
     'docs.jsonl': 'docs.jsonl',
     '../text/docs.jsonl.xz': 'docs.jsonl.xz-88f86e61',
-    'books/*.txt': 'books-txt-4daa1511',
-    'books/**/*': 'books-',
+    'books/*.txt': 'txt-4daa1511',
     '*.txt': 'txt-79e81fa3',
     'fineweb-2:hin_Deva@2e9,ar/docs.jsonl@1e9': 'fineweb-2-hin_Deva-docs.jsonl-',
 }
