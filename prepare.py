@@ -1,6 +1,6 @@
 """
-Tokenizes data sets and writes the shards that train.py memory-maps: text in, signatures out. prepare.py is resumable:
-rerun the same command after an interruption; the output is identical.
+Tokenizes text into the shards that train.py reads. prepare.py is resumable: rerun the same command after an
+interruption; the output is identical.
 
     $ python prepare.py config/mhf_tiny.py                      # the Python standard library, in seconds
     $ python prepare.py                                         # FineWeb-Edu sample-10BT
@@ -8,19 +8,14 @@ rerun the same command after an interruption; the output is identical.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
-A unit is one input file, or consecutive small files up to UNIT_BYTES; it becomes one shard of each split. prepare.py
-skips finished units and repeats an interrupted one, so split a single huge file if hours matter. mhf/data.py describes
-the files. The steps from a document to its loss:
+A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
+skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
 
-    read_files       mhf/sources.py  yields the stripped text of each document
-    split_holdout    mhf/sources.py  holds out documents
-    encode           prepare.py      texts -> token ids (n,), in the threads of mhf/tokenizers.py
-    ShardWriter      prepare.py      writes bos and the document; table[ids] are signatures (n, H)
-    Bins             mhf/data.py     memory-maps the shards as one array
-    block_indices    mhf/data.py     blocks of tokens of a step, in an order that the seed shuffles
-    get_batch        train.py        blocks of a rank, (n, T + 1, H), as inputs x and targets y, each (n, T, H)
-    MHF.forward      model.py        hidden states of x, then head_loss of these and y, which mhf/fused.py computes: the
-                                     mean loss
+From a document to its loss: read_files (mhf/sources.py) yields the text, and split_holdout separates held-out text.
+encode converts the text to n token ids, and ShardWriter writes bos and the signatures table[ids], (n, H). In train.py,
+Bins (mhf/data.py) memory-maps the shards as one array, and block_indices selects the blocks of T + 1 tokens of a step.
+get_batch reads them as inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes the hidden states of x,
+and from these and y the loss of each target (head_loss; faster in mhf/fused.py). It returns the mean.
 """
 
 import contextlib
@@ -70,7 +65,7 @@ FLUSH_TOKENS = 1 << 20  # per write to a shard
 
 
 def group_files(files, parts):
-    """Returns units of at most UNIT_BYTES, each a list of [path, size]; with parts, each file is a unit."""
+    """Groups {path: size} into units, each a list of [path, size]. With several parts each file is a unit."""
     units = []
     total = 0
     for path, size in files.items():
@@ -151,18 +146,12 @@ class ShardWriter:
         self.tokens = 0
         self.documents = 0
         self.bytes = 0  # of text
-        self.kept_bytes = 0  # of the text that the ids stand for
+        self.kept_bytes = 0  # of the text that the ids encode
         self.file = open(self.temporary, 'wb')
-        self.write_header()
-
-    def write_header(self):
-        token_shape = () if self.job.table is None else self.job.table.shape[1:]
-        self.file.seek(0)
-        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *token_shape))
-        np.lib.format.write_array_header_1_0(self.file, header)
+        self.file.seek(data.HEADER)  # close() writes the header, which contains the number of tokens
 
     def add(self, text, ids):
-        """Adds a document."""
+        """Adds a document: bos and its ids."""
         self.ids.append(self.job.tok.bos)
         self.ids.fromlist(ids)
         self.tokens += 1 + len(ids)
@@ -181,7 +170,10 @@ class ShardWriter:
     def close(self):
         """Renames the complete file; returns its entry in the unit's json."""
         self.flush()
-        self.write_header()
+        token_shape = () if self.job.table is None else self.job.table.shape[1:]
+        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *token_shape))
+        self.file.seek(0)
+        np.lib.format.write_array_header_1_0(self.file, header)
         self.file.close()
         data.replace_durably(self.temporary, self.path)
         with open(self.path, 'rb') as f:
@@ -227,15 +219,15 @@ def prepare_unit(job, source, number, counts):
     texts = sources.read_files(unit_paths(source, [number]))
     documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
     writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
-    tokens_before = counts['tokens']
     try:
         # closing() waits for the reading thread, which updates counts
         with contextlib.closing(encode(job.tok, documents)) as encoded:
             for parts in encoded:
                 for text, ids, is_held_out in parts:
                     writers['val' if is_held_out else 'train'].add(text, ids)
-                job.bar.update(tokens_before + writers['train'].tokens - counts['tokens'])
-                counts['tokens'] = tokens_before + writers['train'].tokens
+                    if not is_held_out:
+                        counts['tokens'] += 1 + len(ids)
+                        job.bar.update(1 + len(ids))
                 if data.reached_limit(counts, source):
                     break
         for split, writer in writers.items():
