@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from conftest import ok, random_model, real_documents, weights, write_jsonl, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import configurator
 import expand
@@ -19,54 +19,42 @@ from configurator import InputError
 from hashing import signature_table
 from mhf.data import data_folder, held_out_ids
 from mhf.released import load_model, open_model
+from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_fingerprint
 from test_mhf import SAYINGS
 
-# what prepends a space in Llama's and Mistral's files, in the older ones and in the present ones
-LAYOUTS = ('normalizer', 'metaspace')
+
+def write_json(folder, tok):
+    """Writes a SentencePiece tokenizer as a tokenizer.json with its config; returns the path."""
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(tok, folder, add_bos=True)
+    return str(folder / 'tokenizer.json')
 
 
-def write_json(path, tok, layout='normalizer', limit=None):
-    """Writes a SentencePiece tokenizer as a tokenizer.json, which truncates after `limit` tokens, and its config."""
-    pieces = ModelProto.FromString(tok.sp.serialized_model_proto()).pieces
-    ids = {p.piece: i for i, p in enumerate(pieces)}
-    # runs of spaces have one score
-    normal = {p.piece: (-p.score, ids[p.piece]) for p in pieces if p.type == p.NORMAL}
-    ranked = []
-    for piece, rank in normal.items():
-        halves = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
-        ranked += [(rank, ids[a], ids[b], (a, b)) for a, b in halves if a in normal and b in normal]
-    merges = [pair for *_, pair in sorted(ranked)]
-    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
-    if layout == 'normalizer':
-        made.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace('▁', prepend_scheme='first', split=False)
-    steps = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
-    made.decoder = decoders.Sequence(steps)
-    made.post_processor = processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
-    made.add_special_tokens([p.piece for p in pieces if p.type in (p.CONTROL, p.UNKNOWN)])
-    if limit:
-        made.enable_truncation(limit)
-        made.enable_padding(length=limit)
-    path.parent.mkdir(exist_ok=True)
-    path.with_name('tokenizer_config.json').write_text(json.dumps(dict(bos_token='<s>', eos_token='</s>')))
-    made.save(str(path))
-    return str(path)
+@pytest.fixture(scope='module')
+def larger(mistral, tmp_path_factory):
+    """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
+    tok = expand.expand_tokenizer(mistral, dict(some=SAYINGS * 20), dict(some=200))[0]
+    tok.json = write_json(tmp_path_factory.mktemp('larger'), tok)
+    return tok
 
 
-def larger_by(mistral, **documents):
-    return expand.expand_tokenizer(mistral, documents, dict.fromkeys(documents, 200))[0]
-
-
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_json_equals_sentencepiece(tmp_path, mistral, layout):
+@pytest.mark.parametrize('layout', ['normalizer', 'metaspace'])
+def test_json_equals_sentencepiece(tmp_path, mistral, larger, layout):
     """
-    A tokenizer.json has the ids, strings and roles of its SentencePiece model. Texts are not truncated and get no bos,
-    special tokens in a text are plain text, and decoding returns the text.
+    A tokenizer.json has the ids, strings and roles of its SentencePiece model, whether a normalizer or a pre-tokenizer
+    prepends a space. Texts are not truncated and get no bos, special tokens in a text are plain text, and decoding
+    returns the text.
     """
-    larger = larger_by(mistral, some=SAYINGS * 20)
-    tok = get_tokenizer(write_json(tmp_path / 'x.json', larger, layout, limit=5))
+    written = tokenizers.Tokenizer.from_file(larger.json)
+    if layout == 'metaspace':
+        written.normalizer = normalizers.Sequence([])
+        written.pre_tokenizer = pre_tokenizers.Metaspace('▁', prepend_scheme='first', split=False)
+    written.enable_truncation(5)
+    written.enable_padding(length=5)
+    written.save(f'{tmp_path}/x.json')
+    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), tmp_path)
+    tok = get_tokenizer(f'{tmp_path}/x.json')
     assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
     assert (tok.bos, tok.eos, tok.pad) == (larger.bos, larger.eos, larger.pad) == (1, 2, 2)
     assert tokenizer_fingerprint(tok) == tokenizer_fingerprint(larger)
@@ -116,7 +104,7 @@ def test_byte_level_json(tmp_path):
 
 def test_roles_of_a_json(tmp_path, mistral):
     """The files next to a tokenizer.json name bos, eos and pad; a missing role is an error."""
-    path = write_json(tmp_path / 'tokenizer.json', mistral)
+    path = write_json(tmp_path, mistral)
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
     both = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
@@ -162,7 +150,7 @@ def test_huge_runs_of_spaces():
 def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     """Only the JSON files of a hub id are downloaded, at its revision."""
     asked = []
-    write_json(tmp_path / 'tokenizer.json', mistral)
+    write_json(tmp_path, mistral)
 
     def download(repo, revision=None, allow_patterns=None):
         asked.append((repo, revision))
@@ -205,14 +193,6 @@ def released(folder, tok, rows, H, signed=None):
         table[: len(own)] = torch.tensor(own.astype('int64'))
         m.replace_vocabulary(table, pad_id=2)
     return write_released(folder, m)
-
-
-@pytest.fixture(scope='module')
-def larger(mistral, tmp_path_factory):
-    """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
-    tok = larger_by(mistral, some=SAYINGS * 20)
-    tok.json = write_json(tmp_path_factory.mktemp('larger') / 'tokenizer.json', tok)
-    return tok
 
 
 @pytest.mark.parametrize('H', [3, 0])
