@@ -34,7 +34,7 @@ HUB = {
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 FILE_TYPES = re.compile(r'.*\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)', re.DOTALL)
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends
-LOOKAHEAD_CHARS = 1 << 26  # of documents that are read to find out whether a source has only a few
+LOOKAHEAD_CHARS = 1 << 26  # that start_counts reads at most
 
 # -----------------------------------------------------------------------------
 # files
@@ -101,7 +101,7 @@ def hub_files(folder):
         commit = hub.dataset_info(repository).sha
         entries = list(hub.list_repo_tree(repository, path, recursive=True, revision=commit, repo_type='dataset'))
     except Exception as e:  # no network, no such folder
-        raise InputError(f'{folder} cannot be read from the hub ({one_line(e)})') from None
+        raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
     sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
     return {f'hf://datasets/{repository}@{commit}/{file}': sizes[file] for file in sorted(sizes)}
 
@@ -111,12 +111,12 @@ def hub_files(folder):
 
 
 def read_documents(dataset):
-    """Yields the documents of a data set, as read_files does."""
+    """Yields the documents of a data set, stripped and not empty; long ones in pieces. Raises InputError."""
     return read_files(input_files(dataset))
 
 
 def read_files(paths):
-    """Yields the documents of files, stripped and not empty; long ones in pieces. Raises InputError."""
+    """Yields the documents of files, as read_documents does."""
     for path in paths:
         for text in read_file(path):
             for piece in split_long_text(text):
@@ -133,8 +133,8 @@ def read_file(path):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
             row += 1
-    except Exception as e:  # the libraries for decompression, parquet and the hub have errors of their own
-        reason = str(e) if isinstance(e, InputError) else f'cannot be read ({one_line(e)})'
+    except Exception as e:  # each library that reads a format has its own errors
+        reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
         if isinstance(e, UnicodeError):
             reason += '; convert it to UTF-8'
         if path.startswith('hf://'):
@@ -167,18 +167,17 @@ def read_text(path):
 
 def parse_line(line):
     """Returns the field `text` of a line of a .jsonl file, None if the line is empty."""
-    line = line.strip().removeprefix('\ufeff')  # a byte order mark, if files were joined
+    line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
     if not line:
         return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise InputError(f'not JSON ({e})') from None
-    fields = row if isinstance(row, dict) else [type(row).__name__]
-    if 'text' not in fields:
-        raise InputError(f"no field 'text'; the fields are: {', '.join(fields)}")
+    if not isinstance(row, dict) or 'text' not in row:
+        raise InputError(f"expected an object with the field 'text', not {line:.80}")
     text = row['text']
-    # half of a surrogate pair becomes a question mark
+    # an unpaired surrogate becomes a question mark
     return text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
 
 
@@ -205,19 +204,14 @@ def split_long_text(text):
         start = end
 
 
-def one_line(error):
-    """Returns an exception's type and message, shortened."""
-    return f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
-
-
 # -----------------------------------------------------------------------------
 # held-out text
 
 
 def start_counts(texts, val_fraction):
     """
-    Returns the initial counts of split_holdout: documents, and bytes of held-out text. `few` is whether the first
-    LOOKAHEAD_CHARS characters of a source, whose documents are `texts`, contain fewer than 1 / val_fraction documents.
+    Returns the counts of a source before its first document: documents, bytes of held-out text, and `few`, whether the
+    first LOOKAHEAD_CHARS characters of its documents, `texts`, contain fewer than 1 / val_fraction documents.
     """
     every = round(1 / val_fraction)
     chars = 0
@@ -233,8 +227,8 @@ def start_counts(texts, val_fraction):
 def split_holdout(texts, val_fraction, val_bytes, counts):
     """
     Yields the parts of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
-    held out, up to val_bytes; if counts['few'], the tail of each document is. Updates `counts`, from start_counts or
-    from an earlier call.
+    held out until val_bytes are reached; if counts['few'], the tail of each document is held out. Updates `counts`,
+    which come from start_counts or from the source's previous unit.
     """
     every = round(1 / val_fraction)
     for text in texts:

@@ -158,8 +158,8 @@ def from_hub(name, files):
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
     except Exception as e:  # offline, unknown id, unknown revision, no permission
-        reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f"'{name}' does not exist here, and could not be downloaded from the hub {reason}") from None
+        reason = f'{type(e).__name__}: {e!s:.200}'
+        raise InputError(f"'{name}' does not exist here, and could not be downloaded from the hub ({reason})") from None
 
 
 def get_tokenizer(name):
@@ -195,7 +195,7 @@ def get_tokenizer(name):
             return SentencePieceTokenizer(name, model_file=name)
         return JsonTokenizer(name, file)
     except Exception as e:  # no network, a broken cache, a truncated file, a file of another kind
-        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        reason = f'{type(e).__name__}: {e!s:.300}'
         raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
 
 

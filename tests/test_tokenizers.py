@@ -17,7 +17,7 @@ import expand
 import prepare
 from configurator import InputError
 from hashing import signature_table
-from mhf.data import data_folder, held_out_ids
+from mhf.data import held_out_ids
 from mhf.released import load_model, open_model
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_fingerprint
@@ -165,19 +165,6 @@ def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
     assert asked == [('user/name', 'v1'), ('user/name', None)]
     with pytest.raises(InputError, match=r"^'user/other' does not exist here, .* the hub \(OSError: no network\)$"):
         get_tokenizer('user/other')
-
-
-def test_data_of_two_json(tmp_path):
-    """Two files called tokenizer.json have different data folders."""
-    folders = {
-        'a/tokenizer.json': 'stdlib_a',
-        'b/tokenizer.json': 'stdlib_b',
-        'b/tokenizer.model': 'stdlib_b',
-        'a/three.model': 'stdlib_three',
-        'user/name@v1': 'stdlib_name@v1',
-    }
-    for name, folder in folders.items():
-        assert data_folder(dict(data_dir='', dataset='stdlib', tokenizer=name, data_format='ids')).name == folder
 
 
 # -----------------------------------------------------------------------------
