@@ -27,7 +27,6 @@ import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 import lm_eval
 import lm_eval.models  # registers lm-eval's own models, which it skips once another model is registered
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import chunks
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
@@ -61,63 +61,32 @@ def progress_bar(items=None, **options):
 # batches of contexts and continuations
 
 
-class PackedBatch(NamedTuple):
-    """N rows of up to S tokens, each a context and its continuations."""
-
-    inputs: (
-        torch.Tensor
-    )  # ids, positions and segments, (3, N, S); segment 0: the context, k: continuation k, -1: padding
-    sources: list  # the flat indices n * S + s of the positions that predict a token of a continuation
-    targets: list  # the ids that they predict
-    lengths: list  # the tokens of each continuation
-
-
 def row_length(row):
-    """The number of tokens that the model reads for (context, continuations): not the last of a continuation."""
+    """The number of tokens of a row (context, continuations) in pack()."""
     context, continuations = row
-    return len(context) + sum(len(continuation) - 1 for continuation in continuations)
-
-
-def split_row(context, continuations):
-    """Yields rows with a part of a context's continuations each: up to 512 tokens, or 4 x the context's."""
-    room = max(512, 4 * len(context))
-    part = {}
-    length = 0
-    for continuation, indices in continuations.items():
-        length += len(continuation) - 1
-        # the attention of a row is quadratic in its length
-        if part and length > room:
-            yield context, part
-            part = {}
-            length = len(continuation) - 1
-        part[continuation] = indices
-    yield context, part
+    return len(context) - 1 + sum(map(len, continuations))
 
 
 def pack(rows):
-    """Rows (context, continuations) -> PackedBatch."""
-    S = max(map(row_length, rows))
-    inputs = np.zeros((3, len(rows), S), np.int64)
-    ids, positions, segments = inputs
-    segments[:] = -1
-    batch = PackedBatch(torch.from_numpy(inputs), [], [], [])
+    """
+    Rows (context, continuations) -> token ids, positions and segments, (3, N, S) int64.
+
+    Segment 0 is the context without its last token. Segment k is this last token and continuation k without its own
+    last token, so that each token of segment k predicts one of continuation k. Padding is segment -1.
+    """
+    packed = np.zeros((3, len(rows), max(map(row_length, rows))), np.int64)
+    packed[2] = -1
     for n, (context, continuations) in enumerate(rows):
-        C = len(context)
-        ids[n, :C] = context
-        positions[n, :C] = range(C)
-        segments[n, :C] = 0
-        end = C
+        ids = list(context[:-1])
+        C = len(ids)
+        positions = list(range(C))
+        segments = [0] * C
         for k, continuation in enumerate(continuations, start=1):
-            start = end
-            end = start + len(continuation) - 1
-            ids[n, start:end] = continuation[:-1]
-            positions[n, start:end] = range(C, C + end - start)
-            segments[n, start:end] = k
-            # the context's last token predicts the first token of each continuation
-            batch.sources.extend([n * S + C - 1, *range(n * S + start, n * S + end)])
-            batch.targets.extend(continuation)
-            batch.lengths.append(len(continuation))
-    return batch
+            ids += [context[-1], *continuation[:-1]]
+            positions += range(C, C + len(continuation))
+            segments += [k] * len(continuation)
+        packed[:, n, : len(ids)] = ids, positions, segments
+    return torch.from_numpy(packed)
 
 
 def max_batch_tokens(model):
@@ -306,9 +275,13 @@ class MHFLM(TemplateLM):
         rows = defaultdict(lambda: defaultdict(list))
         for k, (context, continuation) in enumerate(requests):
             rows[tuple(context)][tuple(continuation)].append(k)
-        rows = [part for row in rows.items() for part in split_row(*row)]
+        parts = []
+        for context, continuations in rows.items():
+            # the attention of a row is quadratic in its length: 512 tokens, or 4 x the context's
+            size = max(512, 4 * len(context)) // max(map(len, continuations))
+            parts += [(context, dict(part)) for part in chunks(continuations.items(), max(1, size))]
         batches = [[]]
-        for row in sorted(rows, key=row_length, reverse=True):
+        for row in sorted(parts, key=row_length, reverse=True):
             size = len(batches[-1])
             if size and (size == MAX_ROWS or (size + 1) * row_length(batches[-1][0]) > self.max_tokens):
                 batches.append([])
@@ -344,22 +317,18 @@ class MHFLM(TemplateLM):
     @torch.no_grad()
     def score_batch(self, rows):
         """Rows -> the scores (3, n) of every continuation, in order, as in score_requests."""
-        batch = pack(rows)
-        ids, positions, segments = batch.inputs.to(self.device)
+        continuations = [continuation for _, row in rows for continuation in row]
+        targets = torch.tensor(np.concatenate(continuations), device=self.device)
+        ids, positions, segments = pack(rows).to(self.device)
+        # with one continuation per row the mask is the causal triangle
         mask = None
-        if len(batch.lengths) == len(rows):
-            # one continuation per row: the mask is the causal triangle
-            positions = None
-        else:
+        if len(continuations) > len(rows):
             visible = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
             mask = visible.tril()[:, None]
-        targets = torch.tensor(batch.targets, device=self.device)
         with self.autocast():
-            h = self.model.hidden_states(self.model.signatures[ids], positions=positions, mask=mask).flatten(0, 1)
-            # the head reads only the positions that predict a token of a continuation
-            h = h[torch.tensor(batch.sources, device=self.device)]
-            scores = torch.stack(self.model.predict(h, targets))
-        return np.split(scores.cpu().double().numpy(), np.cumsum(batch.lengths)[:-1], axis=1)
+            h = self.model.hidden_states(self.model.signatures[ids], positions=positions, mask=mask)
+            scores = torch.stack(self.model.predict(h[segments > 0], targets))
+        return np.split(scores.cpu().double().numpy(), np.cumsum([len(c) for c in continuations])[:-1], axis=1)
 
     # ---- generation
 
