@@ -22,7 +22,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 import re
 import sys
 from collections import Counter, defaultdict
@@ -41,7 +40,15 @@ from tqdm import tqdm
 from configurator import InputError, did_you_mean, install_excepthook
 from mhf.generate import Engine
 from mhf.released import open_model
-from mhf.runtime import all_gather_object, check_same_on_all_ranks, cleanup, init_distributed, pick_device, pick_dtype
+from mhf.runtime import (
+    all_gather_object,
+    check_same_on_all_ranks,
+    cleanup,
+    init_distributed,
+    is_rank0,
+    pick_device,
+    pick_dtype,
+)
 from mhf.tokenizers import tokenizer_fingerprint
 from model import sample_token
 
@@ -54,7 +61,7 @@ GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_
 def progress_bar(items=None, **options):
     """A tqdm bar on rank 0; without a terminal it is printed every 20 s."""
     interval = 0.5 if sys.stderr.isatty() else 20
-    return tqdm(items, leave=False, mininterval=interval, disable=os.environ.get('RANK', '0') != '0', **options)
+    return tqdm(items, leave=False, mininterval=interval, disable=not is_rank0(), **options)
 
 
 # -----------------------------------------------------------------------------
@@ -170,11 +177,7 @@ class MHFLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
-        args = simple_parse_args_string(arg_string)
-        # lm-eval reads 007 as a number
-        text = dict(argument.split('=', 1) for argument in arg_string.split(',') if '=' in argument)
-        args |= {key: text[key] for key in TEXT_ARGS if key in text}
-        return cls.create_from_arg_obj(args, additional_config)
+        return cls.create_from_arg_obj(simple_parse_args_string(quote_text(arg_string)), additional_config)
 
     @property
     def tokenizer_name(self):
@@ -185,16 +188,10 @@ class MHFLM(TemplateLM):
         return self.info
 
     def set_cache_hook(self, cache_hook):
-        """Refuses a cache (lm-eval's --use_cache) that contains scores of another model."""
+        """lm-eval's cache (--use_cache): each score is stored under the fingerprint of its model."""
         super().set_cache_hook(cache_hook)
-        cache = cache_hook.dbdict
-        if cache is None:
-            return
         fingerprint = self.fingerprint()
-        if len(cache) and cache.get('fingerprint') != fingerprint:
-            model = 'with other weights, or another tokenizer, bos or dtype'
-            raise InputError(f'{cache.filename} contains scores of a model {model}; name another --use_cache')
-        cache['fingerprint'] = fingerprint
+        cache_hook.dbdict.encode_key = lambda request: fingerprint + request
 
     def fingerprint(self):
         """A SHA-256 of everything that determines the scores: weights, tokenizer, bos and dtype."""
@@ -578,7 +575,7 @@ def run_tasks(lm, loaded, notes, limit=None):
 
 
 def quote_text(model_args):
-    """Quotes the simple words among the values of TEXT_ARGS."""
+    """Quotes the simple words among the values of TEXT_ARGS, because lm-eval reads path=007 as a number."""
     return re.sub(rf'(?<![^,])({"|".join(TEXT_ARGS)})=([\w.+-]+)(?=,|$)', r'\1="\2"', model_args)
 
 
@@ -587,24 +584,16 @@ def main():
     from lm_eval.__main__ import HarnessCLI, setup_logging
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
-    setup_logging(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+    setup_logging(logging.INFO if is_rank0() else logging.WARNING)
     # it warns that tasks of eval_tasks/ replace lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
     cli = HarnessCLI()
-    # its parser would read path=007 as a number, path="007" is text
-    run = cli._subparsers.choices['run']
-    run._option_string_actions['--model_args'].type = quote_text
+    cli._subparsers.choices['run']._option_string_actions['--model_args'].type = quote_text
     args = cli.parse_args()
-    file = getattr(args, 'config', None)
-    given = EvaluatorConfig.load_yaml_config(file) if file else {}
+    given = EvaluatorConfig.load_yaml_config(args.config) if getattr(args, 'config', None) else {}
     if args.command == 'run':
         args.model = args.model or given.get('model', 'mhf')
-        if args.model == 'mhf':
-            # lm-eval's default is cuda:0
-            args.device = args.device or given.get('device') or pick_device()
-            # lm-eval's other models read any cache, so this model's has another name
-            cache = args.use_cache or given.get('use_cache')
-            args.use_cache = cache and f'{cache}_mhf'
+        args.device = args.device or given.get('device') or pick_device()
     include_path = getattr(args, 'include_path', None) or given.get('include_path')
     included = include_path if isinstance(include_path, list) else [include_path]
     args.include_path = [str(EVAL_TASKS), *filter(None, included)]
