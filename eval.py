@@ -222,9 +222,7 @@ def nearest_published(lm, column):
         differs_in_kind = (row['num_hashes'] == 0) != (num_hashes == 0)
         return differs_in_kind, abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
 
-    rows = {name: row for name, row in PUBLISHED.items() if column in row}
-    nearest = min(rows, key=lambda name: distance(rows[name]))
-    return dict(model=nearest, **rows[nearest])
+    return min((row for row in PUBLISHED if column in row), key=distance)
 
 
 def print_results(results):

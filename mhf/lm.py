@@ -20,7 +20,6 @@ import csv
 import functools
 import hashlib
 import inspect
-import json
 import logging
 import re
 import sys
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import chunks
+from lm_eval.models.utils import Collator, chunks, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
@@ -250,16 +249,14 @@ class MHFLM(TemplateLM):
         log P of complete texts, as lm-eval's models define it: windows do not overlap; the context of the first window
         is bos, that of a later one the token before it.
         """
-        windows = []
-        owners = []  # the index of each window's request
+        windows = []  # (index of the request, (context, continuation))
         for k, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
-                windows.append(make_disjoint_window(window))
-                owners.append(k)
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(k, make_disjoint_window(window)) for window in rolling]
         results = [0.0] * len(requests)
-        for i, (logp, _, _) in self.score_requests(windows, 'text'):
-            results[owners[i]] += logp.sum().item()
+        for i, (logp, _, _) in self.score_requests([window for _, window in windows], 'text'):
+            results[windows[i][0]] += logp.sum().item()
         return results
 
     def score_requests(self, requests, desc):
@@ -330,49 +327,44 @@ class MHFLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests, disable_tqdm=False):
-        results = [''] * len(requests)
+        prompts = self.encode_prompts(requests)
+        # the longest prompts first; a batch shares its options
+        collator = Collator(prompts, sort_fn=lambda p: -len(p[0]), group_fn=lambda p: p[1], group_by='gen_kwargs')
+        results = []
         with progress_bar(desc='generating', total=len(requests)) as bar:
-            for options, batch in self.generation_batches(requests):
-                generate = functools.partial(self.generate_batch, options=options)
-                texts = self.with_oom_retry(generate, [prompt for prompt, _ in batch])
-                for (_, k), text in zip(batch, texts, strict=True):
-                    results[k] = text
-                    self.cache_hook.add_partial('generate_until', requests[k].args, text)
+            for batch in collator.get_batched(batch_fn=self.generation_batch_size):
+                texts = self.with_oom_retry(self.generate_batch, batch)
+                for (_, _, request), text in zip(batch, texts, strict=True):
+                    self.cache_hook.add_partial('generate_until', request.args, text)
+                results += texts
                 bar.update(len(batch))
-        return results
+        return collator.get_original(results)
 
-    def generation_batches(self, requests):
-        """
-        Requests -> [(options, [(prompt ids, index of the request)])], the longest prompts first. A batch shares its
-        options. A prompt that does not fit loses its start.
-        """
-        groups = defaultdict(list)
+    def encode_prompts(self, requests):
+        """Requests -> [(prompt ids, generation options, request)]. A prompt that does not fit loses its start."""
+        prompts = []
         truncated = set()
-        for k, request in enumerate(requests):
+        for request in requests:
             options = self.parse_gen_kwargs(request.args[1])
             room = self.max_length - options['max_gen_toks']
-            prompt = self.tok_encode(request.args[0])
+            ids = self.tok_encode(request.args[0])
             if self.bos is not None:
-                prompt = [self.bos, *prompt]
-            if len(prompt) > room:
+                ids = [self.bos, *ids]
+            if len(ids) > room:
                 truncated.add((request.task_name, request.doc_id))
-            groups[json.dumps(options, sort_keys=True)].append((prompt[-room:] or [self.tok.bos], k))
+            prompts.append((ids[-room:] or [self.tok.bos], options, request))
         self.warn_truncated(truncated)
+        return prompts
+
+    def generation_batch_size(self, _, prompts):
+        """The number of prompts per batch that fits memory. The first of `prompts` is the longest."""
+        ids, options, _ = prompts[0]
         # a CPU reads all weights for each token: 16 rows cost little more than one
         max_tokens = self.max_tokens if self.device.type == 'cuda' else 8 * self.max_tokens
-        batches = []
-        for key, prompts in groups.items():
-            options = json.loads(key)
-            prompts.sort(key=lambda item: len(item[0]), reverse=True)
-            longest = len(prompts[0][0]) + options['max_gen_toks']
-            size = min(MAX_ROWS, max(1, max_tokens // longest))
-            batches += [(options, prompts[start : start + size]) for start in range(0, len(prompts), size)]
-        return batches
+        return min(MAX_ROWS, max(1, max_tokens // (len(ids) + options['max_gen_toks'])))
 
     def parse_gen_kwargs(self, gen_kwargs):
         """lm-eval's generation options of a request, with defaults."""
-        from lm_eval.models.utils import normalize_gen_kwargs
-
         try:
             options = normalize_gen_kwargs(gen_kwargs)
             options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
@@ -393,8 +385,10 @@ class MHFLM(TemplateLM):
         return options
 
     @torch.no_grad()
-    def generate_batch(self, prompts, options):
-        """Ids of prompts, the longest first -> the text generated after each, up to any of options['until']."""
+    def generate_batch(self, batch):
+        """Items of encode_prompts with the same options, the longest first -> the text generated after each."""
+        prompts = [prompt for prompt, _, _ in batch]
+        options = batch[0][1]
         longest = len(prompts[0])
         # pad on the left
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -402,7 +396,6 @@ class MHFLM(TemplateLM):
         if len(prompts[-1]) < longest:
             lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
-        stops = [stop for stop in options['until'] if stop]
         new_ids = [[] for _ in prompts]
         texts = [''] * len(prompts)
         active = set(range(len(prompts)))
@@ -415,11 +408,11 @@ class MHFLM(TemplateLM):
                         continue
                     new_ids[n].append(tokens[n])
                     texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
-                    if any(stop in texts[n] for stop in stops):
+                    if any(stop in texts[n] for stop in options['until'] if stop):
                         active.remove(n)
                 if not active:
                     break
-        return [min([text, *(text.split(stop)[0] for stop in stops)], key=len) for text in texts]
+        return [postprocess_generated_text(text, options['until'], None) for text in texts]
 
 
 # -----------------------------------------------------------------------------
@@ -470,18 +463,19 @@ def read_table(name):
 # {task: its metric and column in the paper's tables, the number of documents in the full split, the prefix of local
 # files, and the file of the task in lm-eval if eval_tasks/ has none}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
-# {model in the paper's tables: its size and kind, its scores on the tasks, and at 1B those on Card-660}
-PUBLISHED = {row.pop('model'): {k: float(v) for k, v in row.items()} for row in read_table('published.csv')}
+# the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
+PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
 
 
 def local_files(folder, prefix):
     """{split: file} of folder/<prefix>_<split>*.jsonl, compressed or not."""
     files = {}
-    for split in ('train', 'validation', 'dev', 'test'):
-        for file in sorted(p for p in Path(folder).glob(f'{prefix}_{split}*') if '.jsonl' in p.suffixes):
-            if split in files:
-                raise InputError(f'{folder} has several files for {prefix}, {split}: {files[split]}, {file.name}')
-            files[split] = str(file.resolve())
+    for split in ('train', 'validation', 'test'):
+        found = sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*'))
+        if len(found) > 1:
+            raise InputError(f'{folder} has several files for {prefix}, {split}: {found[0].name}, {found[1].name}')
+        if found:
+            files[split] = str(found[0].resolve())
     return files
 
 
@@ -524,7 +518,9 @@ def load_tasks(names, folder=''):
     loaded = {}
     notes = {}
     for name in names:
-        config = load_yaml(task_file(name)) | group[name]
+        file = PAPER[name].get('yaml')
+        file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
+        config = load_yaml(file) | group[name]
         notes[name] = []
         if folder:
             changes, notes[name] = local_config(name, config, folder)
@@ -532,12 +528,6 @@ def load_tasks(names, folder=''):
         loaded |= load_one(manager, name, config)
         loaded[name].set_fewshot_seed(1234)
     return loaded, notes
-
-
-def task_file(name):
-    """The YAML file of a task of the paper, in lm-eval or in eval_tasks/."""
-    file = PAPER[name].get('yaml')
-    return Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
 
 
 def load_one(manager, name, config):
