@@ -10,7 +10,7 @@ lm-evaluation-harness (lm-eval) with this repository's models, and the paper's t
 This is lm-eval's command line; the default --model is mhf, and eval_tasks/ is included. model_args are path (the
 out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working folder),
 revision (of a hub id), tokenizer, bos and dtype. --batch_size is ignored: a batch is as large as memory allows. With n
-processes each evaluates every n-th document and draws its own few-shot examples. From Python:
+processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
@@ -23,11 +23,10 @@ import inspect
 import logging
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import lm_eval
-import lm_eval.models  # registers lm-eval's own models, which it skips once another model is registered
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
@@ -58,7 +57,7 @@ GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_
 
 
 def progress_bar(items=None, **options):
-    """A tqdm bar on rank 0; without a terminal it is printed every 20 s."""
+    """Returns a tqdm bar, which only rank 0 prints; without a terminal it is printed every 20 s."""
     interval = 0.5 if sys.stderr.isatty() else 20
     return tqdm(items, leave=False, mininterval=interval, disable=not is_rank0(), **options)
 
@@ -96,7 +95,7 @@ def pack(rows):
 
 
 def max_batch_tokens(model):
-    """The number of tokens per batch, padding included, that fits the device's memory."""
+    """Returns how many tokens per batch, padding included, fit the device's memory."""
     device = model.embed.weight.device
     # on a CPU, padding costs more than a larger batch saves
     if device.type != 'cuda':
@@ -111,13 +110,13 @@ def max_batch_tokens(model):
 
 
 def decode_continuation(tok, prompt, new_ids):
-    """The text of new_ids after the ids of a prompt, without a last character that is incomplete."""
-    # after some context, because SentencePiece drops the first space; it begins with a complete character
+    """Decodes new_ids, which follow the ids of a prompt, without an incomplete last character."""
+    # SentencePiece drops the first space of a text, so decode with the end of the prompt, from a complete character on
     ends = (prompt[-8:][k:] for k in range(4))
     context = next((ids for ids in ends if not tok.decode(ids).startswith('\ufffd')), prompt[-8:])
     before = tok.decode(context)
     texts = []
-    # a character has at most four tokens
+    # a character consists of at most four tokens
     for length in range(len(new_ids), max(len(new_ids) - 4, -1), -1):
         text = tok.decode(context + new_ids[:length])
         # invalid bytes may change how the bytes before them are decoded
@@ -161,17 +160,17 @@ class MHFLM(TemplateLM):
         # lm-eval writes it next to its results
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
         self.documents = []  # (task, document) of each request that loglikelihood scores
-        self.truncated = set()  # (task, document) of all requests whose context did not fit
+        self.truncated = defaultdict(set)  # {task: its documents with a context that did not fit}
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
-        """arg_dict: model_args, which are open_lm's arguments; additional_config: lm-eval's batch_size and device."""
+        """arg_dict: open_lm's arguments (--model_args); additional_config: lm-eval's batch_size and device."""
         known = inspect.signature(open_lm).parameters
         for key, value in arg_dict.items():
             if key not in known:
                 raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
             if key in TEXT_ARGS and not isinstance(value, str):
-                raise InputError(f'model_args: {key}={value} is not text; quote it')
+                raise InputError(f'model_args: {key}={value} is not text; write {key}="{value}"')
         return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
     @classmethod
@@ -180,20 +179,20 @@ class MHFLM(TemplateLM):
 
     @property
     def tokenizer_name(self):
-        """lm-eval asks for it only with a chat template."""
+        """lm-eval reads it only for --apply_chat_template."""
         raise InputError('--apply_chat_template: these models have no chat template; omit it')
 
     def get_model_info(self):
         return self.info
 
     def set_cache_hook(self, cache_hook):
-        """lm-eval's cache (--use_cache): each score is stored under the fingerprint of its model."""
+        """Stores each score in lm-eval's cache (--use_cache) under the fingerprint of the model."""
         super().set_cache_hook(cache_hook)
         fingerprint = self.fingerprint()
         cache_hook.dbdict.encode_key = lambda request: fingerprint + request
 
     def fingerprint(self):
-        """A SHA-256 of everything that determines the scores: weights, tokenizer, bos and dtype."""
+        """A SHA-256 of the weights, the tokenizer, bos and the dtype, which determine the scores."""
         settings = self.model.config, tokenizer_fingerprint(self.tok), self.bos, self.info['dtype']
         digest = hashlib.sha256(str(settings).encode())
         for tensor in self.model.state_dict().values():
@@ -224,20 +223,14 @@ class MHFLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         T = self.max_length
         pairs = []
-        truncated = set()
         for (_, context, continuation), document in zip(requests, self.documents, strict=True):
-            if self.bos is not None and context[:1] != [self.bos]:
-                context = [self.bos, *context]
             name = f'task {document[0]}, document {document[1]}'
-            if not context or not continuation:
-                raise InputError(f'{name}: context or choice has no token of its own; set its target_delimiter to " "')
             if len(continuation) > T:
                 raise InputError(f'{name}: {len(continuation)} tokens to score exceed the context of {T}')
-            room = T + 1 - len(continuation)
-            if len(context) > room:
-                truncated.add(document)
-            pairs.append((context[-room:], continuation))
-        self.warn_truncated(truncated)
+            context = self.fit_context(context, T + 1 - len(continuation), document)
+            if not context or not continuation:
+                raise InputError(f'{name}: context or choice has no token of its own; set its target_delimiter to " "')
+            pairs.append((context, continuation))
         results = [None] * len(requests)
         for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
             results[k] = logp.sum().item(), bool(is_best.all())
@@ -271,9 +264,9 @@ class MHFLM(TemplateLM):
             rows[tuple(context)][tuple(continuation)].append(k)
         parts = []
         for context, continuations in rows.items():
-            # the attention of a row is quadratic in its length: 512 tokens, or 4 x the context's
-            size = max(512, 4 * len(context)) // max(map(len, continuations))
-            parts += [(context, dict(part)) for part in chunks(continuations.items(), max(1, size))]
+            # the attention of a row is quadratic in its length: at most 512 tokens, or 4 x the context's, per row
+            count = max(512, 4 * len(context)) // max(map(len, continuations))
+            parts += [(context, dict(part)) for part in chunks(continuations.items(), max(1, count))]
         batches = [[]]
         for row in sorted(parts, key=row_length, reverse=True):
             size = len(batches[-1])
@@ -288,15 +281,23 @@ class MHFLM(TemplateLM):
                         yield k, scores
                     bar.update(len(indices))
 
-    def warn_truncated(self, documents):
-        """Warns about documents with a context that did not fit, and adds them to `truncated`."""
-        for task, count in Counter(task for task, _ in documents).items():
-            message = '%s: %d documents with a context over %d tokens; the model sees only its end'
-            logging.getLogger('lm_eval.mhf').warning(message, task, count, self.max_length)
-        self.truncated |= documents
+    def fit_context(self, ids, room, document):
+        """
+        Prepends bos to the ids of a context and cuts its start to fit `room` tokens. Records a document (task, index)
+        whose context is cut, and warns once per task.
+        """
+        if self.bos is not None and ids[:1] != [self.bos]:
+            ids = [self.bos, *ids]
+        if len(ids) > room:
+            task, index = document
+            if not self.truncated[task]:
+                message = '%s: contexts over %d tokens are cut at their start'
+                logging.getLogger('lm_eval.mhf').warning(message, task, self.max_length)
+            self.truncated[task].add(index)
+        return ids[-room:]
 
     def with_oom_retry(self, compute, batch):
-        """compute(batch); a batch that does not fit memory is computed in halves."""
+        """Returns compute(batch); computes a batch that does not fit memory in halves."""
         try:
             return compute(batch) if batch else []
         except RuntimeError as e:
@@ -304,13 +305,13 @@ class MHFLM(TemplateLM):
             if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
                 raise
             if len(batch) == 1:
-                raise InputError(f'a single sequence does not fit {self.device}') from None
+                raise InputError(f'a single sequence does not fit the memory of {self.device}; use bfloat16') from None
         half = len(batch) // 2
         return self.with_oom_retry(compute, batch[:half]) + self.with_oom_retry(compute, batch[half:])
 
     @torch.no_grad()
     def score_batch(self, rows):
-        """Rows -> the scores (3, n) of every continuation, in order, as in score_requests."""
+        """Rows -> the scores (3, n) of each continuation, in order, as in score_requests."""
         continuations = [continuation for _, row in rows for continuation in row]
         targets = torch.tensor(np.concatenate(continuations), device=self.device)
         ids, positions, segments = pack(rows).to(self.device)
@@ -343,21 +344,15 @@ class MHFLM(TemplateLM):
     def encode_prompts(self, requests):
         """Requests -> [(prompt ids, generation options, request)]. A prompt that does not fit loses its start."""
         prompts = []
-        truncated = set()
         for request in requests:
             options = self.parse_gen_kwargs(request.args[1])
             room = self.max_length - options['max_gen_toks']
-            ids = self.tok_encode(request.args[0])
-            if self.bos is not None:
-                ids = [self.bos, *ids]
-            if len(ids) > room:
-                truncated.add((request.task_name, request.doc_id))
-            prompts.append((ids[-room:] or [self.tok.bos], options, request))
-        self.warn_truncated(truncated)
+            ids = self.fit_context(self.tok_encode(request.args[0]), room, (request.task_name, request.doc_id))
+            prompts.append((ids or [self.tok.bos], options, request))
         return prompts
 
     def generation_batch_size(self, _, prompts):
-        """The number of prompts per batch that fits memory. The first of `prompts` is the longest."""
+        """The number of prompts per batch that fits memory; the first prompt is the longest."""
         ids, options, _ = prompts[0]
         # a CPU reads all weights for each token: 16 rows cost little more than one
         max_tokens = self.max_tokens if self.device.type == 'cuda' else 8 * self.max_tokens
@@ -547,14 +542,15 @@ def load_one(manager, name, config):
 def run_tasks(lm, loaded, notes, limit=None):
     """Scores loaded tasks -> lm-eval's results, with notes on what differs from the paper; None on ranks above 0."""
     results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=limit, bootstrap_iters=1000, log_samples=False)
-    truncated = set().union(*all_gather_object(lm.truncated))
+    truncated = all_gather_object(lm.truncated)
     if results is None:
         return None
     for task, count in results['n-samples'].items():
         documents = int(PAPER[task]['documents'])
         if count['effective'] != documents:
             notes[task].append(f'{count["effective"]:,} of {documents:,} documents')
-        number = sum(name == task for name, _ in truncated)
+        # the ranks share the documents
+        number = sum(len(documents[task]) for documents in truncated)
         if number:
             notes[task].append(f'{number:,} documents with a context over {lm.max_length} tokens, whose start is cut')
     return results | dict(notes={task: note for task, note in notes.items() if note})
