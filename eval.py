@@ -261,11 +261,8 @@ def print_values(title, values, published=None):
 
 def results_file(source):
     """The path of the results file, named as lm-eval names it; creates its folder."""
-    path = Path(output_path)
     date = datetime.now().isoformat().replace(':', '-')
-    file = path / sanitize_model_name(source) / f'results_{date}.json'
-    if path.suffix == '.json':
-        file = path.with_name(f'{path.stem}_{date}.json')
+    file = Path(output_path) / sanitize_model_name(source) / f'results_{date}.json'
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -304,9 +301,8 @@ def evaluate():
         results['card660_published'] = nearest_published(lm, 'last_pearson')
     if lm.rank > 0:
         return None
-    # strict JSON has no NaN, which a correlation with a constant is
-    strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-    file.write_text(json.dumps(strict, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+    contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+    file.write_text(contents + '\n', encoding='utf-8')
     return file, results
 
 

@@ -179,10 +179,10 @@ class Study:
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
         folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
-        scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval.json')
+        scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval')
         scripts.run('study.details', folder, entry['train'], next(iter(entry['corpora'].values())))
-        # eval.py adds the date to the name
-        results = json.loads(max(folder.glob('eval_*.json')).read_text())
+        # the name contains the date
+        results = json.loads(max(folder.glob('eval/*/results_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
         row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
         for corpus, path in entry['corpora'].items():
