@@ -29,10 +29,8 @@ from conftest import (
 import eval as evaluation
 from configurator import InputError
 from mhf.checkpoint import load_checkpoint
-from mhf.data import held_out_ids
 from mhf.lm import MHFLM
 from mhf.released import save_pretrained
-from mhf.tokenizers import tokenizer_fingerprint
 
 pytestmark = pytest.mark.xdist_group('eval')
 
@@ -64,20 +62,6 @@ def test_calibration_error():
     assert evaluation.calibration_error(is_best, confidence) == pytest.approx((abs(1 - 1.8) + 0 + 0.69) / 4)
 
 
-def test_held_out_split(trained, mistral, tmp_path):
-    """The ids of a folder's held-out split are those of its text, and only the folder's tokenizer reads them."""
-    ids, num_bytes = held_out_ids(trained / 'bins', mistral)
-    documents = np.split(ids, np.flatnonzero(np.array(ids) == mistral.bos))[1:]
-    texts = [mistral.decode(document[1:].tolist()) for document in documents]
-    assert texts and set(texts) <= set(real_documents()) and num_bytes == sum(len(t.encode()) for t in texts)
-    other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
-    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(mistral)
-    with pytest.raises(InputError, match='other'):
-        held_out_ids(trained / 'bins', other)
-    with pytest.raises(InputError):
-        held_out_ids(tmp_path, mistral)
-
-
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
 
 
@@ -96,6 +80,11 @@ def test_text_formats(tmp_path, mistral):
     num_bytes = sum(len(text.encode()) for text in texts)
     for name in (*(f't.jsonl{suffix}' for suffix in compressed), 't.parquet', 'd'):
         assert evaluation.read_text(tmp_path / name, mistral) == (ids, num_bytes), name
+    # bins of another tokenizer, and a folder without bins
+    other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
+    for folder, tok in ((tmp_path / 'd', other), (tmp_path, mistral)):
+        with pytest.raises(InputError):
+            evaluation.read_text(folder, tok)
     # a .txt is one document
     (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
     assert evaluation.read_text(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
@@ -210,19 +199,18 @@ def test_card660(mistral):
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    'says, settings',
-    [
-        ('limit=3', dict(tasks='bits_per_byte', text='docs.jsonl', limit=3)),
-        ('limit=3', dict(tasks='card660', limit=3)),
-        ('out_dir=out and released=x', dict(out_dir='out', released='x')),
-    ],
-)
-def test_settings_that_would_be_ignored(few, tmp_path, monkeypatch, says, settings):
+def test_settings_that_would_be_ignored(few, tmp_path, monkeypatch):
     """eval.py refuses a setting that it would ignore."""
     monkeypatch.chdir(few)
-    with pytest.raises(InputError, match=says):
-        evaluate(monkeypatch, **settings, device='cpu', output_path=str(tmp_path))
+    text = dict(tasks='bits_per_byte', text='docs.jsonl', limit=3)
+    both = dict(out_dir='out', released='x')
+    for says, settings in (
+        ('limit=3', text),
+        ('limit=3', dict(tasks='card660', limit=3)),
+        ('out and released=x', both),
+    ):
+        with pytest.raises(InputError, match=says):
+            evaluate(monkeypatch, **settings, device='cpu', output_path=str(tmp_path))
 
 
 def test_results_are_written_without_a_reader(few, tmp_path):

@@ -46,21 +46,16 @@ def test_known_answers(tmp_path, mistral):
     assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
 
 
-def local_task(file, data):
-    """A task file, given other data."""
-    task = load_yaml(file) | dict(dataset_path='json', dataset_name=None, dataset_kwargs=dict(data_files=data))
-    return TaskManager(include_defaults=False).load([task])
-
-
 def test_mubench_files(tmp_path, mistral):
-    """MuBench's task files read its schema, each the data of its own language."""
+    """MuBench's task files read its schema, each the data of its own language, and report acc and acc_norm."""
     rows = [dict(prompt='The sky is', choices=[' blue', ' a wall', ' to'], label=k) for k in (0, 1, 2, 1)]
     write_rows(tmp_path / 'test.jsonl', rows)
     lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
-    for name, metrics in dict(hellaswag_ar=['acc', 'acc_norm'], mmlu_hi=['acc']).items():
-        task = local_task(REPO / f'eval_tasks/mubench_{name}.yaml', dict(test=str(tmp_path / 'test.jsonl')))
-        (scores,) = lm_eval.evaluate(lm, task, log_samples=False)['results'].values()
-        assert [k.split(',')[0] for k in scores if k.endswith(',none') and '_stderr' not in k] == metrics
+    task = load_yaml(REPO / 'eval_tasks/mubench_hellaswag_ar.yaml') | dict(dataset_path='json', dataset_name=None)
+    task |= dict(dataset_kwargs=dict(data_files=dict(test=str(tmp_path / 'test.jsonl'))))
+    loaded = TaskManager(include_defaults=False).load([task])
+    (scores,) = lm_eval.evaluate(lm, loaded, log_samples=False)['results'].values()
+    assert {'acc,none', 'acc_norm,none'} <= scores.keys()
     files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
     assert len(files) == 16
     for file in files:
