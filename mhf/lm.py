@@ -456,7 +456,7 @@ def read_table(name):
 
 
 # {task: its metric and column in the paper's tables, the number of documents in the full split, the prefix of local
-# files, and the file of the task in lm-eval if eval_tasks/ has none}
+# files, and the task's file in lm-eval if eval_tasks/ contains none}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
 # the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
@@ -475,7 +475,7 @@ def local_files(folder, prefix):
 
 
 def local_config(name, config, folder):
-    """The changes to a task's lm-eval config that make it read local files, and [how these differ from the hub's]."""
+    """A task's lm-eval config -> the changes that make it read local files, [how these differ from the hub's]."""
     prefix = PAPER[name]['local']
     files = local_files(folder, prefix)
     hub_split = config.get('test_split') or config['validation_split']
@@ -529,7 +529,7 @@ def load_one(manager, name, config):
     """{name: lm-eval's task}, with its data, from its config."""
     try:
         return manager.load([config])['tasks']
-    # no network, or a truncated or empty file, or one that is not JSON, or a missing field: the library names it
+    # no network; a truncated, empty or malformed file; a missing field
     except Exception as e:
         data = config['dataset_path']
         if data == 'json':
@@ -540,19 +540,19 @@ def load_one(manager, name, config):
 
 
 def run_tasks(lm, loaded, notes, limit=None):
-    """Scores loaded tasks -> lm-eval's results, with notes on what differs from the paper; None on ranks above 0."""
+    """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; None on ranks above 0."""
     results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=limit, bootstrap_iters=1000, log_samples=False)
     truncated = all_gather_object(lm.truncated)
     if results is None:
         return None
     for task, count in results['n-samples'].items():
-        documents = int(PAPER[task]['documents'])
-        if count['effective'] != documents:
-            notes[task].append(f'{count["effective"]:,} of {documents:,} documents')
-        # the ranks share the documents
-        number = sum(len(documents[task]) for documents in truncated)
-        if number:
-            notes[task].append(f'{number:,} documents with a context over {lm.max_length} tokens, whose start is cut')
+        total = int(PAPER[task]['documents'])
+        if count['effective'] != total:
+            notes[task].append(f'{count["effective"]:,} of {total:,} documents')
+        # each document belongs to one rank
+        cut = sum(len(rank_documents[task]) for rank_documents in truncated)
+        if cut:
+            notes[task].append(f'{cut:,} documents with a context over {lm.max_length} tokens, whose start is cut')
     return results | dict(notes={task: note for task, note in notes.items() if note})
 
 
@@ -571,7 +571,7 @@ def main():
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     setup_logging(logging.INFO if is_rank0() else logging.WARNING)
-    # it warns that tasks of eval_tasks/ replace lm-eval's own
+    # hides the warning that tasks of eval_tasks/ replace lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
     cli = HarnessCLI()
     cli._subparsers.choices['run']._option_string_actions['--model_args'].type = quote_text
