@@ -1,10 +1,9 @@
 """
-Fast generation. model.MHF.generate is the plain version, which recomputes the complete context for every token.
+Generation with a KV cache. model.MHF.generate is the plain version, which recomputes the context for every token.
 
     for tokens in Engine(model, temperature=0.8).stream(ids, max_new_tokens=200): ...
 
-An Engine has a KV cache, accepts prompts of different lengths, and can run the step from one token to the next as a
-CUDA graph.
+An Engine accepts prompts of different lengths and can run each step, from one token to the next, as a CUDA graph.
 """
 
 import torch
@@ -26,12 +25,11 @@ class Engine:
 
     def compile(self, N, length):
         """
-        Compiles the step from one token to the next for N sequences of up to `length` tokens, prompts included. CUDA
-        captures it as one graph and replays it without launching 700 kernels. All streams then share one cache: finish
-        a stream before starting the next.
+        Compiles a step for N sequences of up to `length` tokens, including prompts. CUDA captures it as one graph,
+        whose replay replaces 700 kernel launches. All streams then share one cache: finish one before starting another.
         """
         self.cache = self.new_cache(N, length)
-        # otherwise CUDA graphs skip a step that writes to its arguments
+        # without this, CUDA graphs skip a step that writes to its arguments
         torch._dynamo.mark_static_address(self.cache)
         self.compiled_step = torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False)
 
@@ -42,7 +40,7 @@ class Engine:
         device_type = weight.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
         shape = (c.num_layers, 2, N, c.num_kv_heads, min(length, c.block_size), c.head_dim)
-        # zeros, because masked values are multiplied by 0
+        # zeros, because attention multiplies masked values by 0, and 0 * NaN would be NaN
         return torch.zeros(shape, dtype=dtype, device=weight.device)
 
     def next_token(self, ids, cache, positions, mask, noise):
@@ -66,45 +64,43 @@ class Engine:
         noise = None
         if self.temperature:
             noise = upcast(self.model.embed.weight.new_empty(len(ids), self.model.config.vocab_size))
-        position = None  # (1,), of the last token in the cache; None: the cache is empty
+        positions = None  # those of the last step; None: the cache is empty
         start = None  # (N, 1, 1, 1), where each padded row starts; RoPE is relative, so positions need no shift
         for step in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
             if ids.shape[1] > block_size:
                 ids = ids[:, -(block_size // 2 + 1) :]
-                position = None
+                positions = None
             T = ids.shape[1]
-            if position is None:
-                mask = None
+            if positions is None:
+                positions = torch.arange(T, device=ids.device)
                 if lengths is not None:
                     start = (T - step - lengths).clamp(min=0)[:, None, None, None]
-                    mask = self.context_mask(T, start)
-                token = self.next_token(ids, cache[..., :T, :], None, mask, noise)
-                position = torch.full((1,), T - 1, device=ids.device)
+                mask = None if start is None else context_mask(positions, T, start)
+                token = self.next_token(ids, cache[..., :T, :], positions, mask, noise)
             else:
-                position += 1
-                # a compiled step needs fixed shapes; otherwise read only the filled part
+                positions = positions[-1:] + 1
+                # a compiled step needs the tensor of compile(); otherwise read only the filled part
                 filled = cache if self.compiled_step else cache[..., :T, :]
-                token = self.step(token, filled, position, start, noise)
+                masked = self.compiled_step or start is not None
+                mask = context_mask(positions, filled.shape[-2], start) if masked else None
+                next_token = self.compiled_step or self.next_token
+                # a copy, because the next replay of a CUDA graph overwrites its outputs
+                token = next_token(token[:, None], filled, positions, mask, noise).clone()
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
 
-    def step(self, token, cache, position, start, noise):
-        """Token ids (N,) at `position` (1,) -> next token ids (N,). start: as in stream()."""
-        mask = None
-        if self.compiled_step or start is not None:
-            key_pos = torch.arange(cache.shape[-2], device=token.device)
-            mask = key_pos[None] <= position
-            if start is not None:
-                mask = mask & (key_pos >= start)
-        step = self.compiled_step or self.next_token
-        # the next replay of a CUDA graph overwrites its outputs
-        return step(token[:, None], cache, position, mask, noise).clone()
 
-    def context_mask(self, T, start):
-        """The positions that each of T positions attends to, (N, 1, T, T) bool; row n starts at start[n]."""
-        key_pos = torch.arange(T, device=start.device)
-        query_pos = key_pos[:, None]
-        # padding attends to itself, because a fully masked row would be NaN
-        return (key_pos >= start) & (key_pos <= query_pos) | (key_pos == query_pos)
+def context_mask(positions, length, start):
+    """
+    The positions below `length` that each of `positions` (T,) attends to, bool: (T, length), or with start (N, 1, 1, 1)
+    (N, 1, T, length). Row n starts at start[n].
+    """
+    key_pos = torch.arange(length, device=positions.device)
+    query_pos = positions[:, None]
+    mask = key_pos <= query_pos
+    if start is None:
+        return mask
+    # padding attends to itself, because a fully masked row would be NaN
+    return mask & (key_pos >= start) | (key_pos == query_pos)
