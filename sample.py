@@ -66,11 +66,7 @@ prompt = tok.encode([start])[0]
 if opened.add_bos or not prompt:
     prompt = [tok.bos, *prompt]
 if len(prompt) > model.config.block_size:
-    print(f'the prompt has {len(prompt)} tokens; using the last {model.config.block_size}', file=sys.stderr)
-    prompt = prompt[-model.config.block_size :]
-    # the text begins with a complete character, which has at most four tokens
-    beginnings = (prompt[k:] for k in range(4))
-    prompt = next((ids for ids in beginnings if not tok.decode(ids).startswith('\ufffd')), prompt)
+    print(f'the prompt has {len(prompt)} tokens; the model reads the last {model.config.block_size}', file=sys.stderr)
 ids = torch.tensor([prompt], device=device)
 generator = torch.Generator(device).manual_seed(seed)
 engine = Engine(model, temperature, top_k, top_p)
@@ -80,15 +76,15 @@ engine = Engine(model, temperature, top_k, top_p)
 
 
 def stream_ids():
-    """Yields the ids of a sample. Reading an id waits for the GPU, so it runs eight steps ahead."""
+    """Yields the ids of a sample. Reading an id waits for the GPU, so the GPU computes eight at a time."""
     stream = engine.stream(ids, max_new_tokens, generator)
     while block := list(islice(stream, 1 if device == 'cpu' else 8)):
         yield from torch.cat(block).tolist()
 
 
 def print_text(ids, printed):
-    """Prints the text of `ids` after its first `printed` characters. Returns how many are printed now."""
-    # the text ends with replacement characters until a character of several tokens is complete
+    """Prints the text of `ids` after its first `printed` characters. Returns the new number of printed characters."""
+    # decode() ends with replacement characters while the last character lacks some of its tokens
     text = tok.decode(ids).rstrip('\ufffd')
     print(text[printed:], end='', flush=True)
     return max(printed, len(text))

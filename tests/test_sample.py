@@ -22,7 +22,7 @@ def test_sample_from_the_checkpoint_alone(trained, tmp_path):
     (tmp_path / 'prompt.txt').write_text('def main(x=1):')
     assert ok('sample.py', *args, '--start=FILE:prompt.txt', '--out_dir=x/y', cwd=tmp_path).stdout == first.stdout
     other = ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
-    assert re.search(r'the prompt has \d+ tokens; using the last 64', other.stderr)
+    assert re.search(r'the prompt has \d+ tokens; the model reads the last 64', other.stderr)
 
 
 def test_sample_from_a_released_model(trained, tmp_path):
@@ -60,9 +60,9 @@ def test_characters_are_complete(trained):
     cherokee = [tok.tokens.index(f'<0x{byte:02X}>') for byte in 'Ꭰ'.encode()]
     text = sample_ids([*cherokee, *cherokee[:2]], '--out_dir=out', '--start=x', cwd=trained)
     assert text == 'xᎠ\n'
-    # the context of 64 tokens begins inside a character
+    # the context of 64 tokens starts inside a character
     text = sample_ids(cherokee, '--out_dir=out', f'--start={"Ꭰ" * 30}', cwd=trained)
-    assert text == 'Ꭰ' * 22 + '\n'
+    assert text == 'Ꭰ' * 31 + '\n'
 
 
 def test_prompt_files_and_wrong_arguments(trained):
