@@ -11,11 +11,11 @@ interruption; the output is identical.
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
 skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
 
-From a document to its loss: read_files (mhf/sources.py) yields the text, and split_holdout separates held-out text.
-encode converts the text to n token ids, and ShardWriter writes bos and the signatures table[ids], (n, H). In train.py,
-Bins (mhf/data.py) memory-maps the shards as one array, and block_indices selects the blocks of T + 1 tokens of a step.
-get_batch reads them as inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes the hidden states of x,
-and from these and y the loss of each target (head_loss; faster in mhf/fused.py). It returns the mean.
+From a document to its loss: read_files (mhf/sources.py) yields the document, and split_holdout decides whether it is
+held out. encode tokenizes it, and ShardWriter writes bos and its ids, as signatures table[ids], (n, H). train.py opens
+all shards as one array (Bins in mhf/data.py) and reads blocks of T + 1 tokens in a shuffled order (block_indices).
+get_batch splits them into inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes hidden states from x
+and returns the mean loss of y (head_loss, which FusedMHF in mhf/fused.py computes faster).
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lost
 
-# corpus: stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab, or files and
-# globs of .txt .jsonl (also .gz .xz .zst) or .parquet; commas between several, and @tokens after each of a mixture
+# stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs of .txt,
+# .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | gpt2 or another of tiktoken's | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
-# signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 with more than 65,536 token ids); they serve
-# every num_hashes and num_buckets, and train.py looks up the signatures. A Standard model needs ids
+# signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
+# looks up signatures of any num_hashes and num_buckets. A Standard model needs ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
@@ -56,7 +56,7 @@ part = ''  # i/n: prepares every n-th file, starting at file i (from 0); parts m
 
 config = configure(globals())
 
-UNIT_BYTES = 1_000_000_000  # of small files that share a unit
+UNIT_BYTES = 1_000_000_000  # of the small files in one unit, at most
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
 FLUSH_TOKENS = 1 << 20  # per write to a shard
 
@@ -78,7 +78,7 @@ def group_files(files, parts):
 
 
 def describe_sources(config, parts, existing):
-    """Returns each source of the mixture and its units. Hub data sets keep the commit that `existing` meta.json has."""
+    """Returns each source of the mixture and its units. Hub data sets keep the commit in the `existing` meta.json."""
     pinned = {}
     if existing and existing['parts'] == parts:
         pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
@@ -88,14 +88,14 @@ def describe_sources(config, parts, existing):
         units = pinned.get(name) or group_files(sources.input_files(name), parts)
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
-        limit = None if limit is None else limit // parts
+        limit = limit and limit // parts
         described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
         first_unit += len(units)
     return described
 
 
 def describe(config, parts, tok, table, existing):
-    """Returns the contents of meta.json: the settings and files that decide the shards, and the tokenizer's facts."""
+    """Returns the contents of meta.json: the settings, tokenizer facts and files that determine the shards."""
     meta = {key: config[key] for key in ('dataset', 'tokenizer', 'val_fraction', 'val_bytes')}
     meta |= dict(parts=parts, data_format='ids' if table is None else 'signatures')
     if table is not None:
@@ -104,7 +104,7 @@ def describe(config, parts, tok, table, existing):
 
 
 def check_same(folder, existing, meta):
-    """Raises InputError with the first difference between two meta.json."""
+    """Raises InputError with the first difference between the existing meta.json and that of this run."""
     change = f'delete {folder} to start over, or change --data_dir'
     for key in meta:
         if key != 'sources' and existing.get(key) != meta[key]:
@@ -113,8 +113,7 @@ def check_same(folder, existing, meta):
     before, now = ({tuple(f) for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
     if before != now:
         path, _ = min(before ^ now)
-        other = f'{path} is new, missing or has another size'
-        raise InputError(f'{folder} was prepared from other files: {other}; {change}')
+        raise InputError(f'{folder}: the input file {path} is new, missing or has another size; {change}')
 
 
 # -----------------------------------------------------------------------------
@@ -213,7 +212,7 @@ def encode(tok, documents):
 
 
 def prepare_unit(job, source, number, counts):
-    """Writes the shards of a unit, and last its json, which marks it as finished. Updates the source's counts."""
+    """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     meta = job.meta
     val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
     texts = sources.read_files(unit_paths(source, [number]))
@@ -280,8 +279,8 @@ def parse_part(text):
 @contextlib.contextmanager
 def locked(folder, meta, part):
     """
-    Creates the folder with its meta.json, and locks out any other prepare.py with the same part. No file remains if a
-    run of one part fails before its first unit is finished. Raises InputError.
+    Creates the folder and meta.json, and locks the part against another prepare.py. A run without --part that fails
+    before its first unit is finished leaves no files. Raises InputError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def data_folder(config):
 
 
 def holds_signatures(config):
-    """Returns whether a config's data are signatures; else they are token ids. A Standard model has no signatures."""
+    """Returns whether a config's data are signatures, not token ids. A Standard model (num_hashes=0) needs ids."""
     if config['data_format'] not in ('signatures', 'ids'):
         raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
     return config['data_format'] == 'signatures' and config['num_hashes'] > 0
@@ -77,7 +77,7 @@ def holds_signatures(config):
 
 
 def replace_durably(temporary, path):
-    """Renames a file, so that even after a crash of the machine `path` exists only with its complete contents."""
+    """Renames a file. Even after a crash of the machine `path` exists only with its complete contents."""
     with open(temporary, 'rb') as f:
         os.fsync(f.fileno())
     os.replace(temporary, path)
@@ -88,7 +88,7 @@ def replace_durably(temporary, path):
 
 
 def write_json(path, value, part):
-    """Writes a JSON file that is complete once it exists. `part` keeps the temporary files of two parts apart."""
+    """Writes a JSON file that is complete once it exists. Each part has its own temporary file."""
     temporary = path.with_name(f'{path.name}.tmp{part}')
     temporary.write_text(json.dumps(value, indent=1))
     replace_durably(temporary, path)
@@ -138,9 +138,10 @@ def reached_limit(counts, source):
 
 class Bins:
     """
-    The shards of a split as one array. [a:b] is memory-mapped within a shard: token ids (b - a,) uint16 or uint32, or
-    signatures (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` of text are totals, `fingerprint` is a
-    SHA-256 of the shards' SHA-256, `meta` is meta.json. Raises InputError if the folder is absent or incomplete.
+    The shards of a split as one array: bins[a:b] contains token ids (b - a,) uint16 or uint32, or signatures
+    (b - a, num_hashes) uint16. Within one shard it is memory-mapped. `tokens`, `documents` and `bytes` (of text) are
+    totals, `fingerprint` is a SHA-256 of the shards' SHA-256, `meta` is meta.json. Raises InputError if the folder is
+    absent or incomplete.
     """
 
     def __init__(self, folder, split):
@@ -212,11 +213,11 @@ def open_bins(config):
 
 
 def no_bins(config, folder):
-    """Returns the InputError for a folder without data, with the setting or the command that fixes it."""
-    folder_of_ids = data_folder(config | dict(data_format='ids'))
-    if folder_of_ids != folder and (folder_of_ids / 'meta.json').exists():
-        return InputError(f'{folder} does not exist; {folder_of_ids} has token ids: use them with --data_format=ids')
-    # config files, and the settings that prepare.py shares
+    """Returns the InputError for a folder without data; its message contains the setting or command that fixes it."""
+    ids_folder = data_folder(config | dict(data_format='ids'))
+    if ids_folder != folder and (ids_folder / 'meta.json').exists():
+        return InputError(f'{folder} does not exist; {ids_folder} has token ids: use them with --data_format=ids')
+    # keep config files and the settings of prepare.py
     names = settings_of('prepare.py')
     args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
     command = shlex.join(['python', 'prepare.py', *args])
@@ -228,7 +229,7 @@ def no_bins(config, folder):
 
 
 def config_table(config, tok):
-    """Returns the signatures (V, H) uint16 of a tokenizer by the settings of a config or of a meta.json."""
+    """Returns the signatures (V, H) uint16 of a tokenizer. `config` is a config or the contents of meta.json."""
     return signature_table(
         tok.tokens,
         num_hashes=config['num_hashes'],
@@ -264,7 +265,7 @@ def get_table(config, meta):
 
 
 def data_identity(meta, table, train_bins):
-    """Returns the facts about the data that a checkpoint stores and a resumed run compares."""
+    """Returns the digests of the data that a checkpoint stores and a resumed run compares."""
     return dict(
         tokenizer=meta['tokenizer'],
         tokenizer_sha256=meta['tokenizer_sha256'],

@@ -48,7 +48,7 @@ class SentencePieceTokenizer:
         return self.sp.decode([int(i) for i in ids])
 
     def split(self, pieces):
-        """Returns the ids into which this tokenizer splits each piece of a larger one, at the start of a line."""
+        """Returns the ids of each piece of a larger tokenizer, encoded at the start of a line."""
         before = len(self.sp.encode('\n'))
         lines = ['\n' + piece.replace('▁', ' ') for piece in pieces]
         return [ids[before:] for ids in self.encode(lines)]
@@ -74,7 +74,7 @@ class TiktokenTokenizer:
 
     def encode(self, texts):
         texts = list(texts)
-        # the usual case, without Python code that competes with the thread that reads documents
+        # the usual case; Python code here would slow down the thread that reads documents
         if max(map(len, texts), default=0) <= LONGEST_PIECE:
             return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         pieces = [split_spaces(text) for text in texts]
@@ -98,7 +98,7 @@ def split_spaces(text):
     return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 
-# the files of a Hugging Face tokenizer; the last two name the tokens of the roles bos, eos and pad
+# the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 
 
@@ -114,7 +114,7 @@ class JsonTokenizer:
         self.name = name
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
-        # a file may enable truncation and padding
+        # the file may enable truncation and padding
         self.json.no_truncation()
         self.json.no_padding()
         ids = self.json.get_vocab()

@@ -487,7 +487,7 @@ def test_other_settings_or_files(tmp_path):
         with pytest.raises(InputError, match=f'{message}.*; delete {tmp_path}/d to start over'):
             prepared(tmp_path / 'd', **same | change)
     write_jsonl(tmp_path / 'b.jsonl', ['more'])
-    with pytest.raises(InputError, match='from other files: .*/b.jsonl is new, missing or has another size; delete'):
+    with pytest.raises(InputError, match='input file .*/b.jsonl is new, missing or has another size; delete'):
         prepared(tmp_path / 'd', **same)
     for name, message in (('train_000007.bin', 'was not written by'), ('meta.json', 'is not of this version')):
         folder = tmp_path / name.replace('.', '-')
