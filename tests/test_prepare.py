@@ -54,6 +54,15 @@ def contents(folder):
     return {path.name: path.read_bytes() for name in names for path in sorted(folder.glob(name))}
 
 
+def write_texts(folder, number):
+    """Writes texts of at most 2,000 characters to 0.jsonl, 1.jsonl ...; returns the texts."""
+    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
+    for i in range(number):
+        write_jsonl(folder / f'{i}.jsonl', texts[i::number])
+    return texts
+
+
+@pytest.fixture
 def small_units(monkeypatch):
     """Makes each file a unit."""
     monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
@@ -105,6 +114,7 @@ def test_signatures_equal_ids(tmp_path, mistral):
 
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     """All formats, compressed or not, in one unit or in many, give the same tokens."""
+    monkeypatch.chdir(tmp_path)
     docs = real_documents()
     write_jsonl(tmp_path / 'a.jsonl', docs)
     raw = (tmp_path / 'a.jsonl').read_bytes()
@@ -113,21 +123,17 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     # two frames, as pigz-like tools write them
     half = raw.index(b'\n', len(raw) // 2) + 1
     (tmp_path / 'a.jsonl.zst').write_bytes(b''.join(zstandard.compress(p) for p in (raw[:half], raw[half:])))
-    pq.write_table(pa.table(dict(text=pa.array([None] * 3, pa.null()))), tmp_path / 'null.parquet')
-    for k, rows in enumerate((docs[:15], docs[15:])):
-        table = pa.table(dict(text=rows, score=[3.5] * 15))
-        pq.write_table(table, tmp_path / f'p{k}.parquet', row_group_size=4 + 3 * k)
-    (tmp_path / 'txt').mkdir()
+    pq.write_table(pa.table(dict(text=pa.array([None] * 3, pa.null()))), 'p0.parquet')
+    pq.write_table(pa.table(dict(text=docs[:15], score=[3.5] * 15)), 'p1.parquet', row_group_size=4)
+    pq.write_table(pa.table(dict(text=docs[15:])), 'p2.parquet')
     for i, text in enumerate(docs):
-        (tmp_path / f'txt/{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
-    expected = prepared(tmp_path / 'a', dataset=f'{tmp_path}/a.jsonl')
-    parquet = '{}/null.parquet,{}/p0.parquet,{}/p1.parquet'.format(*[tmp_path] * 3)
-    for number in range(2):
-        for name in ('a.jsonl.gz', 'a.jsonl.xz', 'a.jsonl.zst', parquet, 'txt/*.txt'):
-            folder = tmp_path / f'{number}{name[-9:]}'.replace('/', '-').replace('*', '-')
-            assert prepared(folder, dataset=f'{tmp_path / name}' if name != parquet else name) == expected
-        small_units(monkeypatch)
-    assert len(contents(tmp_path / '1txt--.txt')) == 90
+        (tmp_path / f'{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
+    expected = prepared('a', dataset='a.jsonl')
+    for unit_bytes in (prepare.UNIT_BYTES, 1):
+        monkeypatch.setattr(prepare, 'UNIT_BYTES', unit_bytes)
+        for kind in ('gz', 'xz', 'zst', 'parquet', 'txt'):
+            assert prepared(f'{kind}{unit_bytes}', dataset=f'*.{kind}') == expected
+    assert len(contents(tmp_path / 'txt1')) == 90
 
 
 def test_a_single_text_file(tmp_path, mistral):
@@ -235,7 +241,7 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     assert snapshot(tmp_path) == before
 
 
-def test_held_out_documents(tmp_path, mistral, monkeypatch):
+def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
     """Every k-th document of a source is held out, up to val_bytes; with few documents, the tail of each is."""
     texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
     parts = list(sources.split_holdout(texts, 0.1, 900, sources.start_counts(texts, 0.1)))
@@ -247,7 +253,6 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
     assert sum(len(part) == 2 for part in few) > 40
 
     # many small units: the source has enough documents, although its first unit has one
-    small_units(monkeypatch)
     for i, text in enumerate(texts):
         (tmp_path / f'{i:02}.txt').write_text(text)
     train, val = prepared(tmp_path / 'many', dataset=f'{tmp_path}/*.txt')
@@ -260,53 +265,50 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
 
 def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
     """A source ends with the document that reaches its token limit, including that document's held-out tail."""
-    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
-    for i in range(3):
-        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::3])
-    mixed = f'{tmp_path}/0.jsonl@4e3,{tmp_path}/1.jsonl@2e3'
-    train, _ = prepared(tmp_path / 'm', dataset=mixed, val_fraction=0.3)
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path, 3)
+    train, _ = prepared('m', dataset='0.jsonl@4e3,1.jsonl@2e3', val_fraction=0.3)
     tokens = [json.loads((tmp_path / f'm/00000{i}.json').read_text())['counts']['tokens'] for i in range(2)]
     longest = max(map(len, mistral.encode(texts))) + 1
     assert all(wanted <= n < wanted + longest for n, wanted in zip(tokens, (4000, 2000), strict=True))
     assert len(train) == sum(tokens) and not capsys.readouterr().err
-    prepared(tmp_path / 'short', dataset=f'{tmp_path}/2.jsonl@1e9')
-    assert capsys.readouterr().err == f'warning: {tmp_path}/2.jsonl has fewer tokens than requested\n'
+    prepared('short', dataset='2.jsonl@1e9')
+    assert capsys.readouterr().err == 'warning: 2.jsonl has fewer tokens than requested\n'
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
         with pytest.raises(InputError, match='number of tokens'):
-            prepared(tmp_path / 'n', dataset=bad)
-
-    # text beyond the limit is not read, neither of the unit nor of later units
-    small_units(monkeypatch)
-    monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
-    for name in ('a0', 'b'):
-        write_jsonl(tmp_path / f'{name}.jsonl', [f'{name} {i} several words' for i in range(300)])
-    with open(tmp_path / 'a0.jsonl', 'a') as file:
-        file.write('no JSON')
-    shutil.copy(tmp_path / 'a0.jsonl', tmp_path / 'a1.jsonl')
-    prepared(tmp_path / 'limited', dataset=f'{tmp_path}/a*.jsonl@700,{tmp_path}/b.jsonl@900')
-    assert sorted(p.name for p in (tmp_path / 'limited').glob('[0-9]*.json')) == ['000000.json', '000002.json']
+            prepared('n', dataset=bad)
     # few documents: the tail of each is held out, including the last document
     for name in 'xy':
         (tmp_path / f'{name}.txt').write_text(f'{name} is a word.\n' * 900)
-    _, val = prepared(tmp_path / 'tails', dataset=f'{tmp_path}/x.txt@1e3,{tmp_path}/y.txt@1e3')
+    _, val = prepared('tails', dataset='x.txt@1e3,y.txt@1e3')
     assert [text[0] for text in decoded(val, mistral)] == ['x', 'y']
+
+
+def test_text_beyond_a_limit_is_not_read(tmp_path, monkeypatch, small_units):
+    """Neither the rest of the unit that reaches a source's token limit nor the source's later units are read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
+    write_jsonl(tmp_path / 'b.jsonl', [f'{i} several words' for i in range(300)])
+    for name in ('a0', 'a1'):
+        (tmp_path / f'{name}.jsonl').write_text((tmp_path / 'b.jsonl').read_text() + 'no JSON')
+    prepared('d', dataset='a*.jsonl@700,b.jsonl@900')
+    assert sorted(path.name for path in (tmp_path / 'd').glob('[0-9]*.json')) == ['000000.json', '000002.json']
 
 
 def test_parts(tmp_path, mistral, monkeypatch):
     """Parts prepared in any order, or at the same time, together contain every document."""
-    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
-    for i in range(5):
-        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::5])
-    same = dict(dataset=f'{tmp_path}/*.jsonl')
+    monkeypatch.chdir(tmp_path)
+    texts = write_texts(tmp_path, 5)
+    same = dict(dataset='*.jsonl')
     with pytest.raises(InputError, match=r'is incomplete; rerun prepare.py --part=0/2'):
-        prepared(tmp_path / 'd', **same, part='1/2')
+        prepared('d', **same, part='1/2')
     with pytest.raises(InputError, match='parts=2, now it is 1'):
-        prepared(tmp_path / 'd', **same)
-    train, val = prepared(tmp_path / 'd', **same, part='0/2')
+        prepared('d', **same)
+    train, val = prepared('d', **same, part='0/2')
     expected = sorted(filter(None, map(str.strip, texts)))
     assert sorted(decoded(train, mistral) + decoded(val, mistral)) == expected
     for split in data.SPLITS:
-        bins = Bins(tmp_path / 'd', split)
+        bins = Bins('d', split)
         joined = np.concatenate(bins.shards)
         assert len(bins.shards) == 5 and len(bins) == bins.tokens == len(joined) and (bins[:] == joined).all()
         spans = [(0, bins.ends[0] + 1), (bins.ends[0] - 1, bins.ends[3] + 2), (len(bins) - 9, len(bins) + 9), (5, 5)]
@@ -315,9 +317,9 @@ def test_parts(tmp_path, mistral, monkeypatch):
     documents = [json.loads((tmp_path / f'd/00000{i}.json').read_text())['counts']['documents'] for i in range(5)]
     assert documents[0] < documents[2] < documents[4] and documents[1] < documents[3]
     with pytest.raises(InputError, match=r'part=0/9: .* has 5 file\(s\); use at most'):
-        prepared(tmp_path / 'e', **same, part='0/9')
-    both = [start('prepare.py', f'--dataset={tmp_path}/*.jsonl', '--data_format=ids', '--val_fraction=0.1',
-                  '--data_dir=f', f'--part={i}/2', cwd=tmp_path) for i in range(2)]  # fmt: skip
+        prepared('e', **same, part='0/9')
+    args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1', '--data_dir=f')
+    both = [start('prepare.py', *args, f'--part={i}/2', cwd=tmp_path) for i in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     assert contents(tmp_path / 'f') == contents(tmp_path / 'd')
 
@@ -332,14 +334,14 @@ class FakeHub:
         return SimpleNamespace(sha=f'{repository.count("/")}c0ffee')
 
     def list_repo_tree(self, repository, folder, **_):
-        paths = [path for path in (self.root / folder).rglob('*')]
-        return [SimpleNamespace(path=str(path.relative_to(self.root)), size=path.stat().st_size) for path in paths]
+        files = (self.root / folder).rglob('*')
+        return [SimpleNamespace(path=str(file.relative_to(self.root)), size=file.stat().st_size) for file in files]
 
     def open(self, address):
         return open(address.replace('hf://datasets/HuggingFaceFW/fineweb-2@1c0ffee', str(self.root)), 'rb')
 
 
-def test_hub(tmp_path, mistral, monkeypatch):
+def test_hub(tmp_path, mistral, monkeypatch, small_units):
     """A hub data set is read at the first run's commit; a rerun after a network failure gives the same bytes."""
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
     folder = tmp_path / 'hub/data/arb_Arab/train'
@@ -351,7 +353,6 @@ def test_hub(tmp_path, mistral, monkeypatch):
     for name in ('HfApi', 'HfFileSystem'):
         monkeypatch.setattr(huggingface_hub, name, lambda: FakeHub(tmp_path / 'hub'))
     same = dict(dataset='fineweb-2:arb_Arab')
-    small_units(monkeypatch)
     train, _ = prepared(tmp_path / 'good', **same)
     in_order = [t.strip() for i in range(3) for t in texts[i::3]]
     assert decoded(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
@@ -444,12 +445,11 @@ def test_kills(tmp_path):
     assert snapshot(killed) == expected
 
 
-def test_stopped_runs(tmp_path, monkeypatch):
+def test_stopped_runs(tmp_path, monkeypatch, small_units):
     """An interruption or a full disk keeps the finished units; rerunning the same command gives the same bytes."""
     for i, texts in enumerate(np.array_split(library_texts(3e5), 4)):
         write_jsonl(tmp_path / f'{i}.jsonl', texts.tolist())
     same = dict(dataset=f'{tmp_path}/*.jsonl')
-    small_units(monkeypatch)
     prepared(tmp_path / 'good', **same)
     (tmp_path / 'd').mkdir()
     (tmp_path / 'd/meta.json.tmp0').write_text('{"dataset"')  # killed while it wrote meta.json
