@@ -71,24 +71,17 @@ def test_json_equals_sentencepiece(tmp_path, mistral, larger, layout):
 
 def test_byte_level_json(tmp_path):
     """Token strings of a byte-level file are its keys, and ids that it skips have no token."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=['<|endoftext|>'],
-        show_progress=False,
-    )
-    made.train_from_iterator(real_documents()[:3], trainer)
-    written = json.loads(made.to_str())
-    written['model']['vocab']['Ġthe'] = 310
-    written['model']['merges'].append(['Ġt', 'he'])
-    (tmp_path / 'x.json').write_text(json.dumps(written))
+    vocab = ['<|endoftext|>', *sorted(pre_tokenizers.ByteLevel.alphabet()), 'Ġt', 'he']
+    vocab = {token: i for i, token in enumerate(vocab)} | {'Ġthe': 310}
+    written = tokenizers.Tokenizer(models.BPE(vocab, [('Ġ', 't'), ('h', 'e'), ('Ġt', 'he')]))
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = decoders.ByteLevel()
+    written.add_special_tokens(['<|endoftext|>'])
+    written.save(f'{tmp_path}/x.json')
     roles = dict(bos_token='<|endoftext|>', eos_token='<|endoftext|>')
     (tmp_path / 'special_tokens_map.json').write_text(json.dumps(roles))
     tok = get_tokenizer(str(tmp_path / 'x.json'))
-    assert tok.tokens[300:] == [None] * 10 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
+    assert tok.tokens[259:] == [None] * 51 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
     texts = [' the', *SAYINGS, 'x<|endoftext|>'] * 50
     ids = tok.encode(texts)
     assert ids[0] == [310] and 0 not in ids[-1] and [tok.decode(i) for i in ids] == texts
