@@ -190,13 +190,9 @@ def vocab_logsumexp(
     o: list[Tensor], y: Tensor, rows: Tensor, token_mask: Tensor, inverse: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """
-    Calls kernels.sum_over_vocabulary, as an operator that torch.compile does not trace. The operator also gathers the
-    token logit of y: torch.compile could move that gather behind the operator and copy all of o for it.
-
-    Args: o, list of H (n, B), contiguous; y (n, H); rows and token_mask of SignatureIndex; inverse, its [ids, offsets],
-        or [] for no gradient.
-    Returns: per position the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. With
-        `inverse`, o is overwritten by the gradient of -log P(y).
+    kernels.sum_over_vocabulary as an operator, which torch.compile does not trace; arguments and results are documented
+    there. The operator also gathers the token logit of y: torch.compile could move that gather behind the operator, and
+    would then copy all of o for it.
     """
     from mhf.kernels import sum_over_vocabulary  # needs the package triton
 
