@@ -1,6 +1,6 @@
 """
-kernels.py without a GPU: in Triton's interpreter against the plain loss in float64, and compiled for an H100.
-test_mhf.py tests the kernels inside the fused head, tests/test_gpu.py on a GPU.
+kernels.py without a GPU: run by Triton's interpreter and compared with the plain loss, and compiled for an H100.
+test_mhf.py tests the kernels inside the fused head; tests/test_gpu.py tests them on a GPU.
 """
 
 import os
@@ -23,7 +23,7 @@ from model import exact_loss
 from study.kernels import CHANGES, COLUMNS, KERNELS, measure, random_inputs, signature_index
 
 ON_CPU = ChunkSizes(chunk=512, block=64, columns=32)
-# the interpreter, for a block of 64 unused ids
+# the interpreter warns about a block of 64 unused ids
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
 
@@ -53,7 +53,7 @@ VOCABULARIES = {
 @pytest.mark.parametrize('n, dtype, tolerance', [(1, torch.float32, 1e-6), (70, torch.float64, 1e-14)])
 @pytest.mark.parametrize('name', VOCABULARIES)
 def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
-    """Loss and gradient equal the plain ones, with equal bits each time; buckets without tokens have no gradient."""
+    """Loss and gradient equal the plain ones and repeat to the bit; the gradient of buckets without tokens is 0."""
     index = make_index(**VOCABULARIES[name])
     o, y = random_inputs(index, n, dtype)
     plain = [o_i.double().requires_grad_() for o_i in o]
@@ -76,8 +76,8 @@ def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
 @pytest.mark.parametrize('name', ['long lists', 'unused ids'])
 def test_kernels_in_bfloat16(name):
     """
-    Sums over bfloat16 logits are float32, and the target's -1 is not lost in rounding. The interpreter truncates
-    float32 to bfloat16 where a GPU rounds to nearest, so the gradient equals the truncated float32 one.
+    Sums over bfloat16 logits are float32, and the target's -1 is not lost in rounding. Triton's interpreter truncates
+    float32 to bfloat16, where a GPU rounds to nearest, so the gradient equals the truncated float32 gradient.
     """
     index = make_index(**VOCABULARIES[name])
     o, y = random_inputs(index, 70, torch.bfloat16)
@@ -89,7 +89,7 @@ def test_kernels_in_bfloat16(name):
     for g, g_float32, g_columns in zip(o, in_float32, in_columns, strict=True):
         truncated = (g_float32.view(torch.int32) & -(2**16)).view(torch.float32)
         assert torch.equal(g.float(), truncated)
-        # rounded to nearest, as on a GPU, both forms are equally exact
+        # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
         assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
 
 
@@ -101,7 +101,7 @@ def test_a_large_vocabulary():
     plain = [o_i.clone().requires_grad_() for o_i in o]
     expected = exact_loss(plain, y, index.signatures, index.token_mask)
     expected.sum().backward()
-    # fewer and larger programs than on a GPU, because the interpreter's time depends on their number
+    # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
     sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
     inverse = [index.ids, index.offsets]
     target, logsumexp = kernels.sum_over_vocabulary(o, y, index.rows, index.token_mask, inverse, sizes)
@@ -118,7 +118,7 @@ def test_compiles_for_an_h100(tmp_path):
     environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    # three runs: the kernels with a gradient, and two of them without
+    # three cases of five kernels: three with a gradient, two without
     assert len(done.stdout.splitlines()) == 15
 
 
@@ -135,15 +135,15 @@ BROKEN = {
 
 @pytest.mark.parametrize('name', BROKEN)
 def test_no_triton(monkeypatch, name):
-    """no_triton() says what Triton lacks."""
+    """no_triton() names what Triton lacks."""
     monkeypatch.delenv('CC', raising=False)
     change, reason = BROKEN[name]
     change(monkeypatch)
     assert no_triton.__wrapped__().startswith(reason)
 
 
-def test_columns_on_a_gpu():
-    """Columns of a GPU's size have the loss, gradient and predictions of a CPU's."""
+def test_column_counts():
+    """Loss, gradient and predictions do not depend on how many columns are computed together."""
     index = make_index(**VOCABULARIES['unused ids'])
     o, y = random_inputs(index, 1100, torch.float64)
     targets = index.token_mask.nonzero()[:, 0][torch.arange(1100) % 100]
