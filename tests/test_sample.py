@@ -1,4 +1,4 @@
-"""sample.py: from a checkpoint alone, and from a released model."""
+"""sample.py with a checkpoint alone and with a released model."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from mhf.tokenizers import get_tokenizer
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):
-    """sample.py needs only the checkpoint, repeats itself with the same seed, and prints the prompt."""
+    """sample.py needs only the checkpoint, prints the prompt, and prints the same text for the same seed."""
     (tmp_path / 'x/y').mkdir(parents=True)
     shutil.copy(trained / 'out/ckpt.pt', tmp_path / 'x/y/ckpt.pt')
     args = ['--max_new_tokens=30', '--num_samples=2', '--seed=3', '--device=cpu']
@@ -26,7 +26,7 @@ def test_sample_from_the_checkpoint_alone(trained, tmp_path):
 
 
 def test_sample_from_a_released_model(trained, tmp_path):
-    """--released samples the same text as a checkpoint with the same weights."""
+    """A released model and a checkpoint with the same weights produce the same text."""
     model, _ = load_checkpoint(trained / 'out/ckpt.pt')
     write_released(tmp_path / 'r', model)
     args = ['--max_new_tokens=12', '--num_samples=1', '--temperature=0', '--start=import', '--device=cpu']
@@ -36,7 +36,7 @@ def test_sample_from_a_released_model(trained, tmp_path):
 
 
 def sample_ids(ids, *args, cwd):
-    """Returns the text of a sample of sample.py whose model writes the token ids `ids`."""
+    """Returns the text that sample.py prints if its model generates the token ids `ids`."""
     patch = 'import torch; from mhf.generate import Engine\n'
     patch += f'Engine.stream = lambda *_: (torch.tensor([i]) for i in {ids})'
     done = ok('sample.py', '--num_samples=1', '--device=cpu', *args, cwd=cwd, patch=patch)
@@ -55,7 +55,7 @@ def test_a_sample_ends_with_its_document(trained, tmp_path):
 
 
 def test_characters_are_complete(trained):
-    """A character of several tokens is printed when it is complete, and no replacement character is added."""
+    """A character of several tokens is printed when complete; an incomplete one is not printed."""
     tok = get_tokenizer('mistral')
     cherokee = [tok.tokens.index(f'<0x{byte:02X}>') for byte in 'Ꭰ'.encode()]
     text = sample_ids([*cherokee, *cherokee[:2]], '--out_dir=out', '--start=x', cwd=trained)
