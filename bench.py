@@ -298,16 +298,11 @@ def bench_profile(configs, tok):
         seconds = [timed(step) for _ in range(3)][-1]  # the first compile and warm up
         with torch.profiler.profile(activities=[activity]) as profiled:
             timed(step)
-        time_total = 'self_device_time_total' if on_gpu else 'self_cpu_time_total'
-        times = [(getattr(event, time_total) / 1e6, event.count, event.key) for event in profiled.key_averages()]
-        times.sort(reverse=True)
         bound = model.estimate_flops() * micro_batch_size * block_size / gemm_flops
-        rows[variant] = dict(seconds=seconds, bound=bound, kernels=times)
-        total = sum(busy for busy, _, _ in times)
-        print(f'\nprofile, {variant}: {seconds * 1e3:.1f} ms, {total * 1e3:.1f} in kernels')
-        print(f'the step takes {bound * 1e3:.1f} ms at the speed of large matrix products')
-        for busy, calls, name in times[:15]:
-            print(f'{busy * 1e3:9.2f} ms {calls:6} x  {name[:90]}')
+        rows[variant] = dict(seconds=seconds, bound=bound)
+        print(f'\nprofile, {variant}: {seconds * 1e3:.1f} ms; {bound * 1e3:.1f} at the speed of large matrix products')
+        sort_by = 'self_device_time_total' if on_gpu else 'self_cpu_time_total'
+        print(profiled.key_averages().table(sort_by=sort_by, row_limit=15))
     return rows
 
 

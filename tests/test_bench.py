@@ -39,7 +39,8 @@ def test_bench(trained):
     """Every benchmark runs, and its JSON has what study/costs.py reads."""
     names = ['train', 'generate', 'infer', 'profile']
     args = ['cfg.py', '--repeats=1', '--num_buckets=256', '--json_output', '--benchmarks=' + ','.join(names)]
-    r = json.loads(ok('bench.py', *args, cwd=trained).stdout)
+    done = ok('bench.py', *args, cwd=trained)
+    r = json.loads(done.stdout)
     assert set(r) == {'config', 'device', 'dtype', 'torch', 'threads', 'gemm_flops', *names}
     assert set(r['train']) == {'exact', 'product', 'Standard'}
     for variant, row in r['train'].items():
@@ -48,8 +49,7 @@ def test_bench(trained):
         assert row['flops_per_token'] == model.estimate_flops() and row['parameters'] == sum(model.num_params())
         assert row['tokens_per_s'] == pytest.approx(4 * 64 / row['seconds']) and row['peak_memory'] is None
         assert row['gemm_share'] == pytest.approx(row['flops_per_token'] * row['tokens_per_s'] / r['gemm_flops'])
-    for row in r['profile'].values():
-        assert any('adam' in kernel for *_, kernel in row['kernels'])
+    assert done.stderr.count('_fused_adamw_') >= 3
     assert all(r['generate'][name]['tokens_per_s'] > 0 for name in ('MHF', 'Standard'))
     assert all(r['infer'][name]['seconds'] > 0 for name in ('MHF', 'Standard'))
 
