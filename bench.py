@@ -206,13 +206,12 @@ def variant_configs(c):
 
 
 def random_model(c, tok):
-    """Returns a model with random weights and its own copy of the config."""
+    """Returns a model with random weights."""
     table = None
     if c.num_hashes:
         table = signature_table(tok.tokens, c.num_hashes, c.num_buckets, pad_id=tok.pad)
-    unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
     with torch.device(device):
-        model = FusedMHF(replace(c), table, unused_ids)
+        model = FusedMHF(c, table)
     model.init_weights()
     model.use_kernels = kernels
     return model
@@ -234,12 +233,16 @@ def inference_models(configs, tok):
 # training
 
 
-def training_step(model, optimizer, loss):
-    """Returns a function that trains on one micro-batch: forward, backward, clipping and AdamW."""
+def training_step(c, tok):
+    """Returns a model and a function that trains it on one micro-batch: forward, backward, clipping and AdamW."""
+    model = random_model(c, tok)
+    model.activation_checkpointing = activation_checkpointing
+    if compile:
+        model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     s = random_tokens(model, micro_batch_size, block_size + 1)
 
     def step():
-        model.config.loss = loss
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == 'bfloat16'):
             mean_loss = model(s[:, :-1], s[:, 1:])
         mean_loss.backward()
@@ -247,29 +250,12 @@ def training_step(model, optimizer, loss):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
-
-
-def training_steps(configs, tok):
-    """Returns {variant: (model, function)}. The two losses share a model."""
-    models = {}
-    steps = {}
-    for variant, c in configs.items():
-        if c.num_hashes not in models:
-            model = random_model(c, tok)
-            model.activation_checkpointing = activation_checkpointing
-            if compile:
-                model.compile()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-            models[c.num_hashes] = (model, optimizer)
-        model, optimizer = models[c.num_hashes]
-        steps[variant] = (model, training_step(model, optimizer, c.loss))
-    return steps
+    return model, step
 
 
 def bench_train(configs, tok):
     """Prints time and memory of a training step. Returns {variant: dict}."""
-    steps = training_steps(configs, tok)
+    steps = {variant: training_step(c, tok) for variant, c in configs.items()}
     medians = benchmark_interleaved({variant: step for variant, (_, step) in steps.items()})
     print(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
     print('                parameters        ms    tokens/s  GFLOP/token  GEMM share  peak memory')
@@ -294,7 +280,8 @@ def bench_profile(configs, tok):
     on_gpu = device_type == 'cuda'
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     rows = {}
-    for variant, (model, step) in training_steps(configs, tok).items():
+    for variant, c in configs.items():
+        model, step = training_step(c, tok)
         seconds = [timed(step) for _ in range(3)][-1]  # the first compile and warm up
         with torch.profiler.profile(activities=[activity]) as profiled:
             timed(step)
