@@ -1,7 +1,7 @@
 """
 Benchmarks a config on this machine: MultiHashFormer with the exact and the product loss, and the Standard model.
 
-    $ python bench.py config/mhf_tiny.py                                  # training, generation, inference
+    $ python bench.py config/mhf_tiny.py                                  # training and inference
     $ python bench.py config/mhf_100m.py --benchmarks=profile             # the longest kernels of a training step
     $ python bench.py config/mhf_100m.py --variants=exact,Standard --json_output
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100         # memory, days and disk, estimated
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -31,7 +32,7 @@ from mhf.runtime import GPU_PEAKS, pick_compile, pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
 
 # what to measure
-benchmarks = 'train,generate,infer'  # also: profile
+benchmarks = 'train,infer'  # also: profile
 variants = 'exact,product,Standard'
 repeats = 3  # measurements, of which the median counts
 json_output = False  # print one JSON object; tables go to stderr
@@ -223,12 +224,6 @@ def random_tokens(model, *shape):
     return model.signatures[torch.randint(V // 2, V, shape, device=device)]
 
 
-def inference_models(configs, tok):
-    """Returns the models 'MHF' and 'Standard' with weights in the benchmark's precision. The loss does not matter."""
-    distinct = {'MHF' if c.num_hashes else 'Standard': replace(c, loss='exact') for c in configs.values()}
-    return {name: random_model(c, tok).to(getattr(torch, dtype)).eval() for name, c in distinct.items()}
-
-
 # -----------------------------------------------------------------------------
 # training
 
@@ -294,41 +289,42 @@ def bench_profile(configs, tok):
 
 
 # -----------------------------------------------------------------------------
-# generation and inference
+# inference
 
 
-def bench_generate(configs, tok):
-    """Prints the speed of generation at batch size 1. Returns {'MHF' and 'Standard': dict}."""
-    prompt = torch.full((1, 16), len(tok.tokens) // 2, device=device)
-
-    def generation(model):
-        engine = Engine(model)
-        return lambda: list(engine.stream(prompt, NEW_TOKENS))
-
-    models = inference_models(configs, tok)
-    medians = benchmark_interleaved({name: generation(model) for name, model in models.items()})
-    print(f'\ngeneration, batch size 1, weights in {dtype}')
-    for name, seconds in medians.items():
-        print(f'{name:<10}{NEW_TOKENS / seconds:>10.1f} tokens/s')
-    return {name: dict(tokens_per_s=NEW_TOKENS / seconds) for name, seconds in medians.items()}
-
-
+@torch.no_grad()
 def bench_infer(configs, tok):
-    """Prints the latency of P(w), normalized over the vocabulary, for one sequence. Returns a dict per model."""
-
-    def inference(model):
+    """
+    Prints the speed of generation at batch size 1, and the latency of P(w), normalized over the vocabulary, for the
+    tokens of one sequence. Returns {'MHF' and 'Standard': dict}.
+    """
+    # -log P(w) is the exact loss, so a variant's own loss does not matter
+    distinct = {'MHF' if c.num_hashes else 'Standard': replace(c, loss='exact') for c in configs.values()}
+    prompt = torch.full((1, 16), len(tok.tokens) // 2, device=device)
+    generations = {}
+    normalizations = {}
+    for name, c in distinct.items():
+        model = random_model(c, tok).to(getattr(torch, dtype)).eval()
         s = random_tokens(model, 1, block_size + 1)
-        return torch.no_grad()(lambda: model(s[:, :-1], s[:, 1:]))
+        generations[name] = partial(generate, Engine(model), prompt)
+        normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
+    generation_seconds = benchmark_interleaved(generations)
+    normalization_seconds = benchmark_interleaved(normalizations)
+    print(f'\ninference, batch size 1, weights in {dtype}')
+    print(f'          generation  P(w) of {block_size:,} tokens')
+    rows = {}
+    for name, seconds in normalization_seconds.items():
+        speed = NEW_TOKENS / generation_seconds[name]
+        rows[name] = dict(tokens_per_s=speed, seconds=seconds)
+        print(f'{name:<10}{speed:.1f} tokens/s{seconds * 1e3:>12,.1f} ms')
+    return rows
 
-    models = inference_models(configs, tok)
-    medians = benchmark_interleaved({name: inference(model) for name, model in models.items()})
-    print(f'\nnormalized P(w) of {block_size:,} tokens, weights in {dtype}')
-    for name, seconds in medians.items():
-        print(f'{name:<10}{seconds * 1e3:>10,.1f} ms')
-    return {name: dict(seconds=seconds) for name, seconds in medians.items()}
+
+def generate(engine, prompt):
+    return list(engine.stream(prompt, NEW_TOKENS))
 
 
-BENCHMARKS = dict(train=bench_train, profile=bench_profile, generate=bench_generate, infer=bench_infer)
+BENCHMARKS = dict(train=bench_train, profile=bench_profile, infer=bench_infer)
 
 # -----------------------------------------------------------------------------
 # main
