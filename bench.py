@@ -110,22 +110,19 @@ def step_memory(c, parameters, sequences, all_gradients):
 
 
 def plan_memory(c, parameters):
-    """Prints the memory per GPU, and the largest micro-batch that fits. Returns a dict."""
-    available = (GPU_MEMORY[gpu] - RESERVED_MEMORY) * 1e9
-    sizes = [size for size in range(1, batch_size // gpus + 1) if batch_size % (size * gpus) == 0]
-    if micro_batch_size not in sizes:
+    """Prints the memory per GPU. Returns a dict."""
+    if batch_size % (micro_batch_size * gpus):
         product = f'micro_batch_size={micro_batch_size} x gpus={gpus}'
         raise InputError(f'batch_size={batch_size} is not a multiple of {product}; change one of them')
-    memory = {size: step_memory(c, parameters, size, gpus > 1 or batch_size > size) for size in sizes}
-    total = sum(memory[micro_batch_size].values())
-    largest = max((size for size in sizes if sum(memory[size].values()) <= available), default=0)
+    memory = step_memory(c, parameters, micro_batch_size, gpus > 1 or batch_size > micro_batch_size)
+    total = sum(memory.values())
     print(f'\nmemory per GPU, eager, micro-batches of {micro_batch_size} x {block_size:,} tokens')
-    for item, size in memory[micro_batch_size].items():
+    for item, size in memory.items():
         print(f'  {item:<28}{size / 1e9:8.2f} GB')
-    verdict = 'fits' if total <= available else 'DOES NOT FIT'
+    available = (GPU_MEMORY[gpu] - RESERVED_MEMORY) * 1e9
+    verdict = 'fits' if total <= available else 'DOES NOT FIT; reduce micro_batch_size'
     print(f'  {"total":<28}{total / 1e9:8.2f} GB of {available / 1e9:.1f}: {verdict}')
-    print(f'largest micro_batch_size that fits: {largest or "none"}')
-    return dict(memory=memory[micro_batch_size], total=total, largest_micro_batch_size=largest)
+    return dict(memory=memory, total=total)
 
 
 def plan_training(c):

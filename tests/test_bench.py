@@ -49,7 +49,7 @@ def test_bench(trained):
         assert row['flops_per_token'] == model.estimate_flops() and row['parameters'] == sum(model.num_params())
         assert row['tokens_per_s'] == pytest.approx(4 * 64 / row['seconds']) and row['peak_memory'] is None
         assert row['gemm_share'] == pytest.approx(row['flops_per_token'] * row['tokens_per_s'] / r['gemm_flops'])
-    assert done.stderr.count('_fused_adamw_') >= 3
+    assert done.stderr.count('Self CPU time total') == 3
     assert set(r['infer']) == {'MHF', 'Standard'}
     assert all(row['tokens_per_s'] > 0 and row['seconds'] > 0 for row in r['infer'].values())
 
@@ -71,7 +71,7 @@ def test_plan(tmp_path):
     one_pass = plan(tmp_path, '--block_size=256', '--micro_batch_size=32')
     assert big['memory']['gradients'] == one_pass['memory']['gradients'] == 4 * parameters
     small = plan(tmp_path, '--gpus=1', '--batch_size=8', '--gpu=RTX 4090')
-    assert small['memory']['gradients'] == 0 and small['largest_micro_batch_size'] == 0
+    assert small['memory']['gradients'] == 0
 
 
 def test_plan_with_recomputation(tmp_path):
