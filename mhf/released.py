@@ -68,21 +68,27 @@ def make_config(settings, **fields):
         raise InputError(e) from None
 
 
+def rename(name, prefixes):
+    """Replaces the prefix of a tensor's name, by {prefix: its replacement}. Raises InputError for another prefix."""
+    for prefix, replacement in prefixes.items():
+        if name.startswith(prefix):
+            return replacement + name[len(prefix) :]
+    raise InputError(f'tensor {name} has no name in RELEASED_NAMES (mhf/released.py); add it there')
+
+
 # -----------------------------------------------------------------------------
 # write the released format
 
 
 def released_weights(model):
     """Returns {released name: tensor}. Raises InputError for a tensor that the format has no name for."""
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        # token_mask follows from the table, and a Standard model has no table
-        if name == 'token_mask' or name == 'signatures' and not model.config.num_hashes:
-            continue
-        prefix = next((released for released, our_name in RELEASED_NAMES.items() if name.startswith(our_name)), None)
-        if prefix is None:
-            raise InputError(f'{name} has no name in the released format; add it to RELEASED_NAMES')
-        weights[prefix + name[len(RELEASED_NAMES[prefix]) :]] = tensor.contiguous()
+    state = model.state_dict()
+    # token_mask follows from the table, and a Standard model has no table
+    del state['token_mask']
+    if not model.config.num_hashes:
+        del state['signatures']
+    released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
+    weights = {rename(name, released_names): tensor.contiguous() for name, tensor in state.items()}
     if not is_tied(model.config):
         weights['lm_head.weight'] = weights['model.embed_tokens.weight']
         weights['model.embed_tokens.weight'] = weights['lm_head.weight'] * model.config.embedding_scale
@@ -299,12 +305,9 @@ def infer_single_id(table):
 
 def convert_state_dict(config, weights, unused_ids):
     """Returns our state_dict for released weights. Raises ValueError for an unknown tensor or a missing table."""
-    state = {}
-    for name, tensor in weights.items():
-        prefix = next((released for released in RELEASED_NAMES if name.startswith(released)), None)
-        if prefix is None:
-            raise ValueError(f'unknown tensor {name}')
-        state[RELEASED_NAMES[prefix] + name[len(prefix) :]] = tensor.float() if tensor.is_floating_point() else tensor
+    # the table contains integers
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    state = {rename(name, RELEASED_NAMES): tensor for name, tensor in tensors.items()}
     if config.num_hashes and 'signatures' not in state:
         raise ValueError(f'num_hashes={config.num_hashes} but no model.hash_map')
     table = state['signatures'].numpy() if config.num_hashes else None
