@@ -44,9 +44,10 @@ HASH_FIELDS = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim', 'singl
 # other fields of config.json: the values that this code computes, and names of fields that change the computation
 SUPPORTED = dict(
     model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
-    rope_scaling=(None,), rope_parameters=(None,), layer_types=(None,),
+    rope_scaling=(None,), rope_parameters=(None,), rope_type=('default', None), type=('default', None),
+    layer_types=('full_attention', None),
 )  # fmt: skip
-COMPUTATION = re.compile('bias|bidirectional|multiplier|quant|rotary|scal(ar|e|ing)|softcap|use_sliding_window')
+COMPUTATION = re.compile('bias|bidirectional|mrope|multiplier|quant|rotary|scal(ar|e|ing)|softcap|use_sliding_window')
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -181,7 +182,7 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
 
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
-    config_json = read_json(folder / 'config.json', source)
+    config_json = flatten_rope(read_json(folder / 'config.json', source))
     refuse_unsupported(config_json, source)
     files = sorted(folder.glob('model*.safetensors'))
     if not files:
@@ -224,32 +225,34 @@ def resolve_path(path_or_hub_id):
     return from_hub(str(path_or_hub_id), files)
 
 
+def flatten_rope(config_json):
+    """Moves the entries of rope_parameters (transformers 5) and rope_scaling (older) to the top level."""
+    flat = dict(config_json)
+    for key in ('rope_scaling', 'rope_parameters'):
+        if isinstance(flat.get(key), dict):
+            flat |= flat.pop(key)
+    return flat
+
+
 def refuse_unsupported(config_json, source):
     """Raises InputError for a key of config.json that changes the computation in a way that this code lacks."""
     for key, value in config_json.items():
-        remaining = value  # without the parts that this code computes
-        if key in ('rope_scaling', 'rope_parameters') and isinstance(value, dict):
-            # transformers 5 writes rope_parameters into every file, mostly with rope_type='default'
-            remaining = {k: v for k, v in value.items() if k != 'rope_theta' and v not in ('default', None, 1)} or None
-        if key == 'layer_types' and isinstance(value, list):
-            remaining = [kind for kind in value if kind != 'full_attention'] or None
         if key in SUPPORTED:
-            supported = remaining in SUPPORTED[key]
+            values = value if isinstance(value, list) else [value]
+            is_supported = all(v in SUPPORTED[key] for v in values)
         else:
             # a multiplier of 1 changes nothing
-            is_off = remaining is not True and remaining in (None, False, 1)
-            supported = is_off or key in RELEASED_FIELDS or not COMPUTATION.search(key)
-        if not supported:
+            is_off = value is not True and value in (None, False, 1)
+            is_supported = is_off or key in RELEASED_FIELDS or not COMPUTATION.search(key)
+        if not is_supported:
             raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
 
 
 def convert_config(config_json, table):
-    """Returns the MHFConfig for the contents of config.json and the signature table (V, H), None for Standard."""
-    rope = config_json.get('rope_parameters') or {}
-    values = config_json | {key: value for key, value in rope.items() if key == 'rope_theta'}
+    """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
     fields = dict(num_hashes=0, loss='product')
     for key, name in RELEASED_FIELDS.items():
-        value = values.get(key)
+        value = config_json.get(key)
         if value is None and key in REQUIRED_FIELDS:
             raise ValueError(f"config.json has no '{key}'")
         if value is None:

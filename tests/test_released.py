@@ -292,14 +292,15 @@ REFUSED = [
     dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
     # malformed
     dict(hidden_size='256'), dict(vocab_size=300.0), dict(num_attention_heads=0), dict(num_buckets=-5),
-    dict(eos_token_id='</s>'), dict(num_hidden_layers=None), dict(rope_parameters=[]), dict(num_lsh=True),
+    dict(eos_token_id='</s>'), dict(num_hidden_layers=None), dict(num_lsh=True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize('changes', REFUSED, ids=str)
 def test_config_that_is_refused(tmp_path, changes):
     """A field of config.json that changes the computation, or has no sensible value, is refused by its name."""
-    names = '|'.join(['num_heads' if key == 'num_attention_heads' else key for key in changes])
+    keys = [*changes, *changes.get('rope_scaling', ()), *changes.get('rope_parameters', ())]
+    names = '|'.join(['num_heads' if key == 'num_attention_heads' else key for key in keys])
     folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
     with pytest.raises(InputError, match=names):
         from_pretrained(folder)
