@@ -326,11 +326,18 @@ def convert_state_dict(config, weights, unused_ids):
 
 class LoadedModel(NamedTuple):
     model: MHF
+    source: str  # out_dir, folder or hub id
+    name: str  # for messages
     tokenizer: str | None  # its name, if known
     tokenizer_sha256: str | None
-    name: str  # for messages
     add_bos: bool  # whether the model was trained with bos before each document
     eos_ids: list  # ids that end a document according to the files of a released model
+    tok: object = None  # the tokenizer itself; open_model loads it
+
+    @property
+    def stop_ids(self):
+        """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
+        return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
 
 
 def load_run(out_dir, Model=FusedMHF):
@@ -339,7 +346,7 @@ def load_run(out_dir, Model=FusedMHF):
     model, ckpt = load_checkpoint(path, Model)
     data = ckpt['data']
     name = f'{path}, step {ckpt["step"]}'
-    return LoadedModel(model, data['tokenizer'], data['tokenizer_sha256'], name, ckpt['add_bos'], [])
+    return LoadedModel(model, str(out_dir), name, data['tokenizer'], data['tokenizer_sha256'], ckpt['add_bos'], [])
 
 
 def load_model(source, Model=FusedMHF):
@@ -361,7 +368,7 @@ def load_model(source, Model=FusedMHF):
         eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
     # the authors trained without bos
     add_bos = config_json.get('add_bos') is True
-    return LoadedModel(model, tokenizer, None, f'{source}, a released model', add_bos, eos_ids)
+    return LoadedModel(model, str(source), f'{source}, a released model', tokenizer, None, add_bos, eos_ids)
 
 
 def init_model(init_from, checkpoints, Model):
@@ -410,19 +417,10 @@ def check_vocabulary(model, source, meta, table):
         raise InputError(f"{source}: its signature table is not that of tokenizer '{meta['tokenizer']}' of the bins")
 
 
-class OpenedModel(NamedTuple):
-    model: MHF
-    tok: object  # from tokenizers.get_tokenizer
-    name: str  # for messages
-    source: str  # out_dir, folder or hub id
-    stop_ids: frozenset  # ids that end a document: bos, eos, pad, and each eos that the model declares
-    add_bos: bool  # whether the model was trained with bos before each document
-
-
 def open_model(out_dir='', released='', tokenizer=''):
     """
-    Loads a run (without arguments the newest one in the working folder) or a released model, with its tokenizer. Raises
-    InputError if the model was not trained with that tokenizer.
+    Loads a run (without arguments the newest one in the working folder) or a released model, and its tokenizer ->
+    LoadedModel. Raises InputError if the model was not trained with that tokenizer.
     """
     if not (out_dir or released):
         paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
@@ -447,8 +445,7 @@ def open_model(out_dir='', released='', tokenizer=''):
         column = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
         if (model.signatures[: len(column), j].numpy() != column).any():
             raise InputError(f'{other}: the signatures differ; {fix}')
-    stop_ids = frozenset([tok.bos, tok.eos, tok.pad, *loaded.eos_ids])
-    return OpenedModel(model, tok, loaded.name, str(released or out_dir), stop_ids, loaded.add_bos)
+    return loaded._replace(tok=tok)
 
 
 if __name__ == '__main__':
