@@ -35,10 +35,6 @@ RELEASED_FIELDS = dict(
     pad_token_id='pad_id', trained_loss='loss', num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh',
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
 )  # fmt: skip
-REQUIRED_FIELDS = (
-    'vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads',
-    'num_key_value_heads', 'rope_theta',
-)  # fmt: skip
 # fields of a MultiHashFormer; the authors' format has no single_id
 HASH_FIELDS = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim', 'single_id')
 # other fields of config.json: the values that this code computes, and names of fields that change the computation
@@ -251,10 +247,11 @@ def refuse_unsupported(config_json, source):
 def convert_config(config_json, table):
     """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
     fields = dict(num_hashes=0, loss='product')
+    # the weights do not fit a config without one of the sizes
+    if config_json.get('rope_theta') is None:
+        raise ValueError('config.json has no rope_theta')
     for key, name in RELEASED_FIELDS.items():
         value = config_json.get(key)
-        if value is None and key in REQUIRED_FIELDS:
-            raise ValueError(f"config.json has no '{key}'")
         if value is None:
             continue
         kind = MHFConfig.__annotations__[name]
