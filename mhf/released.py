@@ -174,6 +174,7 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
     Weights are float32. Raises InputError.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     source = str(path_or_hub_id)
@@ -184,17 +185,14 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
     if not files:
         raise InputError(f'{source}: no model.safetensors')
     weights = {}
-    for file in files:
-        try:
-            weights.update(load_file(file))
-        except Exception as e:  # truncated, or not safetensors
-            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
     try:
+        for file in files:
+            weights |= load_file(file)
         config = convert_config(config_json, weights.get('model.hash_map'))
         tie_embeddings(weights, config_json, config.embedding_scale)
         model = build_on_meta(config, Model)
         load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
-    except (ValueError, RuntimeError, IndexError) as e:
+    except (ValueError, RuntimeError, IndexError, OSError, SafetensorError) as e:
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 
@@ -202,11 +200,8 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
 def read_json(path, source):
     """Returns the dict in a JSON file. Raises InputError."""
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-        if not isinstance(content, dict):
-            raise ValueError('it is not an object in braces')
-        return content
-    except (OSError, ValueError) as e:
+        return dict(json.loads(path.read_text(encoding='utf-8')))
+    except (OSError, TypeError, ValueError) as e:
         raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
 
