@@ -332,19 +332,14 @@ class LoadedModel(NamedTuple):
         return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
 
 
-def load_run(out_dir, Model=FusedMHF):
-    """Loads out_dir/ckpt.pt -> LoadedModel. Raises InputError."""
-    path = Path(out_dir) / 'ckpt.pt'
-    model, ckpt = load_checkpoint(path, Model)
-    data = ckpt['data']
-    name = f'{path}, step {ckpt["step"]}'
-    return LoadedModel(model, str(out_dir), name, data['tokenizer'], data['tokenizer_sha256'], ckpt['add_bos'], [])
-
-
 def load_model(source, Model=FusedMHF):
     """Loads a run's out_dir, or the released format from a folder or the hub -> LoadedModel. Raises InputError."""
-    if (Path(source) / 'ckpt.pt').exists():
-        return load_run(source, Model)
+    path = Path(source) / 'ckpt.pt'
+    if path.exists():
+        model, ckpt = load_checkpoint(path, Model)
+        data = ckpt['data']
+        name = f'{path}, step {ckpt["step"]}'
+        return LoadedModel(model, str(source), name, data['tokenizer'], data['tokenizer_sha256'], ckpt['add_bos'], [])
     folder = resolve_path(source)
     model = from_pretrained(folder, Model=Model)
     config_json = read_json(folder / 'config.json', source)
@@ -419,7 +414,9 @@ def open_model(out_dir='', released='', tokenizer=''):
         if not paths:
             raise InputError('no ckpt.pt in this folder; train a model with: python train.py config/mhf_tiny.py')
         out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
-    loaded = load_model(released) if released else load_run(out_dir)
+    if not released and not (Path(out_dir) / 'ckpt.pt').exists():
+        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; train.py writes one there')
+    loaded = load_model(released or out_dir)
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     tok = get_tokenizer(tokenizer or loaded.tokenizer or 'mistral')
