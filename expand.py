@@ -21,6 +21,7 @@ training data must not contain these documents: prepare.py holds out the same on
 val_fraction=0.05 and without --part, as config/expand_*.py do.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -277,11 +278,11 @@ def load_source_model(tok):
     """Loads the model to grow -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
     model = loaded.model
-    sha256 = loaded.tokenizer_sha256
-    if loaded.tokenizer and not sha256:
-        sha256 = tokenizer_fingerprint(get_tokenizer(loaded.tokenizer))
+    known_sha256 = loaded.tokenizer_sha256
+    if loaded.tokenizer and not known_sha256:
+        known_sha256 = tokenizer_fingerprint(get_tokenizer(loaded.tokenizer))
     # a released table may end with unused rows
-    fits = sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, len(tok.tokens), [])
+    fits = known_sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, len(tok.tokens), [])
     if fits and model.config.num_hashes:
         fits = (model.signatures[: len(tok.tokens)].numpy() == make_table(model.config, tok.tokens)).all()
     if not fits:
@@ -327,21 +328,18 @@ def write_outputs(larger, held_out, source):
         files[held_out_file(name)] = ''.join(rows).encode()
     if held_out is not None:
         files[Path(tokenizer)] = larger.sp.serialized_model_proto()
-    written = []
     try:
-        for path, content in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, 'xb') as f:
-                written.append(path)
-                f.write(content)
-        if source is not None:
-            save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
-    except BaseException as e:
-        for path in written:
-            path.unlink(missing_ok=True)
-        if isinstance(e, OSError):
-            raise InputError(f'{path} cannot be written ({e})') from None
-        raise
+        with contextlib.ExitStack() as cleanup:
+            for path, content in files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, 'xb') as f:
+                    cleanup.callback(path.unlink)
+                    f.write(content)
+            if source is not None:
+                save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
+            cleanup.pop_all()
+    except OSError as e:
+        raise InputError(f'{path} cannot be written ({e})') from None
 
 
 def check_settings(languages, use_existing):
