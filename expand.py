@@ -245,24 +245,17 @@ def learn_tokenizer(tok, languages, counts):
     for name, corpus in languages.items():
         documents[name], held_out[name] = read_corpus(corpus)
     larger, chosen = expand_tokenizer(tok, documents, counts)
-    print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"bytes per token":>24}{"fewer tokens":>14}')
+    print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"fewer tokens":>14}')
     for name, count in counts.items():
         num_chosen = len(chosen.get(name, ()))
-        print_gain(name, num_chosen, held_out[name], tok, larger)
+        characters = sum(map(len, held_out[name]))
+        before = sum(map(len, tok.encode(held_out[name])))
+        after = sum(map(len, larger.encode(held_out[name])))
+        per_character = f'{before / characters:>11.3f} -> {after / characters:<9.3f}'
+        print(f'{name:<14}{num_chosen:>11,}{per_character}{1 - after / before:>14.1%}')
         if num_chosen < count:
             print(f'{name}: the corpus yields {num_chosen:,} of the {count:,} tokens requested')
     return larger, held_out
-
-
-def print_gain(name, num_chosen, held_out, tok, larger):
-    """Prints how the larger tokenizer shortens the held-out documents of a language."""
-    characters = sum(map(len, held_out))
-    size = sum(len(text.encode()) for text in held_out)
-    before = sum(map(len, tok.encode(held_out)))
-    after = sum(map(len, larger.encode(held_out)))
-    per_character = f'{before / characters:>11.3f} -> {after / characters:<9.3f}'
-    per_token = f'{size / before:>11.2f} -> {size / after:<9.2f}'
-    print(f'{name:<14}{num_chosen:>11,}{per_character}{per_token}{1 - after / before:>14.1%}')
 
 
 # -----------------------------------------------------------------------------
