@@ -39,13 +39,13 @@ from mhf.sources import read_documents, split_holdout, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # tokenizer
-base_tokenizer = 'mistral'  # to expand: mistral, or a .model file
-corpora = ''  # one per language: what prepare.py reads, separated by commas, with @ and a number of new tokens
-num_new_tokens = 5118  # of a corpus without @; three corpora give the paper's 15,354
+base_tokenizer = 'mistral'  # the tokenizer to expand: mistral, or a .model file
+corpora = ''  # one data set of prepare.py per language, separated by commas; @5000 after it: 5,000 new tokens
+num_new_tokens = 5118  # for a corpus without @; three corpora give the paper's 15,354
 max_bytes_per_language = 30000000  # of text to learn from
 tokenizer = 'expanded.model'  # the file to write; with a source_model it is used if it exists
 # model
-source_model = ''  # to grow: an out_dir, a folder in the released format, or a hub id[@revision]; '': none
+source_model = ''  # the model to grow: an out_dir, a folder in the released format, or a hub id[@revision]; '': none
 output_dir = ''  # the folder for the grown model, in the released format
 
 config = configure(globals())
@@ -64,11 +64,8 @@ def parse_corpora():
     languages = {}
     counts = {}
     for item in filter(None, map(str.strip, corpora.split(','))):
-        corpus = item
-        count = num_new_tokens
-        if '@' in item:
-            corpus, _, count = item.rpartition('@')
-        if not str(count).isdecimal() or int(count) > 10**6:
+        corpus, _, count = (item if '@' in item else f'{item}@{num_new_tokens}').rpartition('@')
+        if not count.isdecimal() or int(count) > 10**6:
             raise InputError(f"corpora '{item}': write a number of tokens after @, like @5000, at most 1,000,000")
         name = name_corpus(corpus, languages)
         languages[name] = corpus
@@ -112,8 +109,8 @@ def read_corpus(corpus):
 
 def learn_pieces(documents, spec, vocab_size):
     """
-    Trains a SentencePiece BPE model of vocab_size pieces. spec: the trainer_spec of the base, which says how text is
-    split. Returns the model as bytes, and {piece: its rank in the order of learning}.
+    Trains a SentencePiece BPE model of vocab_size pieces. It splits text as `spec`, the trainer_spec of the base, does.
+    Returns the model as bytes, and {piece: its rank in the order of learning}.
     """
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
@@ -217,7 +214,7 @@ def expand_tokenizer(tok, documents, counts):
         chosen = choose_pieces(ranked, counts, taken=old_pieces | excluded)
         pieces = [piece for pieces in chosen.values() for piece in pieces]
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
-        # a piece that its own text is not split into never occurs: merges of higher priority prevent it
+        # a piece never occurs if its own text is split otherwise, because of merges of higher priority
         splits = larger.split(larger.tokens[V:])
         unreachable = {larger.tokens[k] for k, ids in enumerate(splits, V) if ids != [k]}
         # a tokenizer.json splits a character that is no piece into bytes before it merges
@@ -305,15 +302,15 @@ def grow(model, tok, larger):
 
 
 def held_out_file(name):
-    """The file for the held-out documents of a language, next to the tokenizer."""
+    """Returns the path of a language's held-out documents, next to the tokenizer."""
     file = Path(tokenizer)
     return file.with_name(f'{file.stem}_{name}.jsonl')
 
 
 def write_outputs(larger, held_out, source):
     """
-    Writes a learned tokenizer with its held-out documents, and the grown model; held_out or source may be None. If
-    this fails, it removes the files that it wrote.
+    Writes the learned tokenizer and held_out, {language: documents}, unless held_out is None; and the grown model,
+    source.model, unless source is None. Removes the files that it wrote if an error stops it.
     """
     files = {}
     for name, documents in (held_out or {}).items():
