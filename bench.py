@@ -34,13 +34,13 @@ from mhf.tokenizers import get_tokenizer
 # what to measure
 benchmarks = 'train,infer'  # also: profile
 variants = 'exact,product,Standard'
-repeats = 3  # measurements, of which the median counts
+repeats = 3  # measurements; prints their median
 json_output = False  # print one JSON object; tables go to stderr
-# --plan: estimates instead of measurements
+# estimates instead of measurements
 plan = False
 gpus = 8
 gpu = 'H100'
-# the others as in train.py
+# settings of train.py
 tokenizer = 'mistral'
 batch_size = 256
 micro_batch_size = 8
@@ -69,7 +69,7 @@ GPU_MEMORY = {'A100': 80, 'H100': 80, 'H200': 141, 'B200': 180, 'MI300X': 192, '
 RESERVED_MEMORY = 2  # 10^9 bytes per GPU for the CUDA context, libraries and fragmentation
 # compiled steps of 8 x 2,048 tokens of the 100M models on an H100: 109.3, 61.5 and 44.3 ms
 MEASURED_MFU = dict(exact=0.18, product=0.32, Standard=0.29)
-NEW_TOKENS = 64  # to generate
+NEW_TOKENS = 64  # per generated text
 
 # -----------------------------------------------------------------------------
 # plan: memory, days and disk in closed form
@@ -77,11 +77,11 @@ NEW_TOKENS = 64  # to generate
 
 def step_memory(c, parameters, sequences, all_gradients):
     """
-    {item: bytes} on a GPU in an eager bfloat16 training step with `sequences` per micro-batch.
+    Estimates the memory of a GPU in an eager bfloat16 training step with `sequences` per micro-batch. all_gradients:
+    whether all gradients exist next to the activations, as with DDP or gradient accumulation. Returns {item: bytes}.
 
-    all_gradients: whether all gradients exist next to the activations, as in DDP's buckets or under accumulation. The
-    formulas count what autograd keeps; from 100M to 3B, with 1 or 8 sequences of 2,048 tokens, they are within 13 % of
-    a trace of the allocations, and an H100's peak agreed with that trace.
+    The formulas count the tensors that autograd keeps. From 100M to 3B, with 1 or 8 sequences of 2,048 tokens, they are
+    within 13 % of a trace of the allocations; the peak on an H100 agreed with the trace.
     """
     d = c.hidden_size
     width = c.num_heads * c.head_dim
@@ -165,15 +165,15 @@ def timed(function):
 
 def benchmark_interleaved(functions):
     """
-    {name: function} -> {name: median seconds}. The functions alternate, A B C A B C ...: one round to warm up,
-    `repeats` rounds for time.
+    {name: function} -> {name: median seconds}. The functions alternate, A B C A B C ...: one round to warm up, then
+    `repeats` timed rounds.
     """
     rounds = [{name: timed(function) for name, function in functions.items()} for _ in range(1 + repeats)]
     return {name: statistics.median(r[name] for r in rounds[1:]) for name in functions}
 
 
 def peak_memory(function):
-    """Calls a function. Returns the GPU memory in bytes that it allocates at most; None on another device."""
+    """Calls a function. Returns the peak of the GPU memory that it allocates, in bytes; None on another device."""
     if device_type != 'cuda':
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -185,7 +185,7 @@ def peak_memory(function):
 def measure_gemm():
     """Returns the FLOP/s of large matrix products."""
     size = 8192 if device_type == 'cuda' else 2048
-    calls = 20 if device_type == 'cuda' else 1  # several per timing, for a GPU's clock
+    calls = 20 if device_type == 'cuda' else 1  # per measurement; a GPU raises its clock under load
     x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
     seconds = [timed(lambda: [x @ x for _ in range(calls)]) for _ in range(9)]
     return calls * 2 * size**3 / min(seconds[1:])
