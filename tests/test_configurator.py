@@ -119,21 +119,6 @@ def test_refuses(tmp_path, wrong, culprit):
     assert '\n' not in str(e.value)
 
 
-@pytest.fixture
-def scripts(tmp_path, monkeypatch):
-    """Returns a function that replaces the repository's scripts by scripts with the given texts."""
-
-    def write(**texts):
-        for name, text in texts.items():
-            (tmp_path / f'{name}.py').write_text(text)
-        monkeypatch.setattr(configurator, 'HERE', tmp_path)
-        monkeypatch.setattr(configurator, 'SCRIPTS', tuple(f'{name}.py' for name in texts))
-
-    settings_of.cache_clear()
-    yield write
-    settings_of.cache_clear()
-
-
 SCRIPT = '''"""Does it."""
 
 import sys
@@ -149,14 +134,16 @@ C = 3
 '''
 
 
-def test_expressions(scripts, tmp_path, monkeypatch, capsys):
+def test_expressions(tmp_path, monkeypatch, capsys):
     """Defaults can be expressions, an imported script ignores the command line, and --help prints every comment."""
+    (tmp_path / 'a.py').write_text(SCRIPT)
+    monkeypatch.setattr(configurator, 'HERE', tmp_path)
+    monkeypatch.setattr(configurator, 'SCRIPTS', ('a.py',))
 
     def run(*argv, name='__main__'):
         monkeypatch.setattr(sys, 'argv', ['a.py', *argv])
         return runpy.run_path(tmp_path / 'a.py', dict(configure=configure), name)
 
-    scripts(a=SCRIPT)
     assert settings_of('a.py') == dict(x=40, wide=80, name=None) and run('--x=7')['x'] == 7
     imported = run('--x=7', name='a')
     assert imported['x'] == 40 and imported['config'] == settings_of('a.py')
