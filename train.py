@@ -129,7 +129,7 @@ if remainder:
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
-# setup: model and data
+# setup: data and loaded model
 
 Model = MHF if plain else FusedMHF
 resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
@@ -153,20 +153,26 @@ runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__ve
 
 table = get_table(run_config, meta)
 data = data_identity(meta, table, train_bins)
-# a resumed run keeps its data and the settings outside FREE_ON_RESUME
-fixed = (config | data).keys() - FREE_ON_RESUME if ckpt else architecture
-# another architecture in a config file has no effect, but on the command line it is an error
-fixed = fixed - (architecture - command_line_names())
+
+# -----------------------------------------------------------------------------
+# setup: a resumed run keeps its data and all settings outside FREE_ON_RESUME; a loaded model keeps its architecture
+
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
-changes = [
-    f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in sorted(fixed) if new[name] != old.get(name)
-]
+fixed = new.keys() - FREE_ON_RESUME if ckpt else architecture
+# an architecture in a config file is ignored, but on the command line it must be that of the loaded model
+fixed = fixed - (architecture - command_line_names())
+changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
+changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
     fix = f'undo the change, or start a new run with --init_from={source} and another --out_dir'
-    raise InputError(f'{source} was trained with {", ".join(changes)}, which must not change; {fix}')
+    raise InputError(f'{source} was trained with {changes}, which must not change; {fix}')
 if ckpt and first_step >= max_steps and not auto_resume:
     raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
+
+# -----------------------------------------------------------------------------
+# setup: model
+
 if model:
     check_vocabulary(model, source, meta, table)
     model.config.block_size = block_size
