@@ -11,11 +11,12 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     one command that starts a run and resumes it (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
-Reads the bins that prepare.py writes with the same config. Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the
-last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C finish the step, save a checkpoint and exit with
-143 and 130; for a checkpoint that takes over 30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a
-step depends only on (seed, step), so a run can resume on any number of processes. On a CPU, and with --deterministic on
-a GPU, a resumed run ends with the same bits as an uninterrupted one. It may change only the settings in FREE_ON_RESUME.
+Reads the bins that prepare.py writes with the same config; its docstring follows a document to its loss. Writes to
+out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C
+finish the step, save a checkpoint and exit with 143 and 130; for a checkpoint that takes over 30 s to write, set
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can resume on any
+number of processes. A resumed run may change only the settings in FREE_ON_RESUME. On a CPU, and with --deterministic on
+a GPU, it ends with the same bits as an uninterrupted run.
 """
 
 import contextlib
@@ -165,7 +166,9 @@ fixed = fixed - (architecture - command_line_names())
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
-    fix = f'undo the change, or start a new run with --init_from={source} and another --out_dir'
+    fix = 'undo the change'
+    if architecture.isdisjoint(changed):
+        fix += f', or start a new run with --init_from={source} and another --out_dir'
     raise InputError(f'{source} was trained with {changes}, which must not change; {fix}')
 if ckpt and first_step >= max_steps and not auto_resume:
     raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
