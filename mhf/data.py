@@ -34,7 +34,7 @@ from configurator import InputError, settings_of
 from hashing import fingerprint, signature_table
 from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 
-HEADER = 128  # bytes of a shard before its first token; numpy pads it to this
+HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
 SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
 

@@ -32,7 +32,6 @@ HUB = {
     'fineweb-2:LANGUAGE': 'HuggingFaceFW/fineweb-2/data/LANGUAGE/train',  # such as fineweb-2:arb_Arab
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
-FILE_TYPES = re.compile(r'.*\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)', re.DOTALL)
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends
 LOOKAHEAD_CHARS = 1 << 26  # that start_counts reads at most
 
@@ -41,10 +40,12 @@ LOOKAHEAD_CHARS = 1 << 26  # that start_counts reads at most
 
 
 def hub_folder(dataset):
-    """Returns the folder of HUB that contains a data set such as 'fineweb-2:arb_Arab', '' for any other data set."""
+    """Returns the folder on the hub of a data set such as 'fineweb-2:arb_Arab', '' if HUB does not contain it."""
     name, _, language = dataset.partition(':')
-    pattern = HUB.get(f'{name}:LANGUAGE', '') if language else ''
-    return HUB.get(dataset) or pattern.replace('LANGUAGE', language)
+    folder = HUB.get(dataset) or HUB.get(f'{name}:LANGUAGE', '')
+    if 'LANGUAGE' in folder and not language:
+        raise InputError(f"dataset '{dataset}': append a language, such as {name}:arb_Arab")
+    return folder.replace('LANGUAGE', language)
 
 
 def parse_mixture(dataset):
@@ -77,15 +78,14 @@ def input_files(dataset):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
         if not paths:
-            known = ['stdlib', *HUB]
-            suggestion = f'{did_you_mean(dataset, known)} (data sets: {", ".join(known)})'
+            suggestion = did_you_mean(dataset, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
             files.setdefault(path.resolve(), str(path))  # a symbolic link does not add a second copy
     for path in files.values():
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')
-        if not FILE_TYPES.fullmatch(path):
+        if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
             raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
     return {path: os.path.getsize(path) for path in files.values()}
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from conftest import CONFIG, REPO, library_texts, ok, real_documents, snapshot, start, write_jsonl
+from conftest import REPO, library_texts, ok, real_documents, snapshot, start, write_jsonl
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -481,11 +481,9 @@ def small(tmp_path_factory, request):
     """A prepared folder, and the config with which train.py reads it."""
     folder = tmp_path_factory.mktemp('small')
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
-    (folder / 'cfg.py').write_text(CONFIG)
-    config = configurator.settings_of('train.py') | configurator.read_config(folder / 'cfg.py')
-    config |= dict(data_dir=str(folder / 'bins'), dataset=f'{folder}/docs.jsonl', data_format=request.param)
-    prepare.main({key: config.get(key, value) for key, value in configurator.settings_of('prepare.py').items()})
-    return folder, config
+    same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
+    prepared(folder / 'bins', **same)
+    return folder, configurator.settings_of('train.py') | same | dict(data_dir=str(folder / 'bins'))
 
 
 def test_another_dataset_on_the_command_line(small, monkeypatch):
