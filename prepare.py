@@ -211,11 +211,11 @@ def encode(tok, documents):
         del encoded  # frees the ids before the next batch
 
 
-def prepare_unit(job, source, number, counts):
+def prepare_unit(job, source, number, unit, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     meta = job.meta
     val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
-    texts = sources.read_files(unit_paths(source, [number]))
+    texts = sources.read_files(path for path, _ in unit)
     documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
     writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
     try:
@@ -239,26 +239,22 @@ def prepare_unit(job, source, number, counts):
             writer.discard()
 
 
-def unit_paths(source, numbers):
-    """Returns the paths of the files of some units of a source."""
-    return [path for number in numbers for path, _ in source['units'][number - source['first_unit']]]
-
-
 def prepare_source(job, source):
     """Prepares the units of a source that belong to this part and are not finished; returns the source's counts."""
-    numbers = data.part_units(source, job.part, job.meta['parts'])
+    parts = job.meta['parts']
+    units = source['units'][job.part :: parts]
     counts = None
-    for number in numbers:
+    for number, unit in zip(data.part_units(source, job.part, parts), units, strict=True):
         path = job.folder / f'{number:06}.json'
         if path.exists():
-            unit = json.loads(path.read_bytes())
-            counts = unit['counts']
-            job.bar.update(unit['train']['tokens'])
+            finished = json.loads(path.read_bytes())
+            counts = finished['counts']
+            job.bar.update(finished['train']['tokens'])
         else:
             if counts is None:
-                texts = sources.read_files(unit_paths(source, numbers))
+                texts = sources.read_files(path for unit in units for path, _ in unit)
                 counts = sources.start_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
-            prepare_unit(job, source, number, counts)
+            prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break
     return counts
