@@ -62,7 +62,7 @@ def text_paths():
 
 
 def check_settings():
-    """The names in `tasks`."""
+    """Validates the settings. Returns the names in `tasks`. Raises InputError."""
     names = [name.strip() for name in tasks.split(',')]
     for name in names:
         if name not in PAPER and name not in OTHER_TASKS:
@@ -70,7 +70,7 @@ def check_settings():
             command = f'python -m mhf.lm run --model_args path=... --tasks {name}'
             raise InputError(f"unknown task '{name}'{near}; run other tasks of lm-eval with: {command}")
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise InputError(f'limit={limit!r}: must be a number of documents, 1 or more')
+        raise InputError(f'limit={limit!r}: must be a count of documents, at least 1')
     if limit is not None and not {'bits_per_byte', 'card660'}.isdisjoint(names):
         raise InputError(f'limit={limit}: bits_per_byte and card660 have no documents to limit; omit --limit')
     if out_dir and released:
@@ -93,7 +93,7 @@ def check_settings():
 
 
 def read_text(path, tok):
-    """(token ids, bytes of text) of all documents of a file, or of the held-out split of a folder of bins."""
+    """Returns the token ids and the bytes of text of a file's documents, or of the held-out split of a folder."""
     if Path(path).is_dir():
         return held_out_ids(Path(path), tok)
     ids = []
@@ -110,8 +110,8 @@ def read_text(path, tok):
 
 def windows(ids, T):
     """
-    Token ids -> requests (context ids, ids to score) that score each id but the first once. Windows have T inputs and
-    start T - T // 2 apart, so from the second window on every id has a context of at least T // 2 tokens.
+    Yields requests (context ids, ids to score) that score each of `ids` but the first once. Windows have T inputs and
+    start T - T // 2 apart. From the second window on, each id is scored after a context of at least T // 2 tokens.
     """
     start = 0
     first = 1  # the first id that is not scored yet
@@ -124,7 +124,7 @@ def windows(ids, T):
 
 def score_windows(lm, ids):
     """
-    Scores token ids (n + 1,) in overlapping windows, which the ranks share.
+    Scores token ids (n + 1,) in overlapping windows. The ranks share the windows.
 
     Returns three tensors (n,), float64, for each id but the first: nats, whether it is the likeliest token (1 or 0),
     and the probability of the likeliest.
@@ -147,7 +147,7 @@ def calibration_error(is_best, confidence, bins=15):
 
 
 def bits_per_byte(lm, ids, num_bytes):
-    """Scores of packed documents, bos in front of each, as in training -> dict."""
+    """Returns the scores of packed documents, with bos in front of each, as in training."""
     nats, is_best, confidence = score_windows(lm, ids)
     nats_per_token = nats.mean().item()
     T = lm.max_length
@@ -170,7 +170,7 @@ def bits_per_byte(lm, ids, num_bytes):
 
 
 def read_word_pairs(folder):
-    """[(word, word, human similarity)] of Card-660."""
+    """Returns [(word, word, human similarity)] of Card-660. Raises InputError."""
     path = Path(folder) / 'dataset.tsv'
     try:
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8').splitlines() if line]
@@ -194,7 +194,7 @@ def word_states(lm, word):
 
 
 def card660(lm, pairs):
-    """Correlations of human similarity with the cosine of two words' hidden states at their last token -> dict."""
+    """Returns the correlations of human similarity with the cosine of two words' hidden states."""
     from scipy.stats import pearsonr, spearmanr
 
     words = sorted({word for a, b, _ in pairs for word in (a, b)})
@@ -213,7 +213,7 @@ def card660(lm, pairs):
 
 
 def nearest_published(lm, column):
-    """The row of the paper's tables with this column whose model is nearest to lm's in kind and size."""
+    """Returns the row of the paper's tables with a value in `column` whose model is nearest in kind and size."""
     num_hashes = lm.model.config.num_hashes
     decoder = lm.model.num_params()[1]
 
@@ -250,7 +250,7 @@ def print_tasks(results):
 
 
 def print_values(title, values, published=None):
-    """Prints one value per line, next to that of a row of the paper's tables if one is given."""
+    """Prints one value per line, next to the published value if one exists."""
     published = published or {}
     print(f'\n{title:<44}', f'published: {published["model"]}' if published else '')
     for key, value in values.items():
@@ -260,13 +260,13 @@ def print_values(title, values, published=None):
 
 
 def results_file(source):
-    """The path of the results file, named as lm-eval names it; creates its folder."""
+    """Creates the folder of the results file. Returns the file's path, which is named as lm-eval names it."""
     date = datetime.now().isoformat().replace(':', '-')
     file = Path(output_path) / sanitize_model_name(source) / f'results_{date}.json'
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise InputError(f'output_path={output_path} cannot be written ({e}); use another one') from None
+        raise InputError(f'output_path={output_path} cannot be written ({e}); use another folder') from None
     return file
 
 
@@ -275,7 +275,7 @@ def results_file(source):
 
 
 def evaluate():
-    """Evaluates the model and writes the results file -> its path and the results, or None on ranks above 0."""
+    """Evaluates the model and writes the results file. Returns its path and the results, or None on ranks above 0."""
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
     if limit is not None and limit < lm.world_size:
@@ -307,7 +307,7 @@ def evaluate():
 
 
 def main():
-    # lm-eval prints to stdout, whose reader may have ended; only the results go there
+    # only the results go to stdout: lm-eval prints there too, and fails if the reader has ended
     with contextlib.redirect_stdout(sys.stderr):
         evaluated = evaluate()
     if evaluated:

@@ -239,8 +239,8 @@ class MHFLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """
-        log P of complete texts, as lm-eval's models define it: windows do not overlap; the context of the first window
-        is bos, that of a later one the token before it.
+        log P of complete texts, as lm-eval's models define it: windows do not overlap. The context of the first window
+        is bos; the context of a later one is the token before it.
         """
         windows = []  # (index of the request, (context, continuation))
         for k, request in enumerate(requests):
@@ -359,7 +359,7 @@ class MHFLM(TemplateLM):
         return min(MAX_ROWS, max(1, max_tokens // (len(ids) + options['max_gen_toks'])))
 
     def parse_gen_kwargs(self, gen_kwargs):
-        """lm-eval's generation options of a request, with defaults."""
+        """Returns a request's generation options (--gen_kwargs) with defaults. Raises InputError."""
         try:
             options = normalize_gen_kwargs(gen_kwargs)
             options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
@@ -398,12 +398,11 @@ class MHFLM(TemplateLM):
             for tokens in engine.stream(ids, options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
                 for n in list(active):
-                    if tokens[n] in self.stop_ids:
-                        active.remove(n)
-                        continue
-                    new_ids[n].append(tokens[n])
-                    texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
-                    if any(stop in texts[n] for stop in options['until'] if stop):
+                    ended = tokens[n] in self.stop_ids
+                    if not ended:
+                        new_ids[n].append(tokens[n])
+                        texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
+                    if ended or any(stop in texts[n] for stop in options['until'] if stop):
                         active.remove(n)
                 if not active:
                     break
@@ -419,11 +418,11 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     Opens the model of a run (its out_dir; default: the newest under the working folder), of a folder in the released
     format, or of a hub id with its revision -> MHFLM. Each process opens its own.
 
-    bos: whether bos is in front of every context; default: as before each document in training, which is True for
-    models of train.py and False for the authors'.
+    bos: whether bos precedes every context; default: as it precedes every document in training, True for models of
+    train.py and False for the authors'.
     """
     if bos not in (None, True, False):
-        raise InputError(f'bos={bos!r}: must be True or False, or left out')
+        raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     rank, world_size, device = init_distributed(device)
     # float32 scores are not computed in TF32, as training is
     torch.set_float32_matmul_precision('highest')
@@ -434,7 +433,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     dtype = pick_dtype(dtype, device)
     if bos is None:
         bos = opened.add_bos
-    # a run may save between two processes' reads; each training step changes the final norm
+    # a run may write a checkpoint between the reads of two processes; each training step changes the final norm
     norm = opened.model.norm.weight.detach().numpy().tobytes()
     check_same_on_all_ranks(dict(weights=hashlib.sha256(norm).hexdigest()[:8]))
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype)

@@ -165,7 +165,7 @@ def test_processes_open_the_same_weights(few, tmp_path):
 
 
 def test_bos(trained, tmp_path, monkeypatch):
-    """A model trained here gets bos in front of every context, a released one none, unless --bos says otherwise."""
+    """A model trained here gets bos in front of every context, a released one none, unless --bos is given."""
     small_tasks(tmp_path)
     save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'export', 'mistral', add_bos=True)
     # the authors' config.json does not say how a model was trained
@@ -203,12 +203,9 @@ def test_settings_that_would_be_ignored(few, tmp_path, monkeypatch):
     """eval.py refuses a setting that it would ignore."""
     monkeypatch.chdir(few)
     text = dict(tasks='bits_per_byte', text='docs.jsonl', limit=3)
-    both = dict(out_dir='out', released='x')
-    for says, settings in (
-        ('limit=3', text),
-        ('limit=3', dict(tasks='card660', limit=3)),
-        ('out and released=x', both),
-    ):
+    words = dict(tasks='card660', limit=3)
+    models = dict(out_dir='out', released='x')
+    for says, settings in (('limit=3', text), ('limit=3', words), ('out_dir=out and released=x', models)):
         with pytest.raises(InputError, match=says):
             evaluate(monkeypatch, **settings, device='cpu', output_path=str(tmp_path))
 

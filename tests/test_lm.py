@@ -47,7 +47,7 @@ def instance(*args, document=0):
 
 @pytest.mark.parametrize('num_hashes', [3, 0])
 def test_scores_equal_log_probs(num_hashes):
-    """A score is the sum of log_probs, whatever shares its context or its batch, with and without bos."""
+    """A score is the sum of log_probs, with and without bos, for any other requests in its batch."""
     m = random_model(num_hashes=num_hashes)
     draw = np.random.default_rng(0)
     contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 5, 20, 60)]
@@ -372,8 +372,8 @@ def test_command_line(few, tmp_path):
     assert two['results']['ends']['perplexity,none'] == pytest.approx(one['results']['ends']['perplexity,none'])
 
 
-def test_nothing_is_taken_from_the_command_line(few, tmp_path):
-    """--config with its include_path, lm-eval's other models and the tasks of eval_tasks/ work."""
+def test_config_file_and_other_models(few, tmp_path):
+    """lm-eval's --config with an include_path, its other models and the tasks of eval_tasks/ work."""
     settings = dict(tasks='ends', limit=4, include_path=str(custom_tasks(tmp_path)), model_args=dict(path='out'))
     # JSON is YAML
     (tmp_path / 'x.yaml').write_text(json.dumps(settings))
