@@ -25,7 +25,7 @@ import torch
 from configurator import InputError, check_numbers, configure, did_you_mean
 from hashing import signature_table
 from mhf.checkpoint import build_on_meta
-from mhf.fused import FusedMHF, chunk_sizes
+from mhf.fused import FusedMHF, default_chunk_sizes
 from mhf.generate import Engine
 from mhf.released import make_config
 from mhf.runtime import GPU_PEAKS, pick_compile, pick_device, pick_dtype
@@ -88,7 +88,7 @@ def step_memory(c, parameters, sequences, all_gradients):
     kv_width = c.num_kv_heads * c.head_dim
     rows = c.num_coordinates * c.buckets_per_coordinate  # of E
     tokens = sequences * c.block_size
-    chunk = min(tokens, chunk_sizes('cuda', c, kernels).chunk)
+    chunk = min(tokens, default_chunk_sizes('cuda', c, kernels).chunk)
     # per token of a block: norms and residual stream; queries and attention output; keys and values; MLP
     block = 18 * d + 8 * width + 8 * kv_width + 8 * c.intermediate_size
     kept = 4 * d if activation_checkpointing else block

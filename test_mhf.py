@@ -39,7 +39,7 @@ from configurator import InputError
 from hashing import fingerprint, signature_table
 from mhf import fused
 from mhf.checkpoint import build_on_meta
-from mhf.fused import ChunkSizes, FusedMHF, chunk_sizes
+from mhf.fused import ChunkSizes, FusedMHF, default_chunk_sizes
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
@@ -583,11 +583,11 @@ def test_fused_head_compiles():
 def test_chunk_sizes():
     """A chunk depends on the config and the device type alone. The Triton kernels are off by default."""
     demo = MHFConfig(num_hashes=3, num_buckets=2048)
-    large = MHFConfig(vocab_size=131072)
-    standard = MHFConfig(num_hashes=0)
-    chunks = [chunk_sizes(device, c).chunk for device in ('cpu', 'cuda') for c in (demo, MHFConfig(), large, standard)]
-    assert chunks == [1024, 512, 512, 1024, 4096, 4096, 2048, 4096]
-    assert chunk_sizes('cuda', demo, use_kernels=True).use_kernels and not FusedMHF(TINY).get_chunk_sizes().use_kernels
+    configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
+    assert [default_chunk_sizes('cpu', c).chunk for c in configs] == [1024, 512, 512, 1024]
+    assert [default_chunk_sizes('cuda', c).chunk for c in configs] == [4096, 4096, 2048, 4096]
+    assert default_chunk_sizes('cuda', demo, use_kernels=True).use_kernels
+    assert not FusedMHF(TINY).get_chunk_sizes().use_kernels
     for script in ('train.py', 'bench.py'):
         assert configurator.settings_of(script)['kernels'] is False
 
@@ -606,7 +606,7 @@ class SoftmaxStrides(TorchDispatchMode):
 def test_softmaxes_over_rows(changes):
     """With a GPU's chunk sizes, softmaxes run over rows: over columns, CUDA's softmax uses one multiprocessor."""
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.chunk_sizes = chunk_sizes('cuda', m.config)
+    m.chunk_sizes = default_chunk_sizes('cuda', m.config)
     ids = torch.randint(0, 5000, (2, 256))
     x = m.signatures[ids]
     with SoftmaxStrides() as mode:

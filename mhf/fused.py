@@ -35,7 +35,7 @@ class ChunkSizes(NamedTuple):
     use_kernels: bool = False  # the kernels of kernels.py sum over the vocabulary
 
 
-def chunk_sizes(device_type, config, use_kernels=False):
+def default_chunk_sizes(device_type, config, use_kernels=False):
     """
     Returns the ChunkSizes of a device type and a config. They must not depend on anything else, such as free memory, or
     a resumed run would round differently.
@@ -99,7 +99,7 @@ class FusedMHF(MHF):
     def __init__(self, config, table=None, unused_ids=()):
         super().__init__(config, table, unused_ids)
         self.use_kernels = False  # on a GPU: use the Triton kernels, which need the package triton and a C compiler
-        self.chunk_sizes = None  # ChunkSizes for tests; None: those of the device and the config
+        self.chunk_sizes = None  # ChunkSizes, set by tests only; None: default_chunk_sizes
         self.chunk_gradients = chunk_gradients  # compile() replaces it
 
     def set_vocabulary(self, signatures, token_mask):
@@ -114,7 +114,7 @@ class FusedMHF(MHF):
         return SignatureIndex(self.signatures, self.token_mask, *inverse, standard=self.config.num_hashes == 0)
 
     def get_chunk_sizes(self):
-        return self.chunk_sizes or chunk_sizes(self.embed.weight.device.type, self.config, self.use_kernels)
+        return self.chunk_sizes or default_chunk_sizes(self.embed.weight.device.type, self.config, self.use_kernels)
 
     def compile(self, **options):
         """
