@@ -134,14 +134,14 @@ class Job:
 
 
 class ShardWriter:
-    """Writes the documents of one split of a unit into a .npy file, which has a temporary name until close()."""
+    """Writes the documents of one split of a unit to a .npy file. The file has a temporary name until close()."""
 
     def __init__(self, job, path):
         self.job = job
         self.path = path
         self.temporary = path.with_suffix('.bin.tmp')
         self.dtype = np.dtype(np.uint16 if job.table is not None or len(job.tok.tokens) <= 65536 else np.uint32)
-        self.ids = array('I')  # not written yet; array extends by a list 7 x as fast as numpy
+        self.ids = array('I')  # not written yet; an array is 7 x as fast to extend by a list as a numpy array
         self.tokens = 0
         self.documents = 0
         self.bytes = 0  # of text
@@ -167,7 +167,7 @@ class ShardWriter:
         self.ids = array('I')
 
     def close(self):
-        """Renames the complete file; returns its entry in the unit's json."""
+        """Completes and renames the file; returns its entry in the unit's json."""
         self.flush()
         token_shape = () if self.job.table is None else self.job.table.shape[1:]
         header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *token_shape))
@@ -230,7 +230,7 @@ def prepare_unit(job, source, number, unit, counts):
                 if data.reached_limit(counts, source):
                     break
         for split, writer in writers.items():
-            if len(meta['sources']) == len(source['units']) == 1:  # Bins checks the sum of several units
+            if len(meta['sources']) == len(source['units']) == 1:  # Bins checks the sum over several units
                 data.check_amount(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
@@ -265,7 +265,7 @@ def prepare_source(job, source):
 
 
 def parse_part(text):
-    """'1/4' -> (1, 4), and '' -> (0, 1), all in one part. Raises InputError."""
+    """'1/4' -> (1, 4). No part, '', -> (0, 1). Raises InputError."""
     i, _, n = (text or '0/1').partition('/')
     if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
         raise InputError(f"part='{text}': must be like 0/4, the first of four parts, up to 3/4")
@@ -329,7 +329,7 @@ def main(config):
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.config_table(config, tok) if data.holds_signatures(config) else None
-    # listed before meta.json is read: a part that starts now writes its shards after meta.json
+    # lists shards before it reads meta.json: another part that starts now writes meta.json first
     shards = [*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')]
     existing = data.parse_meta(folder)
     if shards and not existing:

@@ -12,8 +12,8 @@ It contains these files, three for each unit:
     meta.json         settings, tokenizer, and the input files of every unit with their sizes; written first
     train_000012.bin  HEADER bytes of .npy, then the tokens of all documents, each document after bos
     val_000012.bin    the same for the held-out documents
-    000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the counts of the source up to this
-                      unit; written last
+    000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
+                      written last
 
 A folder is complete when each unit's json exists or the unit's source has reached its token limit.
 """

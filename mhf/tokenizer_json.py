@@ -1,4 +1,4 @@
-"""Conversion of any tokenizer to the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+"""Converts tokenizers to the files that transformers reads: tokenizer.json and tokenizer_config.json."""
 
 import json
 import shutil
@@ -16,11 +16,11 @@ def write_json(path, content):
 
 def write_tokenizer(tok, folder, add_bos):
     """
-    Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer reads them; its ids are
-    those of tok, with bos before them if add_bos is set. Returns the name of the tokenizer for config.json.
+    Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
+    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json.
 
-    Exceptions: a SentencePiece model with user-defined symbols, with a normalization rule (rare sequences of combining
-    characters) or of the type Unigram (sequences of pieces with equal scores).
+    AutoTokenizer's ids may differ for a SentencePiece model with user-defined symbols, with a normalization rule (rare
+    sequences of combining characters) or of the type Unigram (sequences of pieces with equal scores).
     """
     settings = {}
     if isinstance(tok, JsonTokenizer):
@@ -53,7 +53,7 @@ def write_tokenizer(tok, folder, add_bos):
 
 
 def find_merges(rank, ids):
-    """Returns all pairs of tokens that BPE merges, in order of priority. rank: {token: its priority}, lowest first."""
+    """Returns the pairs of tokens that BPE merges, in order of priority. rank: {token: priority}, lowest first."""
     merges = []
     for token in rank:
         halves = [(token[:k], token[k:]) for k in range(1, len(token))]
@@ -92,7 +92,7 @@ def convert_sentencepiece(tok):
 
 def convert_tiktoken(tok):
     """Returns a tokenizers.Tokenizer with the ids of a TiktokenTokenizer."""
-    # byte-level files write a byte as a printable character
+    # byte-level files represent each byte by a printable character
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(256 + k) for k, byte in enumerate(unprintable)}
@@ -100,7 +100,7 @@ def convert_tiktoken(tok):
     ids = {token.decode('latin-1').translate(letters): i for token, i in encoding._mergeable_ranks.items()}
     special = encoding._special_tokens
     converted = Tokenizer(models.BPE(ids | special, find_merges(ids, ids), ignore_merges=True))
-    # in this dialect $ is also the end of a line, and + after {1,3} repeats it
+    # in the regular expressions of tokenizers, $ also matches at the end of a line, and + repeats {1,3}
     pattern = encoding._pat_str.replace('$', r'\z').replace('{1,3}+', '{1,3}')
     split = pre_tokenizers.Split(Regex(pattern), 'isolated')
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -56,8 +56,8 @@ class SentencePieceTokenizer:
 
 class TiktokenTokenizer:
     """
-    A tiktoken encoding: a token's string is its raw bytes, a special token's its name. `roles` are the ids of bos, eos
-    and pad; by default the end-of-text token has all three. Special tokens in a text are encoded as plain text.
+    A tiktoken encoding: a token's string is its raw bytes; that of a special token is its name. `roles` are the ids of
+    bos, eos and pad, by default three times the end-of-text token. Special tokens in a text are encoded as plain text.
     """
 
     def __init__(self, name, encoding, roles=None):
