@@ -27,7 +27,7 @@ from mhf.fused import FusedMHF
 from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, validate_table
 
-# fields of config.json -> fields of MHFConfig
+# fields of config.json -> fields of MHFConfig; the authors' files have no single_id and no embedding_scale
 RELEASED_FIELDS = dict(
     vocab_size='vocab_size', hidden_size='hidden_size', intermediate_size='intermediate_size',
     num_hidden_layers='num_layers', num_attention_heads='num_heads', num_key_value_heads='num_kv_heads',
@@ -35,8 +35,6 @@ RELEASED_FIELDS = dict(
     pad_token_id='pad_id', trained_loss='loss', num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh',
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
 )  # fmt: skip
-# fields of a MultiHashFormer; the authors' format has no single_id
-HASH_FIELDS = ('num_hashes', 'num_buckets', 'num_lsh', 'bottle_neck_dim', 'single_id')
 # other fields of config.json: the values that this code computes, and names of fields that change the computation
 SUPPORTED = dict(
     model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
@@ -104,12 +102,7 @@ def released_config(model):
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
         tie_word_embeddings=is_tied(c), torch_dtype='float32',
     )  # fmt: skip
-    for released, name in RELEASED_FIELDS.items():
-        if c.num_hashes or released not in HASH_FIELDS:
-            fields[released] = getattr(c, name)
-    if is_tied(c):
-        # W_s of a MultiHashFormer contains the scale
-        del fields['embedding_scale']
+    fields |= {released: getattr(c, name) for released, name in RELEASED_FIELDS.items()}
     table = model.signatures.cpu().numpy()
     _, token_mask = validate_table(c, table)
     unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
