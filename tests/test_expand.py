@@ -177,20 +177,6 @@ def test_expand_a_model(expansion, mistral):
     refused = run('train.py', *args, '--unfrozen_end_layers=0', '--max_steps=9', cwd=expansion)
     assert refused.returncode == 1 and 'unfrozen_end_layers=1 (now 0)' in refused.stderr
 
-    before, after = (bits_per_byte(expansion, model) for model in ('--released=base', '--out_dir=expanded'))
-    for name, now in after.items():
-        # the same text, in fewer tokens where it is of a new language
-        assert now['bytes'] == before[name]['bytes'] and now['bits_per_byte'] > 0
-        assert (now['tokens'] < before[name]['tokens']) == ('docs' not in name)
-
-
-def bits_per_byte(folder, model):
-    """Returns eval.py's results of a model on two texts."""
-    args = ('--tasks=bits_per_byte', '--device=cpu', '--text=three_hi.jsonl,three_docs.jsonl')
-    ok('eval.py', model, *args, cwd=folder)
-    file = next(folder.glob(f'results/{model.split("=")[1]}/results_*.json'))
-    return json.loads(file.read_text())['bits_per_byte']
-
 
 def test_expand_a_standard_model(expansion, mistral):
     """A new row of a Standard model is the mean of the rows of its old pieces; embedding_scale and old rows stay."""
