@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, bucket_logits, ok, random_model, real_documents, run, snapshot, weights, write_jsonl
+from conftest import REPO, bucket_logits, ok, random_model, real_documents, run, snapshot, write_jsonl
 
 import expand
 from configurator import InputError, read_config, settings_of
@@ -182,9 +182,8 @@ def test_expand_a_standard_model(expansion, mistral):
     """A new row of a Standard model is the mean of the rows of its old pieces; embedding_scale and old rows stay."""
     m = random_model(num_hashes=0, vocab_size=32768, block_size=64, embedding_scale=3.0, dtype=torch.float32)
     save_pretrained(m, expansion / 'standard', 'mistral')
-    done = ok(
-        'expand.py', '--source_model=standard', '--output_dir=standard_grown', '--tokenizer=three.model', cwd=expansion
-    )
+    args = ('--source_model=standard', '--output_dir=standard_grown', '--tokenizer=three.model')
+    done = ok('expand.py', *args, cwd=expansion)
     assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
     assert 'using the existing three.model' in done.stdout
     grown = from_pretrained(expansion / 'standard_grown')
@@ -200,12 +199,6 @@ def test_expand_a_standard_model(expansion, mistral):
         old = mistral.encode(['\n' + text])[0][2:]
         assert mistral.decode(old).strip() == text.strip()
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
-    # learning rate 0 leaves the grown model unchanged
-    ok('train.py', 'cfg.py', '--init_from=standard_grown', '--tokenizer=three.model', '--data_dir=more',
-       '--num_hashes=0', '--max_steps=1', '--warmup_steps=1', '--lr_decay_steps=9', '--out_dir=standard_out',
-       cwd=expansion)  # fmt: skip
-    state = weights(expansion, 'standard_out')['model']
-    assert all(torch.equal(state[name], tensor) for name, tensor in grown.state_dict().items())
 
 
 @pytest.mark.parametrize('H, num_lsh, single_id', [(1, 0, True), (3, 0, False), (3, 2, False), (3, 0, True)])
