@@ -35,7 +35,7 @@ RELEASED_FIELDS = dict(
     pad_token_id='pad_id', trained_loss='loss', num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh',
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
 )  # fmt: skip
-# other fields of config.json: the values that this code computes, and names of fields that change the computation
+# other fields of config.json: their supported values; and a pattern of fields that change the computation
 SUPPORTED = dict(
     model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
     rope_scaling=(None,), rope_parameters=(None,), rope_type=('default', None), type=('default', None),
@@ -76,7 +76,7 @@ def rename(name, prefixes):
 
 
 def released_weights(model):
-    """Returns {released name: tensor}. Raises InputError for a tensor that the format has no name for."""
+    """Returns {released name: tensor}. Raises InputError for a tensor without a released name."""
     state = model.state_dict()
     # token_mask follows from the table, and a Standard model has no table
     del state['token_mask']
@@ -91,7 +91,7 @@ def released_weights(model):
 
 
 def is_tied(c):
-    """Whether input and output embeddings are the same. Those of a Standard model may differ by embedding_scale."""
+    """Returns whether input and output embeddings are the same; a Standard model's may differ by embedding_scale."""
     return bool(c.num_hashes) or c.embedding_scale == 1
 
 
@@ -284,7 +284,7 @@ def tie_embeddings(weights, config_json, embedding_scale):
 
 
 def infer_single_id(table):
-    """Whether one hash fills all coordinates of a table (V, H); with a single coordinate, whether it has collisions."""
+    """Returns whether all coordinates of a table (V, H) are the same hash; for H = 1, whether it has collisions."""
     table = table[table.any(axis=1)]
     same_on_all = (table == table[:, :1]).all()
     has_collisions = len(np.unique(table)) < len(table)
@@ -353,8 +353,8 @@ def load_model(source, Model=FusedMHF):
 
 def init_model(init_from, checkpoints, Model):
     """
-    The model and checkpoint dict that train.py starts from; either is None if there is none. init_from is 'scratch',
-    'resume' or a source for load_model; checkpoints are those in out_dir. Raises InputError.
+    Returns the model and the checkpoint's dict that train.py starts from, or None in their place. init_from is
+    'scratch', 'resume' or a source for load_model; checkpoints are those in out_dir. Raises InputError.
     """
     if init_from == 'resume':
         return checkpoints.load_latest(Model)
@@ -368,9 +368,8 @@ def init_model(init_from, checkpoints, Model):
 
 def limit_to_tokenizer(model, V, unused_ids):
     """
-    Sets the probability of ids without a token in a tokenizer of V ids to 0: unused_ids, and ids from V on. Returns
-    whether the model can have that tokenizer: it cannot if the tokenizer has more ids, if an id from V on has a
-    signature, or if a Standard model has too many more rows.
+    Sets the probability of unused_ids, and of ids from V on, to 0. Returns whether the model fits a tokenizer of V ids.
+    It does not fit if it has fewer ids, if an id from V on has a signature, or if a Standard model has too many rows.
     """
     beyond = len(model.token_mask) - V
     if beyond < 0:
@@ -417,7 +416,7 @@ def open_model(out_dir='', released='', tokenizer=''):
     model = loaded.model
     c = model.config
     other = f"{loaded.name}: tokenizer '{tok.name}' is not the one of the model"
-    fix = 'name its own with --tokenizer'
+    fix = "name the model's tokenizer with --tokenizer"
     if loaded.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
         raise InputError(f"{other}, '{loaded.tokenizer}'; {fix}")
     if not limit_to_tokenizer(model, facts['vocab_size'], facts['unused_ids']):
