@@ -24,14 +24,14 @@ pytestmark = pytest.mark.xdist_group('expand')
 
 
 def invented_language(first, letters, spaces, seed):
-    """Returns documents of words with Zipf's frequencies, in letters from the code point `first` on."""
+    """Returns documents of words with Zipf's frequencies, in `letters` code points from `first` on."""
     draw = np.random.default_rng(seed)
     vocabulary = [''.join(chr(first + k) for k in draw.integers(0, letters, draw.integers(2, 6))) for _ in range(1500)]
     p = 1 / np.arange(1, 1501)
     return [(' ' if spaces else '').join(draw.choice(vocabulary, 150, p=p / p.sum())) + '.' for _ in range(60)]
 
 
-# of each: the first of its letters, how many there are, whether spaces stand between words, and a seed
+# the arguments of invented_language
 LANGUAGES = dict(ar=(0x621, 26, True, 1), zh=(0x6E00, 400, False, 2), hi=(0x905, 50, True, 3))
 TEXTS = '--corpora=ar.jsonl,zh.jsonl,hi.jsonl,docs.jsonl@0'
 
@@ -71,7 +71,7 @@ def test_expanded_tokenizer(expansion, mistral):
     assert tok.split(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
     for name, letters in LANGUAGES.items():
         held = held_out(expansion / f'three_{name}.jsonl')
-        # whatever val_fraction is
+        # expand.py ignores val_fraction
         assert held == invented_language(*letters)[19::20]
         assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
         saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
@@ -89,7 +89,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
         sources = parse_mixture(settings['dataset'])
         each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
-        # the same texts, and English or Python
+        # the corpora, then English or Python
         assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
         if 'tiny' not in settings['out_dir']:
             # one epoch
@@ -130,7 +130,7 @@ def test_readme_commands_on_a_clone(tmp_path, mistral):
 
 def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
     """A piece that no text is split into is replaced by the next best one."""
-    # no merge makes the first without the second
+    # no merge builds the first piece without the second
     monkeypatch.setattr(expand, 'rank_candidates', lambda *_: {'नमस': 0, 'नम': 1})
     for number, pieces in ((1, ['नम']), (2, ['नमस', 'नम'])):
         larger, chosen = expand.expand_tokenizer(mistral, dict(hi=[]), dict(hi=number))
@@ -154,7 +154,7 @@ def test_expand_again(expansion):
 
 
 def test_expand_a_model(expansion, mistral):
-    """Expansion adds no parameter and keeps old signatures and logits; training leaves frozen layers unchanged."""
+    """Expansion adds no parameters and keeps old signatures and logits; training leaves frozen layers unchanged."""
     base, grown = (from_pretrained(expansion / name) for name in ('base', 'grown'))
     assert '32,768 -> 33,968 tokens: 0 new parameters' in (expansion / 'printed').read_text()
     for (name, a), (_, b) in zip(base.named_parameters(), grown.named_parameters(), strict=True):
@@ -195,7 +195,7 @@ def test_expand_a_standard_model(expansion, mistral):
         assert torch.equal(a, b), name
     for k in (32768, 33000, 33967):
         text = tok.tokens[k].replace('▁', ' ')
-        # after the beginning of the text and its line end
+        # without the ids of the start of the text and of the line end
         old = mistral.encode(['\n' + text])[0][2:]
         assert mistral.decode(old).strip() == text.strip()
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
@@ -217,8 +217,8 @@ NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
 
 @pytest.mark.parametrize('source_model', ['grown', 'out --base_tokenizer=three.model', 'bare', 'small'])
 def test_expand_refuses(expansion, source_model):
-    """A model is not grown from another tokenizer than its own."""
-    # released models without the name of a tokenizer
+    """expand.py refuses a base tokenizer that is not the model's."""
+    # a released model without a tokenizer
     if source_model == 'bare':
         shutil.copytree(expansion / 'grown', expansion / 'bare')
         for name in ('tokenizer.model', 'tokenizer.json'):

@@ -24,7 +24,7 @@ from test_mhf import SAYINGS
 
 
 def open_small(folder, **changes):
-    """Opens a small Standard model in the released format, whose config.json has these fields."""
+    """Opens a small Standard model in the released format, with some fields of config.json changed."""
     m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
     return open_model(released=str(write_released(folder, m, **changes)), tokenizer='mistral')
 
@@ -43,7 +43,7 @@ def test_export_of_a_run(quick):
         del config['add_bos']
         (quick / name / 'config.json').write_text(json.dumps(config))
         assert not open_model(released=str(quick / name)).add_bos
-    # grown from a model without bos, and continued by train.py
+    # a model that is grown from one without bos, and one that train.py continues
     ok('expand.py', '--source_model=export', '--tokenizer=x.model', '--output_dir=grown_again', cwd=quick)
     assert not open_model(released=str(quick / 'grown_again')).add_bos
     ok('train.py', 'cfg.py', '--init_from=export', '--out_dir=more', '--max_steps=1', '--warmup_steps=0', cwd=quick)
