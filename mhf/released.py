@@ -235,9 +235,10 @@ def refuse_unsupported(config_json, source):
 def convert_config(config_json, table):
     """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
     fields = dict(num_hashes=0, loss='product')
-    # the weights do not fit a config without one of the sizes
-    if config_json.get('rope_theta') is None:
-        raise ValueError('config.json has no rope_theta')
+    # without one of the other sizes, the weights do not fit
+    for key in ('hidden_size', 'num_attention_heads', 'rope_theta'):
+        if config_json.get(key) is None:
+            raise ValueError(f'config.json has no {key}')
     for key, name in RELEASED_FIELDS.items():
         value = config_json.get(key)
         if value is None:

@@ -292,7 +292,7 @@ REFUSED = [
     dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
     # malformed
     dict(hidden_size='256'), dict(vocab_size=300.0), dict(num_attention_heads=0), dict(num_buckets=-5),
-    dict(eos_token_id='</s>'), dict(rope_theta=None), dict(num_lsh=True),
+    dict(eos_token_id='</s>'), dict(rope_theta=None), dict(hidden_size=None), dict(num_lsh=True),
 ]  # fmt: skip
 
 
