@@ -333,18 +333,14 @@ def plot_loss():
     figure.savefig(Path(out_dir) / 'loss.png', dpi=120, bbox_inches='tight')
 
 
-received = []  # (signal, time)
+received = []  # signals
 
 
 def request_stop(signum, frame):
-    """Handles signals: the first ends the loop after its step, a second one ends the process at once."""
-    now = time.monotonic()
-    received.append((signum, now))
-    # torchrun forwards signals, so a duplicate within 5 s is ignored
-    forwarded = (world_size > 1 or signum == signal.SIGTERM) and now - received[0][1] < 5
-    if len(received) > 1 and not forwarded:
+    """Ends the loop after its step. A second Ctrl-C ends a single process at once; torchrun forwards duplicates."""
+    received.append(signum)
+    if signum == signal.SIGINT and world_size == 1:
         signal.signal(signum, signal.SIG_DFL)
-        signal.raise_signal(signum)
 
 
 def check_finite(**values):
@@ -403,7 +399,7 @@ for step in range(first_step, max_steps):
             micro_loss = model(x, y) / accumulation
         micro_loss.backward()
         loss_sum += micro_loss.detach()
-    stop_signal = received[0][0] if received else 0
+    stop_signal = received[0] if received else 0
     shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
     mean_loss, any_signal = shared.tolist()

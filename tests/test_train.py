@@ -405,7 +405,7 @@ def test_wandb_is_not_ready(quick, body, says):
 def test_a_second_signal(quick, case):
     """
     A signal that torchrun repeats, or that only one rank receives, saves a checkpoint, and all ranks wait for it. A
-    second request to stop stops at once.
+    second Ctrl-C ends a single process at once.
     """
     # a slow step and a slow write
     slow = IN_FORWARD.format(n=9, do="open(f'slow{os.getpid()}', 'w').close(); time.sleep(3)")
