@@ -251,7 +251,10 @@ def exact_loss(o, y, signatures, token_mask):
 
 
 def validate_table(c, table=None, unused_ids=()):
-    """Returns signatures (V, H) int64 and token_mask (V,) bool. Raises ValueError if the table does not fit."""
+    """
+    Returns signatures (V, H) int64 and token_mask (V,) bool; without a table, signatures are zero until a checkpoint is
+    loaded. Raises ValueError if the table does not fit.
+    """
     shape = (c.vocab_size, c.num_coordinates)
     if c.num_hashes == 0:
         table = np.arange(c.vocab_size)[:, None]
@@ -470,4 +473,4 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
         p = torch.zeros_like(p).scatter(1, order, ordered)
     if noise is None:
         noise = torch.empty_like(p).exponential_()
-    return (p / noise).argmax(-1)  # draws from p; torch.multinomial would synchronize a GPU to check p
+    return (p / noise).argmax(-1)  # a sample of p; torch.multinomial would wait for the GPU to check p
