@@ -137,6 +137,8 @@ BAD = [
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
     Bad('more parts than files', PREPARE + '--dataset=docs.jsonl --part=0/2', says='has 1 file(s); use at most'),
     Bad('val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=2', says='val_fraction=2'),
+    Bad('too small a val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=1e-320', says='val_fraction=1e-320'),
+    Bad('no number of hashes', PREPARE + '--dataset=docs.jsonl --num_hashes=-1', says='num_hashes=-1'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     Bad('full hash prefix', PREPARE + 'cfg.py --num_hashes=1 --num_buckets=1000', says='prefix () is full'),
     Bad('a folder of other data', 'prepare.py cfg.py --val_fraction=0.2', says='val_fraction=0.1, now it is 0.2'),

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import expand
 from configurator import InputError
 from hashing import signature_table
+from mhf.lm import open_lm
 from mhf.released import from_pretrained, open_model, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import TiktokenTokenizer, get_tokenizer
@@ -57,6 +58,8 @@ def test_stop_ids(tmp_path):
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
     opened = open_model(released=str(tmp_path / 'b'), tokenizer='mistral')
     assert opened.stop_ids == {1, 2, 7, 9, 11}
+    lm = open_lm(str(tmp_path / 'b'), tokenizer='mistral', device='cpu', dtype='float32')
+    assert lm.stop_ids == opened.stop_ids
     save_pretrained(opened.model, tmp_path / 'c', 'mistral', opened.add_bos, [7, 9, 11])
     assert open_model(released=str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
     for wrong in ('</s>', [2, '</s>'], 2.0, {}):

@@ -110,7 +110,7 @@ def test_validation_is_the_normalized_likelihood(few):
         total -= model.log_probs(row[None, :-1])[0].gather(1, row[1:, None]).sum().item()
     last = events(few)[-1]
     size = Bins(few / 'bins', 'val').bytes
-    assert last['val_nats'] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert last['val_loss'] == last['val_nats'] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
     assert last['val_bpb'] == pytest.approx(total / math.log(2) / size, rel=1e-5)
 
 
