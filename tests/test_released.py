@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import sentencepiece
@@ -69,25 +70,13 @@ def test_stop_ids(tmp_path):
 
 def test_from_the_hub(tmp_path, monkeypatch):
     """A hub id is fetched at its revision, without code or pickles; an unreachable hub is an error of one line."""
-    import huggingface_hub
-
-    folder = write_released(tmp_path / 'm', random_model())
-    requests = []
-
-    def download(*args, **options):
-        requests.append((args, options))
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
+    download = Mock(return_value=str(write_released(tmp_path / 'm', random_model())))
+    monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     from_pretrained('klein9692/some-model@checkpoint-20000')
-    [(args, options)] = requests
+    [(args, options)] = download.call_args_list
     assert args == ('klein9692/some-model',) and options['revision'] == 'checkpoint-20000'
     assert not [p for p in options['allow_patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
-
-    def offline(*_, **__):
-        raise OSError('no\nnetwork')
-
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    download.side_effect = OSError('no\nnetwork')
     with pytest.raises(InputError, match=r'could not be downloaded from the hub \(OSError: no network\)'):
         from_pretrained('klein9692/some-model')
 
