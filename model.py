@@ -11,8 +11,10 @@ faster; tests compare both with this file.
 
     HashEncoder.forward                     the gate's softmax; ablation='mean_gate' replaces the gate by a mean
     HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
-    exact_loss, log_probs, sample_token     normalize P(w) in training with --plain, in evaluation and in sampling;
-                                            fused: exact_nll_in_columns, cross_entropies and predictions
+    exact_loss                              normalizes P(w) in training with --loss=exact (the product loss normalizes
+                                            each p_i only); fused: exact_nll_in_columns
+    log_probs                               normalizes P(w) in evaluation; fused: predictions
+    sample_token                            normalizes P(w) in sampling
     MHF.head_weight                         ties the head to E
 """
 
@@ -47,7 +49,7 @@ class MHFConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     encoder_init: str = 'normal'  # of W_s: normal (std 0.02) | orthogonal
-    embedding_scale: float = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
+    embedding_scale: float = 1.0  # MHF: multiplies the initial W_s; Standard: multiplies each embedding row in forward
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'product'  # product: the paper's sum over coordinates | exact: -log P(w)
     # mean_gate: alpha_i = 1/H; hard_embeddings: e_i is the row of the likeliest bucket; no_cascade: every c_i is h
@@ -106,7 +108,7 @@ def rope_angles(positions, config, dtype):
 
 
 def rotate(x, rope):
-    """Rotates the two halves of head_dim against each other; x (N, heads, T, head_dim)."""
+    """RoPE: rotates each pair (x[j], x[j + head_dim/2]) by its angle; x (N, heads, T, head_dim)."""
     cos, sin = rope
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -132,10 +134,10 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, kv_heads, T, head_dim)
         q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
         k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
-        if cache is not None:  # (2, N, kv_heads, positions, head_dim)
+        if cache is not None:  # (2, N, kv_heads, length, head_dim)
             k = cache[0].index_copy_(2, positions, k)
             v = cache[1].index_copy_(2, positions, v)
-        if T == 1:  # the query heads of a group attend like several positions of one head
+        if T == 1:  # a group's query heads as positions of its key head: faster than grouped heads
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
         if mask is not None:  # PyTorch has no fast attention kernel for masks and grouped heads together
@@ -198,10 +200,10 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    A cascade of H - 1 mixers over E, which computes the bucket logits o_i of each coordinate:
+    Computes the bucket logits o_i of each coordinate. Mixer i tells c_{i+1} what o_i says about coordinate i:
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
-        c_{i+1} = c_i + Wup_i SiLU(Wdn_i [c_i ; e_i] + bdn_i) + bup_i
+        c_{i+1} = c_i + mixer_i([c_i ; e_i]),      mixer_i(v) = Wup_i SiLU(Wdn_i v + bdn_i) + bup_i
     """
 
     def __init__(self, c):
@@ -224,12 +226,12 @@ class HashDecoder(nn.ModuleList):
 
 
 # -----------------------------------------------------------------------------
-# losses per position, (n,), in nats
+# token logits, losses per position (n,) in nats, and the signature table
 
 
 def token_logits(o, signatures, token_mask):
     """
-    Computes the logits of P(w), sum_i o_i[s_i(w)]. The normalizers of the coordinates cancel.
+    Computes the logits of P(w), sum_i o_i[s_i(w)]. With log p_i in place of o_i, P(w) would be the same.
 
     Args: o, list of H (n, B); signatures (V, H); token_mask (V,) bool.
     Returns: (n, V), float32 or better, -inf for ids without a token.
@@ -246,7 +248,8 @@ def product_loss(o, y):
 def exact_loss(o, y, signatures, token_mask):
     """-log P(y); arguments as above."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)  # normalizes P(w): training with --plain
+    # normalizes P(w): training with --plain --loss=exact
+    normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)
     return normalizer - target[:, 0]
 
 
@@ -286,14 +289,14 @@ class MHF(nn.Module):
         super().__init__()
         self.config = c = config
         rows = c.num_coordinates * c.buckets_per_coordinate
-        # nn.Embedding would draw normal numbers, which on the meta device imports torch's compiler (1.4 s)
+        # nn.Embedding draws normal numbers; drawing on the meta device imports torch's compiler (1.4 s)
         on_meta = torch.get_default_device().type == 'meta'
         E = torch.empty(rows, c.hidden_size) if on_meta else None
         self.embed = nn.Embedding(rows, c.hidden_size, _weight=E)  # E: coordinate i's bucket b is row i*B + b
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.hash_decoder = HashDecoder(c)  # without mixers for the Standard model, where it is the tied head
+        self.hash_decoder = HashDecoder(c)  # of the Standard model: no mixers, o_1 = E h, the tied head
         self.activation_checkpointing = False  # recompute the blocks in backward instead of storing their activations
         self.set_vocabulary(*validate_table(c, table, unused_ids))
 
@@ -319,12 +322,13 @@ class MHF(nn.Module):
     def head_weight(self):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
-        this size in __init__ and return its weight here; the released format and expand.py do not support this.
+        this size in __init__ and return its weight here. The released format and expand.py do not support this;
+        embedding_lr_mult and estimate_flops refer to the Hash Encoder's E only.
         """
         return self.embed.weight
 
     def num_params(self):
-        """(embedding interface, decoder): E, hash encoder and hash decoder; layers and final norm. Counts E once."""
+        """Returns the sizes of the embedding interface (E, Hash Encoder, Hash Decoder) and of the layers with the norm."""
         decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
         return sum(p.numel() for p in self.parameters()) - decoder, decoder
 
@@ -338,7 +342,7 @@ class MHF(nn.Module):
         gate = sum(size for name, size in matrices.items() if name.startswith('encoder.gate.'))
         attention = c.num_layers * c.num_heads * c.head_dim * (c.block_size + 1)
         soft_embeddings = len(self.hash_decoder) * c.num_buckets * c.hidden_size
-        # every matrix is applied once, the gate to H bucket vectors
+        # each matrix is applied once per token, the gate H times; E counts as the head
         multiply_adds = sum(matrices.values()) + (c.num_coordinates - 1) * gate + attention + soft_embeddings
         return 3 * 2 * multiply_adds
 
@@ -365,8 +369,8 @@ class MHF(nn.Module):
         Signatures x (N, T, H) -> h (N, T, d), after the final norm.
 
         Args:
-            cache: (layers, 2, N, kv_heads, length, head_dim); stores keys and values at `positions` (T,)
-            positions: (N, T); default 0 .. T - 1
+            cache: (layers, 2, N, kv_heads, length, head_dim); keys and values are stored at `positions`
+            positions: (N, T), or (T,) with a cache; default 0 .. T - 1
             mask: (N, 1, T, T) bool, the positions that a position attends to; default: itself and all earlier ones
         """
         H = self.config.num_coordinates
@@ -395,7 +399,7 @@ class MHF(nn.Module):
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
         if not self.config.num_hashes:
-            # both losses are the cross-entropy, which normalizes P(w): training of the Standard model with --plain
+            # both losses are the cross-entropy; normalizes P(w) of the Standard model: training with --plain
             return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
         if loss == 'product':
             return product_loss(o, y)
@@ -428,7 +432,7 @@ class MHF(nn.Module):
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
         """
         Token ids (N, T) -> (N, T + max_new_tokens), sampled from P(w). Recomputes the complete context for every token.
-        Drops the older half of the context when it is full.
+        A full context is cut to its last block_size // 2 + 1 tokens.
         """
         T = ids.shape[1]
         start = max(0, T - self.config.block_size)
@@ -449,7 +453,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     Args:
         temperature: 0 is greedy, and so are values below 1e-6
         top_k: sample among the k likeliest tokens
-        top_p: sample among the fewest tokens whose probability reaches p
+        top_p: sample among the likeliest tokens, as few as have a total probability of at least top_p
         noise: (N, V), exponentially distributed; drawn if None
     Raises ValueError for settings out of range.
     """
@@ -468,9 +472,10 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     p = logits.softmax(-1)  # normalizes P(w): sampling; logits / temperature are those of P(w)^(1 / temperature)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is always kept
+        before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is kept even if top_p underflows to 0
         ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0)
         p = torch.zeros_like(p).scatter(1, order, ordered)
     if noise is None:
         noise = torch.empty_like(p).exponential_()
-    return (p / noise).argmax(-1)  # a sample of p; torch.multinomial would wait for the GPU to check p
+    # with exponential noise, the argmax is w with probability p[w]; torch.multinomial would wait for the GPU
+    return (p / noise).argmax(-1)

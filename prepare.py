@@ -12,7 +12,8 @@ A unit is one input file, or consecutive small files of up to UNIT_BYTES. It bec
 skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
 
 From a document to its loss: read_files (mhf/sources.py) yields the document, and split_holdout decides whether it is
-held out. encode tokenizes it, and ShardWriter writes bos and its ids, as signatures table[ids], (n, H). train.py opens
+held out. encode tokenizes it, and ShardWriter writes bos and its ids as signatures table[ids], (n, H), or as ids, whose
+signatures get_batch looks up. train.py opens
 all shards as one array (Bins in mhf/data.py) and reads blocks of T + 1 tokens in a shuffled order (block_indices).
 get_batch splits them into inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes hidden states from x
 and returns the mean loss of y (head_loss, which FusedMHF in mhf/fused.py computes faster).

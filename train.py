@@ -95,8 +95,9 @@ plain = False  # train model.MHF, slower and with more memory, instead of FusedM
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# The settings that a resumed run may change. `dataset` and `data_dir` may change to a copy of the same bins. dtype=None
-# means the checkpoint's precision.
+# The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may name a
+# copy of the same bins; dtype=None is the checkpoint's. The architecture comes from the checkpoint: other values in a
+# config file are ignored, on the command line they are an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',

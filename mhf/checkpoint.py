@@ -161,14 +161,15 @@ class Checkpoints:
 
     def _write(self, state, is_best):
         """
-        Writes a checkpoint under all its names, and deletes old ones. The renaming to ckpt.pt makes it the current one.
+        Runs in the thread: writes a temporary file, renames it to ckpt.pt (now it is the current checkpoint), links its
+        other names, and deletes old checkpoints.
         """
         start = time.perf_counter()
         step = state['step']
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # first ckpt_best.pt: a run that is killed before the next line repeats the steps of this checkpoint
+            # ckpt_best.pt before ckpt.pt: a run that is killed in between repeats these steps and writes both again
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
