@@ -275,7 +275,7 @@ def results_file(source):
 
 
 def evaluate():
-    """Evaluates the model and writes the results file. Returns its path and the results, or None on ranks above 0."""
+    """Evaluates the model. Returns the path for the results file and the results, or None on ranks above 0."""
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
     if limit is not None and limit < lm.world_size:
@@ -299,11 +299,7 @@ def evaluate():
     if pairs:
         results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
-    if lm.rank > 0:
-        return None
-    contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
-    file.write_text(contents + '\n', encoding='utf-8')
-    return file, results
+    return None if lm.rank > 0 else (file, results)
 
 
 def main():
@@ -312,7 +308,13 @@ def main():
         evaluated = evaluate()
     if evaluated:
         file, results = evaluated
-        print_results(results)
+        contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+        try:
+            file.write_text(contents + '\n', encoding='utf-8')
+        except OSError as e:
+            raise InputError(f'{file} cannot be written ({e})') from None
+        finally:  # also on a full disk
+            print_results(results)
         print(f'\n{file}')
     cleanup()
 

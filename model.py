@@ -328,7 +328,7 @@ class MHF(nn.Module):
         return self.embed.weight
 
     def num_params(self):
-        """Returns the sizes of the embedding interface (E, Hash Encoder, Hash Decoder) and of the layers with the norm."""
+        """Counts the parameters of E, Hash Encoder and Hash Decoder, and those of the layers and the final norm."""
         decoder = sum(p.numel() for m in (self.layers, self.norm) for p in m.parameters())
         return sum(p.numel() for p in self.parameters()) - decoder, decoder
 

@@ -124,6 +124,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
 
     Raises: InputError
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from mhf.tokenizer_json import write_json, write_tokenizer
@@ -153,7 +154,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
             # safetensors creates its file readable for the owner only
             os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
             os.rename(complete, folder)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         raise InputError(f'{folder} cannot be written ({e})') from None
 
 

@@ -220,6 +220,17 @@ def test_results_are_written_without_a_reader(few, tmp_path):
     assert list(tmp_path.rglob('results_*.json')) and 'Traceback' not in done.stderr, done.stderr
 
 
+def test_results_are_printed_on_a_full_disk(few, tmp_path):
+    """The results are printed although their file cannot be written."""
+    patch = (
+        "from mhf import lm; from pathlib import Path\ndef full(*args, **others): raise OSError(28, 'No space left')\n"
+    )
+    args = ['--tasks=bits_per_byte', '--text=docs.jsonl', f'--output_path={tmp_path}', '--device=cpu']
+    done = run('eval.py', *args, cwd=few, patch=patch + 'Path.write_text = full')
+    assert done.returncode == 1 and 'nats_per_token' in done.stdout
+    assert 'cannot be written' in done.stderr and 'Traceback' not in done.stderr
+
+
 def test_ctrl_c_is_one_line(few):
     """Ctrl-C ends eval.py with one line and exit code 130."""
     patch = 'def stop(*args, **others): raise KeyboardInterrupt\nfrom mhf import lm; lm.MHFLM.score_requests = stop'

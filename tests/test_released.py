@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import sentencepiece
@@ -11,6 +11,7 @@ import tiktoken_ext.openai_public
 import tokenizers
 import torch
 from conftest import assert_same, bucket_logits, ok, random_model, real_documents, weights, write_released
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -260,6 +261,9 @@ def test_export_deletes_no_files(tmp_path):
     with pytest.raises(InputError, match='head has no name'):
         save_pretrained(m, tmp_path / 'm', 'mistral')
     del m.head
+    full = patch('safetensors.torch.serialize_file', side_effect=SafetensorError('No space left on device'))
+    with full, pytest.raises(InputError, match='m cannot be written .No space left'):
+        save_pretrained(m, tmp_path / 'm', 'mistral')
     save_pretrained(m, tmp_path / 'm', 'mistral')
     assert (tmp_path / 'm.tmp/notes.txt').read_text() == 'mine'
     assert sorted(path.name for path in tmp_path.iterdir()) == ['m', 'm.tmp']
