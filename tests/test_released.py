@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -55,7 +56,9 @@ def test_export_of_a_run(quick):
 
 def test_stop_ids(tmp_path):
     """A document ends at bos, eos, pad, and at every eos of config.json and generation_config.json."""
-    assert open_small(tmp_path / 'a').stop_ids == {1, 2}
+    loaded = open_small(tmp_path / 'a')
+    assert loaded.stop_ids == {1, 2}
+    assert loaded._replace(tok=SimpleNamespace(bos=3, eos=4, pad=5), eos_ids=[]).stop_ids == {3, 4, 5}
     assert open_small(tmp_path / 'b', eos_token_id=[7, 9], pad_token_id=2).stop_ids == {1, 2, 7, 9}
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
     opened = open_model(released=str(tmp_path / 'b'), tokenizer='mistral')
