@@ -322,8 +322,8 @@ class MHF(nn.Module):
     def head_weight(self):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
-        this size in __init__ and return its weight here. The released format and expand.py do not support this;
-        embedding_lr_mult and estimate_flops refer to the Hash Encoder's E only.
+        this size in __init__ and return its weight here; init_weights and the optimizer treat it like other matrices.
+        The released format and expand.py do not support this, and estimate_flops then counts the Hash Encoder's E too.
         """
         return self.embed.weight
 

@@ -11,12 +11,13 @@ interruption; the output is identical.
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
 skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
 
-From a document to its loss: read_files (mhf/sources.py) yields the document, and split_holdout decides whether it is
-held out. encode tokenizes it, and ShardWriter writes bos and its ids as signatures table[ids], (n, H), or as ids, whose
-signatures get_batch looks up. train.py opens
-all shards as one array (Bins in mhf/data.py) and reads blocks of T + 1 tokens in a shuffled order (block_indices).
-get_batch splits them into inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes hidden states from x
-and returns the mean loss of y (head_loss, which FusedMHF in mhf/fused.py computes faster).
+From a document to its loss: read_files (mhf/sources.py) yields the document, a .txt file, a line of a .jsonl or a row
+of a .parquet; one over MAX_DOCUMENT_CHARS is split. split_holdout (there too) holds out every round(1/val_fraction)-th
+document, or the tail of each if there are few. encode tokenizes it, and ShardWriter writes bos and its ids as
+signatures table[ids], (n, H), or as ids, whose signatures get_batch looks up. training_batches (train.py) reads blocks
+of T + 1 tokens of all shards (Bins in mhf/data.py) in a shuffled order (block_indices there), and get_batch (train.py)
+splits them into inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes hidden states from x and
+returns the mean loss of y (head_loss, which FusedMHF in mhf/fused.py computes faster).
 """
 
 import contextlib

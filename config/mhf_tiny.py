@@ -23,7 +23,7 @@ max_steps = 450
 warmup_steps = 50
 eval_interval = 225
 
-# Four settings differ from the paper (study/RESULTS.md):
+# These settings differ from the paper (study/RESULTS.md):
 # the paper's loss makes P(w) overconfident; the exact loss trains the distribution that is sampled from
 loss = 'exact'
 # with the paper's W_s (std 0.02) a token enters the residual stream at a much smaller scale than its rows of E

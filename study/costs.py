@@ -3,49 +3,88 @@ Measure the training step of each model of a list with bench.py, relative to the
 
     $ python -m study.costs study/english.py     # minutes, on an idle machine; writes study/costs.csv
 
-The models are those of the list's first group, each shape once. A step is forward, backward, clipping and AdamW on one
-micro-batch; relative_time is of the median of 15 repetitions. Rows of this device and number of threads are replaced.
+The models are those of the list's first group, each shape once, and GPT-2 (nanoGPT's model, as transformers implements
+it) of Standard's width and depth. A step is forward, backward, clipping and AdamW on one micro-batch. The models
+alternate for ROUNDS rounds, and the median of a model's rounds counts. Rows of this list, device and number of threads
+are replaced.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+import time
+
+import torch
+import torch.nn.functional as F
 
 from configurator import InputError, install_excepthook, settings_of
+from mhf.runtime import pick_device, pick_dtype
+from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
 from study.rows import commit, read_csv, write_csv
 from study.sweep import REPO, Study, as_flags
 
-REPETITIONS = 15
+ROUNDS = 3
+REPETITIONS = 5  # steps per round, of which the median counts
+GPT2 = 'GPT-2'
 # of bench.py's section `train`, and of its top level
 COLUMNS = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
 MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
 
 
 def shapes(study):
-    """{name: settings of bench.py} of the list's first group, each shape once."""
+    """{name: settings of bench.py} of the list's first group, each shape once, under its shortest name."""
     known = settings_of('bench.py').keys() & MHFConfig.__annotations__
-    distinct = {}
+    names = {}
     for entry in study.entries:
-        settings = study.settings(entry)
-        shape = {k: settings[k] for k in sorted(known & settings.keys())} | dict(
-            micro_batch_size=settings['batch_size']
-        )
-        if entry['group'] == study.entries[0]['group'] and shape not in distinct.values():
-            distinct[entry['name']] = shape
-    return distinct
+        if entry['group'] == study.entries[0]['group']:
+            settings = study.settings(entry)
+            shape = {k: settings[k] for k in sorted(known & settings.keys())}
+            shape |= dict(micro_batch_size=settings['batch_size'])
+            shape |= dict(tokenizer=study.data[entry['train']].get('tokenizer', 'mistral'))
+            names.setdefault(tuple(shape.items()), []).append(entry['name'])
+    return {min(same, key=len): dict(shape) for shape, same in names.items()}
 
 
 def measure(shape):
-    """Runs bench.py on a shape. Returns its JSON, and the section `train` of the shape. Raises InputError."""
+    """Runs bench.py on a shape. Returns the values of COLUMNS and MACHINE. Raises InputError."""
     variant = shape['loss'] if shape['num_hashes'] else 'Standard'
     flags = shape | dict(benchmarks='train', variants=variant, repeats=REPETITIONS, compile=False, json_output=True)
     done = subprocess.run([sys.executable, REPO / 'bench.py', *as_flags(flags)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(f'bench.py ended with {done.returncode}: {done.stderr[-500:]}')
     results = json.loads(done.stdout)
-    return results, results['train'][variant]
+    step = results['train'][variant]
+    return {column: step[column] for column in COLUMNS} | {column: results[column] for column in MACHINE}
+
+
+def measure_gpt2(shape):
+    """Measures GPT-2 with the width, depth, context and vocabulary of a shape. Returns its tokens per second."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    device = pick_device(None)
+    dtype = pick_dtype(None, device)
+    length = shape['block_size']
+    V = len(get_tokenizer(shape['tokenizer']).tokens)
+    sizes = dict(n_embd=shape['hidden_size'], n_layer=shape['num_layers'], n_head=shape['num_heads'])
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=V, n_positions=length, **sizes)).to(device)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    ids = torch.randint(V, (shape['micro_batch_size'], length), device=device)
+    seconds = []
+    for _ in range(1 + REPETITIONS):
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == 'bfloat16'):
+            loss = F.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return ids.numel() / statistics.median(seconds[1:])
 
 
 def main():
@@ -53,17 +92,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('list', help='a list of runs, like study/english.py')
     study = Study(parser.parse_args().list)
-    path = study.path.with_name('costs.csv')
+    models = shapes(study)
+    standard = next((shape for shape in models.values() if not shape['num_hashes']), next(iter(models.values())))
+    rounds = {name: [] for name in (*models, GPT2)}
+    for i in range(ROUNDS):
+        for name, shape in models.items():
+            rounds[name].append(measure(shape))
+        rounds[GPT2].append(dict(tokens_per_s=measure_gpt2(standard)))
+        print(f'round {i + 1}:', *(f'{name}: {r[-1]["tokens_per_s"]:,.0f}' for name, r in rounds.items()), flush=True)
     rows = []
-    for name, shape in shapes(study).items():
-        results, step = measure(shape)
-        first = rows[0] if rows else step
-        ratio = f'{first["tokens_per_s"] / step["tokens_per_s"]:.3f}'
-        row = dict(model=name, relative_time=ratio) | {column: step[column] for column in COLUMNS}
-        rows.append(row | {column: results[column] for column in MACHINE} | dict(commit=commit()))
-        print(f'{name}: {step["tokens_per_s"]:,.0f} tokens/s, {ratio} x the time of the first', flush=True)
-    machine = (rows[0]['device'], str(rows[0]['threads']))
-    write_csv(path, [row for row in read_csv(path) if (row['device'], row['threads']) != machine] + rows)
+    for name, results in rounds.items():
+        speed = statistics.median_low(result['tokens_per_s'] for result in results)
+        row = next(result for result in results if result['tokens_per_s'] == speed)
+        ratio = f'{rows[0]["tokens_per_s"] / speed:.3f}' if rows else '1.000'
+        rows.append(dict(list=study.path.stem, model=name, relative_time=ratio) | row | dict(commit=commit()))
+    for column in MACHINE:
+        rows[-1][column] = rows[0][column]
+    path = study.path.with_name('costs.csv')
+    key = ('list', 'device', 'threads')
+    measured = [str(rows[0][column]) for column in key]
+    write_csv(path, [row for row in read_csv(path) if [row[column] for column in key] != measured] + rows)
 
 
 if __name__ == '__main__':

@@ -1,12 +1,11 @@
 """
-Nats, top-1 accuracy and rank by token frequency, and the best temperature of a model trained with the product loss.
+Nats, top-1 accuracy and rank by token frequency.
 
     $ python -m study.details OUT_DIR TRAIN HELD_OUT     # writes OUT_DIR/details.json; sweep.py runs it
 
 TRAIN and HELD_OUT are folders of prepare.py with token ids. Column nats_1 is the mean over the tenth of the held-out
 tokens that is most frequent in TRAIN, nats_10 over the rarest tenth; likewise top1 and frequency. The rank of a target
-is 1 plus the number of likelier tokens; rank_1 to rank_10 are medians. The product loss makes P(w) overconfident: the
-temperature is chosen on the first half of the held-out tokens and measured on the second half.
+is 1 plus the number of likelier tokens; rank_1 to rank_10 are medians.
 """
 
 import argparse
@@ -20,8 +19,6 @@ from mhf.checkpoint import load_checkpoint
 from mhf.data import Bins
 from mhf.runtime import pick_device
 
-TEMPERATURES = [k / 10 for k in range(5, 51)]
-
 
 def read_ids(folder, split, tokenizer_sha256):
     """The token ids of a split, (n,) int64. Raises InputError if the folder is of another format or tokenizer."""
@@ -33,25 +30,18 @@ def read_ids(folder, split, tokenizer_sha256):
     return torch.tensor(bins[:].astype('int64'))
 
 
-def score_tokens(model, ids, temperatures):
-    """
-    Scores ids (n + 1,) in blocks of the model's context. Returns nats, top-1 (1 or 0) and rank of each id but the first
-    (3, n), and its nats at each temperature (temperatures, n), or None without temperatures.
-    """
+def score_tokens(model, ids):
+    """Returns nats, top-1 (1 or 0) and rank of each id but the first, (3, n), in blocks of the model's context."""
     T = model.config.block_size
     scores = []
-    tempered = []
     for start in range(0, len(ids) - 1, T):
         block = ids[start : start + T + 1]
         h = model.hidden_states(model.signatures[block[None, :-1]])[0]
         logits = model.next_token_logits(h)
         target = logits.gather(1, block[1:, None])[:, 0]
-        nats = logits.logsumexp(-1) - target
         rank = 1 + (logits > target[:, None]).sum(-1)
-        scores.append(torch.stack([nats, rank == 1, rank]).double())
-        if temperatures:
-            tempered.append(torch.stack([(logits / t).logsumexp(-1) - target / t for t in temperatures]).double())
-    return torch.cat(scores, 1).cpu(), torch.cat(tempered, 1).cpu() if temperatures else None
+        scores.append(torch.stack([logits.logsumexp(-1) - target, rank == 1, rank]).double())
+    return torch.cat(scores, 1).cpu()
 
 
 def decile_columns(frequency, nats, top1, rank):
@@ -66,33 +56,20 @@ def decile_columns(frequency, nats, top1, rank):
     return columns
 
 
-def best_temperature(tempered):
-    """Nats (temperatures, n) -> the best temperature of the first half; of the second half its nats, and those at 1."""
-    first, second = (half.mean(1) for half in tempered.tensor_split(2, dim=1))
-    best = first.argmin()
-    return dict(
-        temperature=TEMPERATURES[best],
-        nats_at_it=second[best].item(),
-        nats_without=second[TEMPERATURES.index(1)].item(),
-    )
-
-
 @torch.no_grad()
 def details(out_dir, train, held_out):
     """The columns of the model in out_dir, {name: number}."""
     model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
     train_ids = read_ids(train, 'train', ckpt['data']['tokenizer_sha256'])
     val_ids = read_ids(held_out, 'val', ckpt['data']['tokenizer_sha256'])
-    product = ckpt['config']['loss'] == 'product' and model.config.num_hashes
     device = pick_device()
     model.to(device)
     # the precision of training
     bfloat16 = ckpt['config']['dtype'] == 'bfloat16'
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bfloat16):
-        scores, tempered = score_tokens(model, val_ids.to(device), TEMPERATURES if product else [])
+        scores = score_tokens(model, val_ids.to(device))
     frequency = torch.bincount(train_ids, minlength=model.config.vocab_size)[val_ids[1:]]
-    columns = decile_columns(frequency, *scores)
-    return columns | best_temperature(tempered) if product else columns
+    return decile_columns(frequency, *scores)
 
 
 if __name__ == '__main__':

@@ -116,14 +116,18 @@ def claims_table(studies):
     return table(heads, filter(None, lines))
 
 
-def costs_table():
-    """The step time of some models on each device, relative to Standard's."""
+def costs_table(study):
+    """The step time of COST_MODELS on each device, relative to Standard's."""
     devices = {}
-    for row in read_csv(HERE / 'costs.csv'):
+    for row in cost_rows(study):
         device = row['device'] if row['device'] != 'cpu' else f'CPU, threads: {row["threads"]}'
         devices.setdefault(device, {})[row['model']] = f'{float(row["relative_time"]):.2f}'
     lines = [[name, *(times.get(name, MISSING) for times in devices.values())] for name in COST_MODELS]
     return table(['step time, relative to Standard', *devices], lines)
+
+
+def cost_rows(study):
+    return [row for row in read_csv(HERE / 'costs.csv') if row['list'] == study.path.stem]
 
 
 # -----------------------------------------------------------------------------
@@ -142,25 +146,6 @@ def draw_points(ax, k, name, points):
         x, means, deviations = zip(*sorted(points), strict=True)
         ax.errorbar(x, means, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
     ax.grid(alpha=0.3)
-
-
-def draw_tokens(study, path):
-    """Nats against the tokens of training, of the models in MAIN with d=256."""
-    rows = study.rows()
-    corpora = study.entries[0]['corpora']
-    fig = Figure(figsize=(9, 3.8))
-    for ax, corpus in zip(fig.subplots(1, len(corpora)), corpora, strict=True):
-        for k, name in enumerate(dict.fromkeys(study.main)):
-            points = []
-            for entry in study.entries:
-                seeds = study.best_rows(entry, rows)
-                if entry['name'] == name and seeds and 'd=' not in entry['group']:
-                    nats = values(seeds, f'{corpus}_nats_per_token')
-                    points.append((int(seeds[0]['trained_tokens']) / 1e6, statistics.mean(nats), std(nats)))
-            draw_points(ax, k, name, points)
-        ax.set(xlabel='tokens of training, millions', ylabel=f'nats per token, held-out {corpus}')
-    ax.legend(fontsize=7)
-    save(fig, path)
 
 
 def draw_vocabularies(study, path):
@@ -190,13 +175,37 @@ def draw_vocabularies(study, path):
     save(fig, path)
 
 
+def draw_times(study, path):
+    """Bits per byte against training time on one CPU thread, at the step times of study/costs.py."""
+    rows = study.rows()
+    speeds = {int(row['parameters'] or 0): float(row['tokens_per_s']) for row in cost_rows(study)}
+    models = {}
+    for entry in study.entries:
+        if seeds := study.best_rows(entry, rows):
+            models.setdefault(parameters(seeds[0]), []).append((entry['name'], seeds))
+    corpora = study.entries[0]['corpora']
+    fig = Figure(figsize=(9, 3.8))
+    for ax, corpus in zip(fig.subplots(1, len(corpora)), corpora, strict=True):
+        for k, (size, runs) in enumerate(models.items()):
+            points = []
+            for _, seeds in runs:
+                bits = values(seeds, f'{corpus}_bits_per_byte')
+                hours = int(seeds[0]['trained_tokens']) / speeds[size] / 3600
+                points.append((hours, statistics.mean(bits), std(bits)))
+            name = min((name for name, _ in runs), key=len)
+            draw_points(ax, k, f'{name}: {size / 1e6:.1f} M parameters', points)
+        ax.set(xlabel='training time, hours on one CPU thread', ylabel=f'bits per byte, held-out {corpus}')
+    ax.legend(fontsize=7)
+    save(fig, path)
+
+
 def write():
     """Rewrites RESULTS.md and its figures."""
     english, vocabulary, large = (Study(HERE / f'{name}.py') for name in ('english', 'vocabulary', 'large_vocabulary'))
     tables = dict(
         english=model_table([english], 'nats_per_token'),
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
-        costs=costs_table(),
+        costs=costs_table(english),
         claims=claims_table([english, vocabulary, large, Study(HERE / 'paper100m.py')]),
     )
     path = HERE / 'RESULTS.md'
@@ -204,8 +213,8 @@ def write():
     for name, lines in tables.items():
         text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
     path.write_text(text, encoding='utf-8')
-    draw_tokens(english, HERE / 'english_tokens.png')
     draw_vocabularies(vocabulary, HERE / 'vocabulary_size.png')
+    draw_times(large, HERE / 'large_vocabulary_time.png')
 
 
 def main():

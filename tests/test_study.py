@@ -116,22 +116,19 @@ def test_evaluation_fails_after_training(study, monkeypatch):
 
 
 def check_details(folder):
-    """The deciles contain all held-out tokens, scored as in training's validation; a best temperature is found."""
+    """The deciles contain all held-out tokens, scored as in training's validation."""
     name, row = next(iter(rows(folder).items()))
     tokens = int(row['docs_tokens'])
-    row = {
-        k: float(v) for k, v in row.items() if k[-1].isdecimal() or k in ('temperature', 'nats_at_it', 'nats_without')
-    }
+    row = {k: float(v) for k, v in row.items() if k[-1].isdecimal()}
     sizes = [tokens // 10 + (k < tokens % 10) for k in range(10)]
     nats = sum(row[f'nats_{k}'] * size for k, size in enumerate(sizes, 1)) / tokens
     assert nats == pytest.approx(events(folder, f'out/runs/{name}')[-1]['val_nats'], rel=1e-3)
     frequencies = [row[f'frequency_{k}'] for k in range(1, 11)]
     assert frequencies == sorted(frequencies, reverse=True) and row['nats_1'] < row['nats_10']
-    assert row['temperature'] != 1 and row['nats_at_it'] < row['nats_without']
 
 
 def test_details_of_tokens():
-    """Nats, top-1 and ranks are those of log P; a temperature divides the logits."""
+    """Nats, top-1 and ranks are those of log P."""
     m = random_model()
     ids = torch.randint(3, 300, (60,))
     T = m.config.block_size
@@ -140,11 +137,9 @@ def test_details_of_tokens():
     ordered = logp.argsort(descending=True)
     target = ids[1:, None]
     with torch.no_grad():
-        (nats, right, rank), tempered = score_tokens(m, ids, [1.0, 2.0])
+        nats, right, rank = score_tokens(m, ids)
     assert torch.allclose(nats, -logp.gather(1, target)[:, 0])
     assert torch.equal(rank, 1 + (ordered == target).double().argmax(1)) and torch.equal(right, (rank == 1).double())
-    assert torch.allclose(tempered[0], nats)
-    assert torch.allclose(tempered[1], -(logp / 2).log_softmax(-1).gather(1, target)[:, 0])
 
 
 def test_details_needs_token_ids(quick):
@@ -238,23 +233,30 @@ def test_rows_belong_to_entries(study, monkeypatch):
 
 
 def test_costs(study, monkeypatch):
-    """Step times are relative to the first model's; rows of other devices stay, rows of this device are replaced."""
+    """Step times are relative to the first model's; rows of other lists and devices stay, the others are replaced."""
     folder = study('costs')
     (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
-    other = dict(model='H3', relative_time='1.000', tokens_per_s='1', device='another', threads='1')
-    write_csv(folder / 'costs.csv', [other, other | dict(device='cpu')])
+    other = dict(list='runs', model='H3', relative_time='1.000', tokens_per_s='1', device='cpu', threads='1')
+    write_csv(folder / 'costs.csv', [other, other | dict(device='another'), other | dict(list='another')])
 
     def measure(shape):
-        step = dict.fromkeys(costs.COLUMNS, 1) | dict(tokens_per_s=50 if shape['num_hashes'] else 100)
-        return dict.fromkeys(costs.MACHINE, 1) | dict(device='cpu'), step
+        speed = dict(tokens_per_s=50 if shape['num_hashes'] else 100)
+        return dict.fromkeys(costs.COLUMNS + costs.MACHINE, 1) | dict(device='cpu') | speed
 
     monkeypatch.setattr(costs, 'measure', measure)
+    monkeypatch.setattr(costs, 'measure_gpt2', lambda shape: 25)
     monkeypatch.setattr(sys, 'argv', ['costs.py', 'runs.py'])
     monkeypatch.chdir(folder)
     costs.main()
     rows = read_csv(folder / 'costs.csv')
-    assert [(row['model'], row['device']) for row in rows] == [('H3', 'another'), ('H3', 'cpu'), ('S', 'cpu')]
-    assert [row['relative_time'] for row in rows] == ['1.000', '1.000', '0.500']
+    assert [(row['list'], row['model'], row['device']) for row in rows] == [
+        ('runs', 'H3', 'another'),
+        ('another', 'H3', 'cpu'),
+        ('runs', 'H3', 'cpu'),
+        ('runs', 'S', 'cpu'),
+        ('runs', 'GPT-2', 'cpu'),
+    ]
+    assert [row['relative_time'] for row in rows[2:]] == ['1.000', '0.500', '2.000']
 
 
 def table_rows(markdown):
@@ -324,7 +326,8 @@ def test_results_are_what_the_rows_say():
         check_claim_line(line)
     devices = {}
     for row in read_csv(REPO / 'study/costs.csv'):
-        devices.setdefault((row['device'], row['threads']), {})[row['model']] = float(row['tokens_per_s'])
+        if row['list'] == 'english':
+            devices.setdefault((row['device'], row['threads']), {})[row['model']] = float(row['tokens_per_s'])
     for name, *times in cells['costs']:
         assert times == [f'{speeds["Standard"] / speeds[name]:.2f}' for speeds in devices.values()]
     # the prose, here and in README
@@ -346,7 +349,7 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     report.write()
     assert (tmp_path / 'study/RESULTS.md').read_text() == text
     figures = re.findall(r'!\[.*?\]\((.*?)\)', text)
-    assert figures == ['english_tokens.png', 'vocabulary_size.png']
+    assert figures == ['vocabulary_size.png', 'large_vocabulary_time.png']
     first = {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
     report.write()
     assert first == {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
@@ -375,14 +378,6 @@ def test_a_wrong_list(study, monkeypatch, right, wrong, says):
     with pytest.raises(InputError, match=says):
         sweep(Study('runs.py'), 2, 'none')
     assert not (folder / 'runs.csv').exists()
-
-
-def test_the_picture_of_signatures(tmp_path):
-    """study/signatures.py draws README's figure of signatures."""
-    from study import signatures
-
-    signatures.draw(tmp_path / 'signatures.png')
-    assert (tmp_path / 'signatures.png').read_bytes()[:4] == b'\x89PNG'
 
 
 def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
