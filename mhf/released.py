@@ -179,14 +179,17 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
     if not files:
         raise InputError(f'{source}: no model.safetensors')
     weights = {}
-    try:
-        for file in files:
+    for file in files:
+        try:
             weights |= load_file(file)
+        except (OSError, SafetensorError) as e:
+            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
+    try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         tie_embeddings(weights, config_json, config.embedding_scale)
         model = build_on_meta(config, Model)
         load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
-    except (ValueError, RuntimeError, IndexError, OSError, SafetensorError) as e:
+    except (ValueError, RuntimeError, IndexError) as e:
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 
