@@ -72,12 +72,12 @@ def did_you_mean(word, known):
     return f"; did you mean '{near[0]}'?" if near else ''
 
 
-def check_numbers(settings, names, low=0, below=math.inf):
-    """Raises InputError unless the settings `names`, separated by spaces, are in [low, below)."""
+def check_numbers(settings, names, low=0, below=math.inf, positive=False):
+    """Raises InputError unless the settings `names`, separated by spaces, are in [low, below) and, if so, positive."""
     for name in names.split():
-        if not low <= settings[name] < below:
+        if not low <= settings[name] < below or positive and settings[name] == 0:
             limit = f' and below {below}' if below < math.inf else ''
-            raise InputError(f'{name}={settings[name]}: must be at least {low}{limit}')
+            raise InputError(f'{name}={settings[name]}: must be {"above" if positive else "at least"} {low}{limit}')
 
 
 def settings_source(script):

@@ -308,7 +308,9 @@ def main():
         evaluated = evaluate()
     if evaluated:
         file, results = evaluated
-        contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+        # strict JSON has no NaN, which a correlation with a constant is
+        strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
+        contents = json.dumps(strict, indent=2, ensure_ascii=False)
         try:
             file.write_text(contents + '\n', encoding='utf-8')
         except OSError as e:

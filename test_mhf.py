@@ -587,6 +587,13 @@ def test_chunk_sizes():
     assert [default_chunk_sizes('cpu', c).chunk for c in configs] == [1024, 512, 512, 1024]
     assert [default_chunk_sizes('cuda', c).chunk for c in configs] == [4096, 4096, 2048, 4096]
     assert default_chunk_sizes('cuda', demo, use_kernels=True).use_kernels
+
+
+def test_kernels_are_off_by_default():
+    """A GPU uses the Triton kernels only if they are switched on, because they have not been measured."""
+    assert not FusedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
+    for script in ('train.py', 'bench.py'):
+        assert configurator.settings_of(script)['kernels'] is False
     assert not FusedMHF(TINY).get_chunk_sizes().use_kernels
     for script in ('train.py', 'bench.py'):
         assert configurator.settings_of(script)['kernels'] is False
@@ -634,14 +641,23 @@ def test_activation_checkpointing():
 
 
 def test_replace_vocabulary():
-    """A larger vocabulary keeps the parameters, which an optimizer may hold; a table that does not fit is refused."""
+    """New tokens add no parameters, and an existing optimizer trains them; a table that does not fit is refused."""
     m = random_model()
     c = m.config
     old = m.signatures
     new = signature_table([f'w{i}' for i in range(400)], c.num_hashes, c.num_buckets, pad_id=c.pad_id)
+    optimizer = torch.optim.AdamW(m.parameters(), lr=3e-2)
     pointers = [p.data_ptr() for p in m.parameters()]
     m.replace_vocabulary(new, c.pad_id, unused_ids=[7])
     assert pointers == [p.data_ptr() for p in m.parameters()]
+    ids = torch.randint(300, 400, (2, 9))
+    s = m.signatures[ids]
+    for _ in range(60):
+        loss = m(s[:, :-1], s[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5 and (m.log_probs(ids)[:, :-1].argmax(-1) == ids[:, 1:]).float().mean() > 0.9
     assert torch.equal(m.signatures[:300], old) and m.log_probs(torch.tensor([[399]])).shape == (1, 1, 400)
     assert not m.token_mask[7] and m.token_mask[399]
     with pytest.raises(ValueError, match='largest bucket'):

@@ -109,7 +109,8 @@ FREE_ON_RESUME = {
 
 sys.stdout.reconfigure(line_buffering=True)  # a redirected log receives every line at once
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'learning_rate embedding_lr_mult warmup_steps lr_decay_steps weight_decay grad_clip')
+check_numbers(config, 'learning_rate embedding_lr_mult', positive=True)
+check_numbers(config, 'warmup_steps lr_decay_steps weight_decay grad_clip')
 check_numbers(config, 'num_hashes unfrozen_end_layers')
 check_numbers(config, 'beta1 beta2', below=1)
 check_numbers(config, 'seed', below=2**64)

@@ -193,6 +193,12 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number):
     assert weights(quick, 'b')['step'] == 6
 
 
+def test_validation_changes_nothing(quick):
+    """The number of validations does not change what a run learns."""
+    ok('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6), cwd=quick)
+    assert steps(quick, 'b') == steps(quick)[:6]
+
+
 def test_advice_works(quick):
     """Following the advice in an error message of train.py leads to a run that trains."""
 
