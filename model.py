@@ -11,8 +11,8 @@ faster; tests compare both with this file.
 
     HashEncoder.forward                     the gate's softmax; ablation='mean_gate' replaces the gate by a mean
     HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
-    exact_loss                              normalizes P(w) in training with --loss=exact (the product loss normalizes
-                                            each p_i only); fused: exact_nll_in_columns
+    exact_loss                              normalizes P(w) in training with --loss=exact; fused: exact_nll
+    product_loss                            normalizes each p_i, but not P(w); fused: cross_entropies
     log_probs                               normalizes P(w) in evaluation; fused: predictions
     sample_token                            normalizes P(w) in sampling
     MHF.head_weight                         ties the head to E
@@ -322,8 +322,9 @@ class MHF(nn.Module):
     def head_weight(self):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
-        this size in __init__ and return its weight here; init_weights and the optimizer treat it like other matrices.
-        The released format and expand.py do not support this, and estimate_flops then counts the Hash Encoder's E too.
+        this size in __init__ and return its weight here. init_weights then draws it from N(0, 0.02), the optimizer uses
+        weight decay but not embedding_lr_mult for it, and mhf/fused.py and mhf/generate.py need no change. The released
+        format and expand.py do not support this, and estimate_flops then counts the Hash Encoder's E too.
         """
         return self.embed.weight
 
@@ -469,7 +470,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    p = logits.softmax(-1)  # normalizes P(w): sampling; logits / temperature are those of P(w)^(1 / temperature)
+    p = logits.softmax(-1)  # normalizes P(w): sampling
     if top_p is not None:
         ordered, order = p.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is kept even if top_p underflows to 0

@@ -11,13 +11,20 @@ interruption; the output is identical.
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
 skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
 
-From a document to its loss: read_files (mhf/sources.py) yields the document, a .txt file, a line of a .jsonl or a row
-of a .parquet; one over MAX_DOCUMENT_CHARS is split. split_holdout (there too) holds out every round(1/val_fraction)-th
-document, or the tail of each if there are few. encode tokenizes it, and ShardWriter writes bos and its ids as
-signatures table[ids], (n, H), or as ids, whose signatures get_batch looks up. training_batches (train.py) reads blocks
-of T + 1 tokens of all shards (Bins in mhf/data.py) in a shuffled order (block_indices there), and get_batch (train.py)
-splits them into inputs x and targets y, both (N, T, H). MHF.forward (model.py) computes hidden states from x and
-returns the mean loss of y (head_loss, which FusedMHF in mhf/fused.py computes faster).
+From a document to its loss:
+
+1. read_files (mhf/sources.py) yields the document: a .txt file, a line of a .jsonl file or a row of a .parquet file.
+   A document of more than MAX_DOCUMENT_CHARS is split.
+2. split_holdout (mhf/sources.py) holds out every round(1/val_fraction)-th document, or the tail of each if there are
+   fewer.
+3. encode tokenizes it. ShardWriter writes bos and the document's ids: either ids, (n,), or signatures table[ids],
+   (n, H).
+4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.
+5. training_batches (train.py) reads blocks of T + 1 tokens in the order of block_indices (mhf/data.py). Blocks cross
+   documents and shards; a block's last token is also the first token of the next block.
+6. get_batch (train.py) looks up the signatures of ids, and splits blocks into inputs x and targets y, each (N, T, H).
+7. MHF.forward (model.py) computes hidden states from x, then the mean loss of y. train.py averages it over the
+   micro-batches and the processes of a step.
 """
 
 import contextlib
@@ -221,7 +228,7 @@ def prepare_unit(job, source, number, unit, counts):
     documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
     writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
     try:
-        # closing() waits for the reading thread, which updates counts
+        # the thread of prefetch() updates counts; closing() waits for it
         with contextlib.closing(encode(job.tok, documents)) as encoded:
             for parts in encoded:
                 for text, ids, is_held_out in parts:

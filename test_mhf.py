@@ -69,8 +69,8 @@ def relative(a, b):
 # hashing.py
 
 
-# SHA-256 of the mistral tokenizer's table with (H, B). The first two are those of released models. The last two have
-# rows that were rehashed, in 1,782 and 27 steps, so another rehash seed changes these tables
+# SHA-256 of the mistral tokenizer's table with (H, B). The first two are those of released models. In the last two,
+# signatures were rehashed 1,782 and 27 times, so another rehash seed changes these tables
 GOLDEN = {
     (3, 10624): '5a6a5bebe0be98967f3cd69bd16fd08320354f958eeeed537e43f186267a7e51',
     (4, 16384): 'f9c2a68a955f6d6b8aae17ba8a403fb9f1acc58e19d444a0deaccf5a94cbb3c7',
@@ -81,7 +81,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize('H, B', GOLDEN)
 def test_golden_tables(mistral, H, B):
-    """Tables equal the golden ones. A wrong hash function or seed fails; a wrong rehash seed fails in the last two."""
+    """Tables equal the golden ones. A wrong hash or seed fails; a wrong rehash seed fails in one of the last two."""
     table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
     assert fingerprint(table) == GOLDEN[H, B]
 

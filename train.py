@@ -96,8 +96,8 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 # The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may name a
-# copy of the same bins; dtype=None is the checkpoint's. The architecture comes from the checkpoint: other values in a
-# config file are ignored, on the command line they are an error.
+# copy of the same bins. dtype=None keeps the checkpoint's. Any loaded model keeps its architecture: another value in a
+# config file is ignored, another value on the command line is an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -158,13 +158,12 @@ table = get_table(run_config, meta)
 data = data_identity(meta, table, train_bins)
 
 # -----------------------------------------------------------------------------
-# setup: a resumed run keeps its data and all settings outside FREE_ON_RESUME; a loaded model keeps its architecture
+# setup: refuse changes of a resumed run outside FREE_ON_RESUME, and changes of the architecture of a loaded model
 
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
 fixed = new.keys() - FREE_ON_RESUME if ckpt else architecture
-# an architecture in a config file is ignored, but on the command line it must be that of the loaded model
-fixed = fixed - (architecture - command_line_names())
+fixed = fixed - (architecture - command_line_names())  # ignores an architecture in a config file
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
@@ -206,7 +205,7 @@ trains_product = raw_model.config.loss == 'product' and raw_model.config.num_has
 
 
 def configure_optimizer():
-    """AdamW: weight decay on E and the other matrices, none on vectors; E has a learning-rate multiplier."""
+    """AdamW with three groups: E has a learning-rate multiplier, and vectors have no weight decay."""
     E = raw_model.embed.weight
     trained = [p for p in raw_model.parameters() if p.requires_grad]
     other_matrices = [p for p in trained if p.dim() >= 2 and p is not E]
@@ -397,7 +396,7 @@ for step in range(first_step, max_steps):
         x, y = next(batches)
         if accumulates_in_buckets:  # gradients are exchanged once per step
             model.require_backward_grad_sync = k == accumulation - 1
-        with autocast:  # micro-batches have one size, so the mean of their means is the mean over all tokens
+        with autocast:  # all micro-batches have the same size, so this sums to the mean over all tokens
             micro_loss = model(x, y) / accumulation
         micro_loss.backward()
         loss_sum += micro_loss.detach()

@@ -122,8 +122,8 @@ class Checkpoints:
 
     def load_latest(self, Model=FusedMHF):
         """
-        Loads the newest checkpoint that is intact, with a warning for each that is not. Returns (model, the
-        checkpoint's dict). Raises InputError if there is none.
+        Loads ckpt.pt. If it is damaged or missing, loads the intact ckpt_STEP.pt of the latest step, with a warning.
+        Returns (model, the checkpoint's dict). Raises InputError if there is none.
         """
         paths = self.list() or [self.newest]
         for path in paths:
@@ -169,14 +169,14 @@ class Checkpoints:
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # ckpt_best.pt before ckpt.pt: a run that is killed in between repeats these steps and writes both again
+            # ckpt_best.pt before ckpt.pt: a run that is killed in between trains these steps again and writes both
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # checkpoints of later steps are damaged or belong to an abandoned run
+            # delete old checkpoints, and those of later steps, which are damaged or belong to an abandoned run
             numbered = self.numbered()
             kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
             for number in numbered.keys() - kept:

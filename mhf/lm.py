@@ -9,7 +9,7 @@ lm-evaluation-harness (lm-eval) with this repository's models, and the paper's t
 
 This is lm-eval's command line; the default --model is mhf, and eval_tasks/ is included. model_args are path (the
 out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working folder),
-revision (of a hub id), tokenizer, bos and dtype. --batch_size is ignored: a batch is as large as memory allows. With n
+revision (of a hub id), tokenizer, bos and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer. With n
 processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
@@ -52,6 +52,9 @@ from model import sample_token
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
 MAX_ROWS = 256  # per batch
+# per batch, padding included. A GPU that runs out of memory scores the batch in halves (with_oom_retry); on a CPU,
+# padding costs more than a larger batch saves
+MAX_TOKENS = dict(cuda=65536, cpu=2048, mps=2048)
 TEXT_ARGS = ('path', 'revision', 'tokenizer')  # of model_args
 GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
@@ -94,21 +97,6 @@ def pack(rows):
     return torch.from_numpy(packed)
 
 
-def max_batch_tokens(model):
-    """Returns how many tokens per batch, padding included, fit the device's memory."""
-    device = model.embed.weight.device
-    # on a CPU, padding costs more than a larger batch saves
-    if device.type != 'cuda':
-        return 2048
-    # return the allocator's cached blocks of an earlier model
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    # a forward pass takes 11 to 12 times as many bytes per token as this (fake tensors, 100M to 3B)
-    widest = max(model.config.num_coordinates * model.config.hidden_size, model.config.intermediate_size)
-    # the other half is for the head and the mask
-    return int(min(65536, free / 2 / (16 * widest)))
-
-
 def decode_continuation(tok, prompt, new_ids):
     """Decodes new_ids, which follow the ids of a prompt, without an incomplete last character."""
     # SentencePiece drops the first space of a text, so decode with the end of the prompt, from a complete character on
@@ -141,7 +129,7 @@ class MHFLM(TemplateLM):
 
     Args:
         bos: the id in front of every context, or None.
-        max_tokens: tokens per batch, padding included; default: what fits memory.
+        max_tokens: tokens per batch, padding included; default: MAX_TOKENS of the device.
     """
 
     eot_token_id = None  # abstract in TemplateLM
@@ -152,10 +140,10 @@ class MHFLM(TemplateLM):
         self.tok = tok
         self.bos = bos
         self.stop_ids = {tok.bos}  # ids that end a generated text
-        self.max_tokens = max_tokens or max_batch_tokens(model)
         self.max_length = model.config.block_size
         self.eot_token_id = tok.bos
         self._device = model.embed.weight.device
+        self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         # lm-eval writes it next to its results
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
@@ -455,7 +443,7 @@ def read_table(name):
 
 
 # {task: its metric and column in the paper's tables, the number of documents in the full split, the prefix of local
-# files, and the task's file in lm-eval if eval_tasks/ contains none}
+# files, and, unless eval_tasks/ has a file for the task, the path of the task's file in lm-eval}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
 # the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
