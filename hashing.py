@@ -80,7 +80,7 @@ def rehash_collisions(table, tokens, B):
                 prefix = tuple(map(int, table[i, :-1]))
                 full = f'token {tokens[i]!r} (id {i}): its hash prefix {prefix} is full ({B - 1} tokens)'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            # the coordinates use the seeds 0 .. H-1; for another first seed test_golden_tables[2-1024] or [3-256] fails
+            # the coordinates use the seeds 0 .. H-1; test_golden_tables[2-1024] and [3-256] fail for another first seed
             seed = H
             while key in taken:
                 last = mmh3.hash128(tokens[i], seed) % (B - 1) + 1

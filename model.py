@@ -11,7 +11,8 @@ faster; tests compare both with this file.
 
     HashEncoder.forward                     the gate's softmax; ablation='mean_gate' replaces the gate by a mean
     HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
-    exact_loss                              normalizes P(w) in training with --loss=exact; fused: exact_nll
+    exact_loss                              normalizes P(w) in training with --loss=exact and in validation;
+                                            fused: exact_nll
     product_loss                            normalizes each p_i, but not P(w); fused: cross_entropies
     log_probs                               normalizes P(w) in evaluation; fused: predictions
     sample_token                            normalizes P(w) in sampling
@@ -200,7 +201,7 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    Computes the bucket logits o_i of each coordinate. Mixer i tells c_{i+1} what o_i says about coordinate i:
+    Computes the bucket logits o_i of each coordinate. Mixer i adds to c_i what o_i predicts for coordinate i:
 
         c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + mixer_i([c_i ; e_i]),      mixer_i(v) = Wup_i SiLU(Wdn_i v + bdn_i) + bup_i
@@ -248,7 +249,7 @@ def product_loss(o, y):
 def exact_loss(o, y, signatures, token_mask):
     """-log P(y); arguments as above."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    # normalizes P(w): training with --plain --loss=exact
+    # normalizes P(w): training with --plain --loss=exact, and validation
     normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)
     return normalizer - target[:, 0]
 
@@ -400,7 +401,7 @@ class MHF(nn.Module):
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
         if not self.config.num_hashes:
-            # both losses are the cross-entropy; normalizes P(w) of the Standard model: training with --plain
+            # both losses are the cross-entropy; normalizes P(w) of the Standard model with --plain
             return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
         if loss == 'product':
             return product_loss(o, y)

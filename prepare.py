@@ -15,8 +15,8 @@ From a document to its loss:
 
 1. read_files (mhf/sources.py) yields the document: a .txt file, a line of a .jsonl file or a row of a .parquet file.
    A document of more than MAX_DOCUMENT_CHARS is split.
-2. split_holdout (mhf/sources.py) holds out every round(1/val_fraction)-th document, or the tail of each if there are
-   fewer.
+2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. It holds
+   out the tail of each document if the source has fewer than n.
 3. encode tokenizes it. ShardWriter writes bos and the document's ids: either ids, (n,), or signatures table[ids],
    (n, H).
 4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.

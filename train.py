@@ -96,8 +96,8 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 # The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may name a
-# copy of the same bins. dtype=None keeps the checkpoint's. Any loaded model keeps its architecture: another value in a
-# config file is ignored, another value on the command line is an error.
+# copy of the same bins, but no other data. dtype=None keeps the checkpoint's. Any loaded model keeps its architecture:
+# another value in a config file is ignored, another value on the command line is an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -163,7 +163,7 @@ data = data_identity(meta, table, train_bins)
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
 fixed = new.keys() - FREE_ON_RESUME if ckpt else architecture
-fixed = fixed - (architecture - command_line_names())  # ignores an architecture in a config file
+fixed = fixed - (architecture - command_line_names())  # in a config file it is ignored
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
@@ -235,7 +235,7 @@ if accumulates_in_buckets:
 
 
 def get_lr(step):
-    """Learning rate of the update from `step` to step + 1: linear warm-up, then cosine decay to 0 at schedule_steps."""
+    """Learning rate of update `step`, from 0: linear warm-up from 0, then cosine decay to 0 at schedule_steps."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
     progress = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))

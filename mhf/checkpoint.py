@@ -169,14 +169,14 @@ class Checkpoints:
         try:
             with open(self.temporary, 'wb') as f:
                 torch.save(state, f)
-            # ckpt_best.pt before ckpt.pt: a run that is killed in between trains these steps again and writes both
+            # ckpt_best.pt first: a run that is killed here resumes from the old ckpt.pt and writes both files again
             if is_best:
                 self._link(self.temporary, 'ckpt_best.pt')
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # delete old checkpoints, and those of later steps, which are damaged or belong to an abandoned run
+            # delete old checkpoints; later steps exist only if the run resumed from an earlier one or started again
             numbered = self.numbered()
             kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
             for number in numbered.keys() - kept:

@@ -298,9 +298,9 @@ def block_indices(step, batch_size, num_blocks, seed):
     Returns the indices of the blocks of a step (from 0), (batch_size,) int64. Block b contains the T + 1 tokens from
     token b * T on: T inputs and their targets.
 
-    Sequence i of a run is block i % num_blocks in the shuffled order of epoch i // num_blocks, which depends only on
-    (seed, epoch). The global batch at step i therefore depends only on (seed, i), and a run can resume on a different
-    number of GPUs.
+    Sequence k of a run is block k % num_blocks in the shuffled order of epoch k // num_blocks, which depends only on
+    (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on, so its batch depends only on
+    (seed, i), and a run can resume on a different number of GPUs.
 
     train.py distributes them: rank `rank` takes blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank].
     For example, batch_size=16 and micro_batch_size=4 on 2 GPUs need 2 accumulation steps; at step 17 rank 1 trains on

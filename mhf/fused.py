@@ -234,7 +234,7 @@ def exact_nll_in_columns(o, y, index, gradient):
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    P.div_(total)  # normalizes P(w): training with --loss=exact
+    P.div_(total)  # normalizes P(w): training with --loss=exact, and validation
     if gradient:
         columns = P.T.contiguous()
         # (m, H*B): for bucket b of coordinate i the sum of P(w) over all w with s_i(w) = b
@@ -274,7 +274,7 @@ def cross_entropies(o, y, index, sizes, gradient=False):
         total = 0
         for block, y_i in zip(part, y_part.split(1, dim=1), strict=True):
             scores = mask_unused(block, index.unused_ids) if index.standard else block
-            # normalizes P(w) of the Standard model: training
+            # normalizes P(w) of the Standard model: training and validation
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
             total -= target[:, 0]
