@@ -39,7 +39,7 @@ released = ''  # instead: a released model, a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
 tasks = 'paper'
-benchmark_dir = ''  # folder of local benchmark files to read instead of the hub; the folder of Card-660
+benchmark_dir = ''  # folder of local benchmark files, instead of the hub; required by card660
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, separated by commas
 limit = None  # documents per task; None: all
 output_path = 'results'
@@ -110,8 +110,8 @@ def read_text(path, tok):
 
 def windows(ids, T):
     """
-    Yields requests (context ids, ids to score) that score each of `ids` but the first once. Windows have T inputs and
-    start T - T // 2 apart. From the second window on, each id is scored after a context of at least T // 2 tokens.
+    Yields requests (context ids, ids to score). Each id except the first is scored exactly once. Windows have up to T
+    inputs, at a stride of T - T // 2. From the second window on, the context of an id is at least T // 2 tokens long.
     """
     start = 0
     first = 1  # the first id that is not scored yet
@@ -303,12 +303,12 @@ def evaluate():
 
 
 def main():
-    # only the results go to stdout: lm-eval prints there too, and fails if the reader has ended
+    # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
     with contextlib.redirect_stdout(sys.stderr):
         evaluated = evaluate()
     if evaluated:
         file, results = evaluated
-        # strict JSON has no NaN, which a correlation with a constant is
+        # strict JSON has no NaN (the correlation with a constant), so it becomes null
         strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
         contents = json.dumps(strict, indent=2, ensure_ascii=False)
         try:

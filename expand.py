@@ -87,8 +87,8 @@ def read_corpus(corpus):
     documents = []
     held_out = []
     size = 0
-    counts = start_counts(read_documents(corpus), HELD_OUT)
-    for parts in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, counts):
+    holdout_counts = start_counts(read_documents(corpus), HELD_OUT)
+    for parts in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, holdout_counts):
         for text, is_held_out in parts:
             if is_held_out:
                 held_out.append(text)
@@ -98,8 +98,8 @@ def read_corpus(corpus):
         if size >= max_bytes_per_language:
             break
     if not documents or not held_out:
-        counts = f'{len(documents):,} documents to learn from, {len(held_out)} held out'
-        raise InputError(f'{corpus}: too little text: {counts}; use more text, or raise max_bytes_per_language')
+        found = f'{len(documents):,} documents to learn from, {len(held_out)} held out'
+        raise InputError(f'{corpus}: too little text: {found}; use more text, or raise max_bytes_per_language')
     return documents, held_out
 
 
@@ -152,13 +152,13 @@ def count_merges(documents, model_proto, rank):
     import sentencepiece
 
     encode = sentencepiece.SentencePieceProcessor(model_proto=model_proto).encode
-    count = Counter(piece for pieces in encode(split_lines(documents), out_type=str) for piece in pieces)
+    merge_counts = Counter(piece for pieces in encode(split_lines(documents), out_type=str) for piece in pieces)
     # a piece precedes the pieces that it is built from
     for piece in sorted(rank, key=rank.get, reverse=True):
         if len(piece) > 1:
             for half in last_merge(piece, rank):
-                count[half] += count[piece]
-    return count
+                merge_counts[half] += merge_counts[piece]
+    return merge_counts
 
 
 def rank_candidates(documents, old_pieces, spec, count):
@@ -170,12 +170,12 @@ def rank_candidates(documents, old_pieces, spec, count):
     model_proto, rank = learn_pieces(documents, spec, vocab_size)
     merges = count_merges(documents, model_proto, rank)
     letters = Counter(c.isascii() for text in documents for c in text if c.isalpha())
-    # a language in another script gets no pieces with Latin letters, and none that are all ASCII
-    not_latin = letters[False] > letters[True]
+    # a corpus of mostly non-ASCII letters adds no pieces with ASCII letters, and none that are all ASCII
+    mostly_non_ascii = letters[False] > letters[True]
     saved = {}
     for piece in rank:
-        has_latin = piece.replace('▁', '').isascii() or any(c.isascii() and c.isalpha() for c in piece)
-        if piece not in old_pieces and not (not_latin and has_latin):
+        has_ascii = piece.replace('▁', '').isascii() or any(c.isascii() and c.isalpha() for c in piece)
+        if piece not in old_pieces and not (mostly_non_ascii and has_ascii):
             saved_each_time = len(piece.encode()) - 1 if len(piece) == 1 else 1
             saved[piece] = merges[piece] * saved_each_time
     best = sorted((p for p in saved if saved[p] > 1), key=lambda p: (-saved[p], rank[p]))
@@ -214,7 +214,7 @@ def expand_tokenizer(tok, documents, counts):
         chosen = choose_pieces(ranked, counts, taken=old_pieces | excluded)
         pieces = [piece for pieces in chosen.values() for piece in pieces]
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
-        # a piece never occurs if its own text is split otherwise, because of merges of higher priority
+        # a piece is unreachable if merges of higher priority split its text differently
         splits = larger.split(larger.tokens[V:])
         unreachable = {larger.tokens[k] for k, ids in enumerate(splits, V) if ids != [k]}
         # a tokenizer.json splits a character that is no piece into bytes before it merges

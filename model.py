@@ -325,7 +325,7 @@ class MHF(nn.Module):
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
         this size in __init__ and return its weight here. init_weights then draws it from N(0, 0.02), the optimizer uses
         weight decay but not embedding_lr_mult for it, and mhf/fused.py and mhf/generate.py need no change. The released
-        format and expand.py do not support this, and estimate_flops then counts the Hash Encoder's E too.
+        format and expand.py do not support this, and estimate_flops would count the Hash Encoder's E as a matrix.
         """
         return self.embed.weight
 

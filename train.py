@@ -11,12 +11,12 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     one command that starts a run and resumes it (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
-Reads the bins that prepare.py writes with the same config; its docstring follows a document to its loss. Writes to
-out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_000123.pt, log.jsonl and loss.png. SIGTERM and Ctrl-C
-finish the step, save a checkpoint and exit with 143 and 130; for a checkpoint that takes over 30 s to write, set
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can resume on any
-number of processes. A resumed run may change only the settings in FREE_ON_RESUME. On a CPU, and with --deterministic on
-a GPU, it ends with the same bits as an uninterrupted run.
+Reads the bins that prepare.py writes with the same config. The docstring of prepare.py traces a document to its loss.
+Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_000123.pt, log.jsonl and loss.png. On
+SIGTERM or Ctrl-C it finishes the step, saves a checkpoint and exits with 143 or 130; for a checkpoint that takes over
+30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can
+resume on any number of processes. A resumed run may change only the settings in FREE_ON_RESUME. On a CPU, and with
+--deterministic on a GPU, it ends with the same bits as an uninterrupted run.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ tokenizer = 'mistral'
 data_format = 'signatures'  # signatures | ids
 # initialization
 init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | an out_dir, released folder or hub id
-auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for a cluster that repeats its command
-seed = 42  # of the weights and the order of the data
+auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for clusters that requeue jobs
+seed = 42  # of weight initialization and data order
 # batch
 batch_size = 256  # sequences per step, over all processes; gradient accumulation follows from it
 micro_batch_size = 8  # sequences per process and forward pass
@@ -76,7 +76,7 @@ encoder_init = 'normal'  # of W_s: normal, std 0.02 | orthogonal
 embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
 # optimizer: AdamW, linear warm-up, cosine decay to 0
 learning_rate = 5e-4  # the maximum
-embedding_lr_mult = 1.0  # learning rate of E, relative to the other parameters'
+embedding_lr_mult = 1.0  # multiplies the learning rate of E
 max_steps = 20000
 warmup_steps = 2000
 lr_decay_steps = 0  # length of the schedule; 0: max_steps
@@ -95,9 +95,9 @@ plain = False  # train model.MHF, slower and with more memory, instead of FusedM
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may name a
-# copy of the same bins, but no other data. dtype=None keeps the checkpoint's. Any loaded model keeps its architecture:
-# another value in a config file is ignored, another value on the command line is an error.
+# The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may change
+# only if the data are identical. dtype=None keeps the checkpoint's. With --init_from=MODEL too, the architecture is the
+# loaded model's: another value in a config file is ignored, another value on the command line is an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -163,7 +163,7 @@ data = data_identity(meta, table, train_bins)
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
 fixed = new.keys() - FREE_ON_RESUME if ckpt else architecture
-fixed = fixed - (architecture - command_line_names())  # in a config file it is ignored
+fixed = fixed - (architecture - command_line_names())  # architecture settings of a config file are ignored
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
@@ -222,7 +222,7 @@ optimizer = configure_optimizer()
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
     ckpt = None  # frees its memory
-# after a backward pass on zeros, every .grad is a view of a DDP bucket, which saves the memory of a second copy
+# a backward pass on zeros makes every .grad a view of a DDP bucket, which avoids a second copy of the gradients
 accumulates_in_buckets = world_size > 1 and accumulation > 1
 if accumulates_in_buckets:
     zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
@@ -235,7 +235,10 @@ if accumulates_in_buckets:
 
 
 def get_lr(step):
-    """Learning rate of update `step`, from 0: linear warm-up from 0, then cosine decay to 0 at schedule_steps."""
+    """
+    Learning rate of update `step` (the first is 0): rises linearly from 0 for warmup_steps, then falls as a cosine to 0
+    at schedule_steps, which is lr_decay_steps or max_steps.
+    """
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
     progress = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
@@ -303,7 +306,7 @@ def open_wandb():
 
 
 def open_log():
-    """Opens log.jsonl to append to, without the lines after first_step, which a resumed run writes again."""
+    """Opens log.jsonl in append mode and drops the lines after first_step, because a resumed run rewrites them."""
     log_path.touch()
     lines = log_path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b'\n') and json.loads(line)['step'] <= first_step]
@@ -334,12 +337,12 @@ def plot_loss():
     figure.savefig(Path(out_dir) / 'loss.png', dpi=120, bbox_inches='tight')
 
 
-received = []  # signals
+received_signals = []
 
 
 def request_stop(signum, frame):
     """Ends the loop after its step. A second Ctrl-C ends a single process at once; torchrun forwards duplicates."""
-    received.append(signum)
+    received_signals.append(signum)
     if signum == signal.SIGINT and world_size == 1:
         signal.signal(signum, signal.SIG_DFL)
 
@@ -349,7 +352,8 @@ def check_finite(**values):
     if not all(map(math.isfinite, values.values())):
         checkpoints.wait()
         advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
-        raise InputError(f'step {step}: {", ".join(f"{key} {value}" for key, value in values.items())}; {advice}')
+        shown = ', '.join(f'{key} {value}' for key, value in values.items())
+        raise InputError(f'step {step}: a value is not finite ({shown}); {advice}')
 
 
 def print_setup():
@@ -357,15 +361,15 @@ def print_setup():
     c = raw_model.config
     interface, decoder = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
-    print(f'{name}: {interface:,} parameters of the embedding interface + {decoder:,} of the decoder')
+    print(f'{name}: {interface:,} parameters of embedding and hash modules + {decoder:,} of the decoder')
     if trains_product:
-        print('P(w) will be overconfident, because the product loss does not train it; --loss=exact trains it')
+        print('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
     print(f'{device}, {dtype}, compile={compile}, plain={plain}; {sequences}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(run_config)}')
     if schedule_steps < max_steps:
-        print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from there to max_steps={max_steps}')
+        print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from that step to max_steps={max_steps}')
     if resume:
         previous_lr = optimizer.param_groups[-1]['lr']
         print(f'resumed at step {first_step}: learning rate {previous_lr:.2e} before, {get_lr(first_step):.2e} now')
@@ -400,7 +404,7 @@ for step in range(first_step, max_steps):
             micro_loss = model(x, y) / accumulation
         micro_loss.backward()
         loss_sum += micro_loss.detach()
-    stop_signal = received[0] if received else 0
+    stop_signal = received_signals[0] if received_signals else 0
     shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
     mean_loss, any_signal = shared.tolist()

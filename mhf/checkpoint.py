@@ -54,7 +54,7 @@ def load_checkpoint(path, Model=FusedMHF):
         # copied out of the mapped file, because a training run may replace it
         load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
     except FileNotFoundError:
-        raise InputError(f'no checkpoint at {path}; train.py writes one there') from None
+        raise InputError(f'no checkpoint at {path}; check the path, or train a model with train.py') from None
     except Exception as e:  # zipfile, pickle and torch raise many types
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}') from None
@@ -78,7 +78,7 @@ class Checkpoints:
         self.last_step = None
         self.pending = None  # the future of the last write
         self.thread = ThreadPoolExecutor(1)
-        torch.serialization.set_crc32_options(False)  # torch.load does not check the sums
+        torch.serialization.set_crc32_options(False)  # torch.load does not verify them
 
     def lock(self):
         """
@@ -161,8 +161,8 @@ class Checkpoints:
 
     def _write(self, state, is_best):
         """
-        Runs in the thread: writes a temporary file, renames it to ckpt.pt (now it is the current checkpoint), links its
-        other names, and deletes old checkpoints.
+        Runs in the thread: writes a temporary file, links it as ckpt_best.pt if it is the best, renames it to ckpt.pt
+        (only now is it the current checkpoint), links it as ckpt_STEP.pt, and deletes old checkpoints.
         """
         start = time.perf_counter()
         step = state['step']
@@ -176,11 +176,11 @@ class Checkpoints:
             self.last_path = self.newest
             self.last_step = step
             self._link(self.newest, f'ckpt_{step:06}.pt')
-            # delete old checkpoints; later steps exist only if the run resumed from an earlier one or started again
+            # checkpoints of later steps are left over from before the run was resumed or restarted
             numbered = self.numbered()
-            kept = [number for number in numbered if number <= step][:KEEP_CHECKPOINTS]
-            for number in numbered.keys() - kept:
-                numbered[number].unlink()
+            kept = [saved_step for saved_step in numbered if saved_step <= step][:KEEP_CHECKPOINTS]
+            for saved_step in numbered.keys() - kept:
+                numbered[saved_step].unlink()
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
             reason = f'the checkpoint of step {step} could not be written ({e})'

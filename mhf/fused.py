@@ -27,7 +27,7 @@ from model import MHF, token_logits, upcast
 
 
 class ChunkSizes(NamedTuple):
-    """How many positions the head processes together. Results depend on it only by rounding."""
+    """How many positions the head processes together. They affect results only by rounding."""
 
     chunk: int  # positions whose bucket logits and gradients are computed together
     block: int  # positions of a chunk whose cross-entropies are computed together
@@ -46,8 +46,8 @@ def default_chunk_sizes(device_type, config, use_kernels=False):
         bytes_per_position = 6 * num_logits + 4 * config.vocab_size
         chunk = min(4096, round_down(2.2e9 / bytes_per_position))
         return ChunkSizes(chunk, block=chunk, columns=512, use_kernels=use_kernels)
-    # every chunk adds to all of dL/dE, so chunks are large: 512 positions of H4B16K, which take 0.28 GiB
-    # 32 columns fit in a CPU's cache: with 16, 32 and 256 a position takes 154, 42 and 131 us
+    # every chunk updates all of dL/dE, so chunks are large: 512 positions of H4B16K, 0.28 GiB
+    # 32 columns fit in a CPU's cache: a position takes 154, 42 and 131 us with 16, 32 and 256 columns
     chunk = max(64, min(1024, round_down(2**25 / num_logits)))
     return ChunkSizes(chunk, block=64, columns=32)
 
@@ -191,8 +191,8 @@ def vocab_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """
     kernels.sum_over_vocabulary as an operator, which torch.compile does not trace; arguments and results are documented
-    there. The operator also gathers the token logit of y: torch.compile could move that gather behind the operator, and
-    would then copy all of o for it.
+    there. The operator also gathers the token logit of y: torch.compile could move a separate gather after the
+    operator, which overwrites o, and would then copy all of o.
     """
     from mhf.kernels import sum_over_vocabulary  # needs the package triton
 
@@ -226,7 +226,7 @@ def token_scores(o, index):
 
 
 def exact_nll_in_columns(o, y, index, gradient):
-    """exact_nll of m positions, few enough for (m, V) to fit in the cache."""
+    """exact_nll without kernels, on any device, of m = sizes.columns positions, so that (m, V) stays small."""
     H = len(o)
     B = o[0].shape[1]
     target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))  # (m, 1)
@@ -253,8 +253,8 @@ def exact_nll_in_columns(o, y, index, gradient):
 def exact_nll(o, y, index, sizes, gradient=False):
     """
     The exact loss of a MultiHashFormer: bucket logits o, list of H (n, B); y (n, H) -> -log P(y) (n,), float32 or
-    better. With `gradient`, overwrites o by the gradient: for bucket b of coordinate i the sum of P(w) over all tokens
-    w with s_i(w) = b, minus 1 if b = y_i.
+    better. With `gradient`, overwrites o with the gradient: for bucket b of coordinate i, the sum of P(w) over all
+    tokens w with s_i(w) = b, minus 1 if b = y_i.
     """
     if sizes.use_kernels:
         inverse = [index.ids, index.offsets] if gradient else []
@@ -267,14 +267,14 @@ def exact_nll(o, y, index, sizes, gradient=False):
 def cross_entropies(o, y, index, sizes, gradient=False):
     """
     The paper's loss, the sum of the coordinates' cross-entropies: arguments as above -> sum_i -log p_i[y_i] (n,),
-    float32 or better. With `gradient`, overwrites o_i by p_i, minus 1 at y_i. For the Standard model it is -log P(y).
+    float32 or better. With `gradient`, overwrites o_i with p_i, minus 1 at y_i. For the Standard model it is -log P(y).
     """
     nll = []
     for part, y_part in zip(split_positions(o, sizes.block), y.split(sizes.block), strict=True):
         total = 0
         for block, y_i in zip(part, y_part.split(1, dim=1), strict=True):
             scores = mask_unused(block, index.unused_ids) if index.standard else block
-            # normalizes P(w) of the Standard model: training and validation
+            # for Standard this normalizes P(w): training and validation; for MultiHashFormer it is log p_i
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
             total -= target[:, 0]
@@ -325,7 +325,7 @@ def chunk_gradients(h, y, E, mixers, nll, hard):
         a^T b; for each mixer its four gradients. <,> is the inner product over d.
     """
     cs, o, p, activations = cascade(h, E, mixers, hard)
-    # overwrites every o_i by the gradient of the loss itself
+    # overwrites every o_i with the gradient of the loss itself
     loss = nll(o, y, gradient=True).sum()
     dc = torch.zeros_like(h)
     dE = []
@@ -414,10 +414,10 @@ class FusedHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gradients_of_chunk, chunk, h, y, E, *mixers):
+    def forward(ctx, gradients_fn, chunk_size, h, y, E, *mixers):
         """
-        Args: gradients_of_chunk, a function (h, y, E, mixers) as chunk_gradients; the chunk size; h (n, d); y (n, H);
-            E (H*B, d); the parameters of the Hash Decoder.
+        Args: gradients_fn, chunk_gradients as a function of (h, y, E, mixers); chunk_size, in positions; h (n, d);
+            y (n, H); E (H*B, d); the parameters of the Hash Decoder.
         Returns: the sum of the loss, a scalar.
         """
         H = y.shape[1]
@@ -429,11 +429,11 @@ class FusedHead(torch.autograd.Function):
         mixers = [mixers[i : i + 4] for i in range(0, len(mixers), 4)]
         loss = torch.zeros((), dtype=upcast(h[:0]).dtype, device=h.device)
         # chunks of equal size where possible, so that one graph is compiled
-        num_chunks = -(-len(h) // chunk)
+        num_chunks = -(-len(h) // chunk_size)
         chunks = zip(h.detach().chunk(num_chunks), y.chunk(num_chunks), dh.chunk(num_chunks), strict=True)
         with torch.autocast(h.device.type, enabled=False):
             for h_chunk, y_chunk, dh_chunk in chunks:
-                chunk_loss, dc, dE_pairs, dmixers_chunk = gradients_of_chunk(h_chunk, y_chunk, E, mixers)
+                chunk_loss, dc, dE_pairs, dmixers_chunk = gradients_fn(h_chunk, y_chunk, E, mixers)
                 loss += chunk_loss
                 dh_chunk.copy_(dc)
                 for total, pairs in zip(dE, dE_pairs, strict=True):

@@ -93,11 +93,11 @@ def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     logsumexp_kernel[grid](
         transposed, rows, token_mask, logits, lse, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps
     )
-    return logits, lse.logsumexp(0)  # normalizes P(w): training with --loss=exact --kernels
+    return logits, lse.logsumexp(0)  # normalizes P(w): training with --loss=exact, and validation, with --kernels
 
 
 def backward(o, y, logits, lse, inverse, sizes=SIZES):
-    """Overwrites o, H of (n, B), by the gradient of -log P(y). logits and lse are those of logsumexp."""
+    """Overwrites o, H of (n, B), with the gradient of -log P(y). logits and lse are those of logsumexp."""
     ids, offsets = inverse
     H = len(o)
     n, B = o[0].shape

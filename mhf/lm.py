@@ -79,8 +79,8 @@ def pack(rows):
     """
     Rows (context, continuations) -> token ids, positions and segments, (3, N, S) int64.
 
-    Segment 0 is the context without its last token. Segment k is this last token and continuation k without its own
-    last token, so that each token of segment k predicts one of continuation k. Padding is segment -1.
+    Segment 0 is the context without its last token. Segment k is the context's last token, then continuation k without
+    its last token: position j of segment k predicts token j of continuation k. Padding is segment -1.
     """
     packed = np.zeros((3, len(rows), max(map(row_length, rows))), np.int64)
     packed[2] = -1
@@ -141,7 +141,7 @@ class MHFLM(TemplateLM):
         self.bos = bos
         self.stop_ids = {tok.bos}  # ids that end a generated text
         self.max_length = model.config.block_size
-        self.eot_token_id = tok.bos
+        self.eot_token_id = tok.bos  # bos starts the next document, so it ends a text
         self._device = model.embed.weight.device
         self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
@@ -217,7 +217,7 @@ class MHFLM(TemplateLM):
                 raise InputError(f'{name}: {len(continuation)} tokens to score exceed the context of {T}')
             context = self.fit_context(context, T + 1 - len(continuation), document)
             if not context or not continuation:
-                raise InputError(f'{name}: context or choice has no token of its own; set its target_delimiter to " "')
+                raise InputError(f'{name}: context or choice has no tokens of its own; set target_delimiter to " "')
             pairs.append((context, continuation))
         results = [None] * len(requests)
         for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
@@ -244,8 +244,8 @@ class MHFLM(TemplateLM):
         """
         Scores requests (context ids, continuation ids), at most max_length + 1 ids together, neither empty.
 
-        Yields, as soon as it is known, (index of the request, scores (3, n), float64): for each of the n tokens of the
-        continuation log P in nats, whether it is the likeliest token (1 or 0), and the probability of the likeliest.
+        Yields (index of the request, scores (3, n) float64), in the order of computation. The scores of a token of the
+        continuation are log P in nats, 1 if it is the likeliest token (else 0), and the highest probability.
         """
         rows = defaultdict(lambda: defaultdict(list))
         for k, (context, continuation) in enumerate(requests):
@@ -263,23 +263,23 @@ class MHFLM(TemplateLM):
             batches[-1].append(row)
         with progress_bar(desc=desc, total=len(requests)) as bar:
             for batch in batches:
-                duplicates = [indices for _, continuations in batch for indices in continuations.values()]
-                for indices, scores in zip(duplicates, self.with_oom_retry(self.score_batch, batch), strict=True):
+                request_indices = [indices for _, continuations in batch for indices in continuations.values()]
+                for indices, scores in zip(request_indices, self.with_oom_retry(self.score_batch, batch), strict=True):
                     for k in indices:
                         yield k, scores
                     bar.update(len(indices))
 
     def fit_context(self, ids, room, document):
         """
-        Prepends bos to the ids of a context and cuts its start to fit `room` tokens. Records a document (task, index)
-        whose context is cut, and warns once per task.
+        Prepends bos to the ids of a context and truncates it on the left to `room` tokens. Records a document (task,
+        index) whose context is truncated, and warns once per task.
         """
         if self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if len(ids) > room:
             task, index = document
             if not self.truncated[task]:
-                message = '%s: contexts over %d tokens are cut at their start'
+                message = '%s: contexts over %d tokens are truncated on the left'
                 logging.getLogger('lm_eval.mhf').warning(message, task, self.max_length)
             self.truncated[task].add(index)
         return ids[-room:]
@@ -330,7 +330,7 @@ class MHFLM(TemplateLM):
         return collator.get_original(results)
 
     def encode_prompts(self, requests):
-        """Requests -> [(prompt ids, generation options, request)]. A prompt that does not fit loses its start."""
+        """Requests -> [(prompt ids, generation options, request)]. Long prompts are truncated on the left."""
         prompts = []
         for request in requests:
             options = self.parse_gen_kwargs(request.args[1])
@@ -406,13 +406,13 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     Opens the model of a run (its out_dir; default: the newest under the working folder), of a folder in the released
     format, or of a hub id with its revision -> MHFLM. Each process opens its own.
 
-    bos: whether bos precedes every context; default: as it precedes every document in training, True for models of
-    train.py and False for the authors'.
+    bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
+    authors'.
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     rank, world_size, device = init_distributed(device)
-    # float32 scores are not computed in TF32, as training is
+    # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
     if not path or (Path(path) / 'ckpt.pt').exists():
         opened = open_model(out_dir=path, tokenizer=tokenizer)
@@ -522,7 +522,7 @@ def load_one(manager, name, config):
         if data == 'json':
             data = ', '.join(config['dataset_kwargs']['data_files'].values())
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
-        hint = "local files, for --benchmark_dir, have the fields of the hub's"
+        hint = 'files of --benchmark_dir need the field names of the hub'
         raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
 
 
@@ -539,7 +539,7 @@ def run_tasks(lm, loaded, notes, limit=None):
         # each document belongs to one rank
         cut = sum(len(rank_documents[task]) for rank_documents in truncated)
         if cut:
-            notes[task].append(f'{cut:,} documents with a context over {lm.max_length} tokens, whose start is cut')
+            notes[task].append(f'{cut:,} documents with a context over {lm.max_length} tokens, truncated on the left')
     return results | dict(notes={task: note for task, note in notes.items() if note})
 
 

@@ -223,7 +223,7 @@ def flatten_rope(config_json):
 
 
 def refuse_unsupported(config_json, source):
-    """Raises InputError for a key of config.json that changes the computation in a way that this code lacks."""
+    """Raises InputError for a key of config.json that changes the computation and is not implemented."""
     for key, value in config_json.items():
         if key in SUPPORTED:
             values = value if isinstance(value, list) else [value]
@@ -239,7 +239,7 @@ def refuse_unsupported(config_json, source):
 def convert_config(config_json, table):
     """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
     fields = dict(num_hashes=0, loss='product')
-    # without one of the other sizes, the weights do not fit
+    # load_weights detects the other sizes if they are missing
     for key in ('hidden_size', 'num_attention_heads', 'rope_theta'):
         if config_json.get(key) is None:
             raise ValueError(f'config.json has no {key}')
@@ -277,7 +277,7 @@ def parse_eos_ids(config_json):
 
 
 def tie_embeddings(weights, config_json, embedding_scale):
-    """Keeps one of the two embeddings. Raises ValueError if they differ by more than embedding_scale."""
+    """Merges the two embeddings. Raises ValueError unless embed_tokens equals lm_head * embedding_scale."""
     head = weights.pop('lm_head.weight', None)
     if head is None and config_json.get('tie_word_embeddings') is False:
         raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
@@ -396,9 +396,9 @@ def check_vocabulary(model, source, meta, table):
     """
     V = meta['vocab_size']
     if not limit_to_tokenizer(model, V, meta['unused_ids']):
-        raise InputError(f'{source} has vocab_size={len(model.signatures)}, the bins {V}')
+        raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
     if table is not None and (model.signatures[:V].numpy() != table).any():
-        raise InputError(f"{source}: its signature table is not that of tokenizer '{meta['tokenizer']}' of the bins")
+        raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
 
 
 def open_model(out_dir='', released='', tokenizer=''):
@@ -412,7 +412,7 @@ def open_model(out_dir='', released='', tokenizer=''):
             raise InputError('no ckpt.pt in this folder; train a model with: python train.py config/mhf_tiny.py')
         out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
     if not released and not (Path(out_dir) / 'ckpt.pt').exists():
-        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; train.py writes one there')
+        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or train a model with train.py')
     loaded = load_model(released or out_dir)
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -420,17 +420,17 @@ def open_model(out_dir='', released='', tokenizer=''):
     facts = tokenizer_facts(tok)
     model = loaded.model
     c = model.config
-    other = f"{loaded.name}: tokenizer '{tok.name}' is not the one of the model"
+    mismatch = f"{loaded.name}: tokenizer '{tok.name}' is not the model's"
     fix = "name the model's tokenizer with --tokenizer"
     if loaded.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
-        raise InputError(f"{other}, '{loaded.tokenizer}'; {fix}")
+        raise InputError(f"{mismatch}, '{loaded.tokenizer}'; {fix}")
     if not limit_to_tokenizer(model, facts['vocab_size'], facts['unused_ids']):
-        raise InputError(f'{other}: it has {len(tok.tokens)} tokens, the model {c.vocab_size}; {fix}')
+        raise InputError(f'{mismatch}: {len(tok.tokens)} tokens, expected {c.vocab_size}; {fix}')
     j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
     if released and j < c.num_hashes - 1:
         column = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
         if (model.signatures[: len(column), j].numpy() != column).any():
-            raise InputError(f'{other}: the signatures differ; {fix}')
+            raise InputError(f'{mismatch}: the signatures differ; {fix}')
     return loaded._replace(tok=tok)
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from configurator import InputError, did_you_mean
 
 # name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub. The data set consists of all .parquet files in
-# that folder and its subfolders; their column `text` contains the documents. LANGUAGE stands for any text.
+# that folder and its subfolders; their column `text` contains the documents. 'fineweb-2:arb_Arab' replaces LANGUAGE by
+# arb_Arab.
 HUB = {
     'fineweb-edu': 'HuggingFaceFW/fineweb-edu/sample/10BT',
     'fineweb-edu:sample-10BT': 'HuggingFaceFW/fineweb-edu/sample/10BT',
@@ -33,7 +34,7 @@ HUB = {
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends
-LOOKAHEAD_CHARS = 1 << 26  # that start_counts reads at most
+LOOKAHEAD_CHARS = 1 << 26  # maximum read by start_counts
 
 # -----------------------------------------------------------------------------
 # files
@@ -133,7 +134,7 @@ def read_file(path):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
             row += 1
-    except Exception as e:  # each library that reads a format has its own errors
+    except Exception as e:  # the library of each format raises its own types
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
         if isinstance(e, UnicodeError):
             reason += '; convert it to UTF-8'
@@ -143,7 +144,7 @@ def read_file(path):
 
 
 class XzFile(lzma.LZMAFile):
-    """An .xz file of any number of streams. Raises LZMAError for other bytes after one, which LZMAFile ignores."""
+    """An .xz file of one or more streams. Unlike LZMAFile, raises LZMAError for trailing bytes."""
 
     def __init__(self, path):
         super().__init__(path)
@@ -198,8 +199,8 @@ def split_long_text(text):
     """Yields a text, or the pieces of a long one, split at line ends."""
     start = 0
     while start < len(text):
-        longest = start + 2 * MAX_DOCUMENT_CHARS
-        end = text.find('\n', start + MAX_DOCUMENT_CHARS, longest) + 1 or longest
+        max_end = start + 2 * MAX_DOCUMENT_CHARS
+        end = text.find('\n', start + MAX_DOCUMENT_CHARS, max_end) + 1 or max_end
         yield text[start:end]
         start = end
 
@@ -210,8 +211,8 @@ def split_long_text(text):
 
 def start_counts(texts, val_fraction):
     """
-    Returns the counts of a source before its first document: documents, bytes of held-out text, and `few`, whether the
-    first LOOKAHEAD_CHARS characters of its documents, `texts`, contain fewer than 1 / val_fraction documents.
+    Returns the initial counts of a source with these documents: documents, bytes of held-out text, and `few`, whether
+    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
     """
     every = round(1 / val_fraction)
     chars = 0

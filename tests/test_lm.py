@@ -72,7 +72,7 @@ def test_scores_equal_log_probs(num_hashes):
         assert np.allclose([logp for logp, _ in scores], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
     assert score(model_of_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
-    for continuation, message in (([], 'no token of its own'), ([7] * 25, '25 tokens')):
+    for continuation, message in (([], 'no tokens of its own'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=f'task task, document 1: .*{message}'):
             score(model_of_lm_eval(m), [([5], [7]), ([5], continuation)])
 
@@ -271,7 +271,7 @@ def test_truncation(mistral, words_model, caplog):
     lm.loglikelihood([instance('short', ' a'), *(instance(long, choice, document=1) for choice in (' a', ' b'))])
     lm.generate_until([instance(text, dict(until=[], max_gen_toks=4), document=2) for text in ('short', long)])
     assert lm.truncated == {'task': {1, 2}}
-    assert [r.getMessage() for r in caplog.records] == ['task: contexts over 24 tokens are cut at their start']
+    assert [r.getMessage() for r in caplog.records] == ['task: contexts over 24 tokens are truncated on the left']
 
 
 def test_first_space_of_a_continuation(mistral):

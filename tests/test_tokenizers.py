@@ -185,7 +185,7 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     folder = released(tmp_path / 'n', larger, V + (1 if H else 400), H, [*larger.tokens, 'one more'])
     for name in (larger.json, 'mistral'):
         tokens = V if name == larger.json else 32768
-        with pytest.raises(InputError, match=rf'has {tokens} tokens, the model \d+'):
+        with pytest.raises(InputError, match=rf'{tokens} tokens, expected \d+'):
             open_model(released=str(folder), tokenizer=name)
 
 
