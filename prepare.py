@@ -346,6 +346,8 @@ def main(config):
     if existing:
         check_same(folder, existing, meta)
         if not data.read_units(folder, meta)[1]:
+            for split in SPLITS:
+                data.Bins(folder, split)  # checks the shards
             print(f'{folder} is already prepared; delete it to prepare it again')
             return
     limits = [source['limit'] for source in meta['sources']]
