@@ -338,7 +338,7 @@ def main(config):
     tok = get_tokenizer(config['tokenizer'])
     table = data.config_table(config, tok) if data.holds_signatures(config) else None
     # lists shards before it reads meta.json: another part that starts now writes meta.json first
-    shards = [*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')]
+    shards = [path for name in ('*_[0-9]*.bin', '*_[0-9]*.bin.tmp', '[0-9]*.json') for path in folder.glob(name)]
     existing = data.parse_meta(folder)
     if shards and not existing:
         raise InputError(f'{min(shards)} was not written by prepare.py, which may overwrite it; change --data_dir')

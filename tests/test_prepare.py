@@ -465,7 +465,8 @@ def test_other_settings_or_files(tmp_path):
     write_jsonl(tmp_path / 'b.jsonl', ['more'])
     with pytest.raises(InputError, match='input file .*/b.jsonl is new, missing or has another size; delete'):
         prepared(tmp_path / 'd', **same)
-    for name, message in (('train_000007.bin', 'was not written by'), ('meta.json', 'is not of this version')):
+    foreign = dict.fromkeys(('train_000007.bin', 'train_000000.bin.tmp'), 'was not written by')
+    for name, message in (foreign | {'meta.json': 'is not of this version'}).items():
         folder = tmp_path / name.replace('.', '-')
         folder.mkdir()
         (folder / name).write_text('{"complete": true}')
