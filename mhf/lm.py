@@ -21,6 +21,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import os
 import re
 import sys
 from collections import defaultdict
@@ -411,6 +412,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
+    path, tokenizer = map(os.path.expanduser, (path, tokenizer))
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
@@ -560,6 +562,9 @@ def main():
     setup_logging(logging.INFO if is_rank0() else logging.WARNING)
     # hides the warning that tasks of eval_tasks/ replace lm-eval's own
     logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
+    # a shell does not expand the ~ of --output_path=~/x
+    words = [re.fullmatch('(--[a-z_]+=)?(.*)', argument, re.DOTALL).groups('') for argument in sys.argv]
+    sys.argv = [option + os.path.expanduser(value) for option, value in words]
     cli = HarnessCLI()
     cli._subparsers.choices['run']._option_string_actions['--model_args'].type = quote_text
     args = cli.parse_args()

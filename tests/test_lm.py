@@ -372,21 +372,23 @@ def test_command_line(few, tmp_path):
     assert two['results']['ends']['perplexity,none'] == pytest.approx(one['results']['ends']['perplexity,none'])
 
 
-def test_config_file_and_other_models(few, tmp_path):
-    """lm-eval's --config with an include_path, its other models and the tasks of eval_tasks/ work."""
+def test_config_file_and_other_models(few, tmp_path, monkeypatch):
+    """lm-eval's --config with an include_path, its other models, ~ in paths and the tasks of eval_tasks/ work."""
     settings = dict(tasks='ends', limit=4, include_path=str(custom_tasks(tmp_path)), model_args=dict(path='out'))
     # JSON is YAML
     (tmp_path / 'x.yaml').write_text(json.dumps(settings))
-    args = ['run', '--config', f'{tmp_path}/x.yaml', '--output_path', f'{tmp_path}/r']
-    ok('mhf.lm', *args, cwd=few, patch=NO_INDEX)
+    args = ['run', '--config', f'{tmp_path}/x.yaml', '--output_path=~/r']
+    where = dict(cwd=few, patch=NO_INDEX, HOME=str(tmp_path))
+    ok('mhf.lm', *args, **where)
     assert newest(tmp_path / 'r')['model_source'] == 'mhf'
-    named = MHFLM.create_from_arg_string(f'path={few}/out,bos=False')
+    monkeypatch.setenv('HOME', str(few))
+    named = MHFLM.create_from_arg_string('path=~/out,bos=False')
     assert named.bos is None and named.info['source'] == f'{few}/out'
     with pytest.raises(InputError, match='path="7"'):
         MHFLM.create_from_arg_obj(dict(path=7))
-    wrong = run('mhf.lm', *args, '--model_args', 'pth=out', cwd=few, patch=NO_INDEX)
+    wrong = run('mhf.lm', *args, '--model_args', 'pth=out', **where)
     assert wrong.returncode == 1 and "error: model_args: unknown 'pth'; did you mean 'path'?" in wrong.stderr
-    ok('mhf.lm', *args, '--model', 'dummy', '--device', 'cpu', cwd=few, patch=NO_INDEX)
+    ok('mhf.lm', *args, '--model', 'dummy', '--device', 'cpu', **where)
     assert newest(tmp_path / 'r')['model_source'] == 'dummy'
-    listed = ok('mhf.lm', 'ls', 'subtasks', '--include_path', settings['include_path'], cwd=few, patch=NO_INDEX).stdout
+    listed = ok('mhf.lm', 'ls', 'subtasks', '--include_path', settings['include_path'], **where).stdout
     assert 'ends' in listed and 'race_v2' in listed and 'mubench_mmlu_hi' in listed
