@@ -356,7 +356,9 @@ class MHFLM(TemplateLM):
             options['top_p'] = float(options.get('top_p') or 0) or None
             logits = torch.zeros(1, len(self.tok.tokens))
             sample_token(logits, options['temperature'], options['top_k'], options['top_p'])
-        except ValueError as e:
+            if options['max_gen_toks'] < 1:
+                raise ValueError('max_gen_toks must be at least 1')
+        except (TypeError, ValueError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
         # options set to 1 (such as num_beams) have no effect
         unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]

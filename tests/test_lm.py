@@ -253,7 +253,10 @@ def test_sampling(mistral, words_model):
     assert sample() == sample(temperature=1.0) and len(set(sample())) == 3
     assert sample(temperature='0.7') == sample(temperature=0.7) != sample()
     assert len(set(sample(top_k='1', top_p='0.9'))) == 1
-    for options in (dict(temperature='hot'), dict(temperature=-1), dict(top_p=2), dict(top_k='two')):
+    for options in (
+        dict(temperature='hot'), dict(temperature=-1), dict(temperature=None), dict(top_p=2), dict(top_k='two'),
+        dict(top_k=[2]), dict(max_gen_toks=0),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=next(iter(options))):
             sample(**options)
 
