@@ -87,7 +87,7 @@ def settings_source(script):
 
 
 @functools.cache
-def settings_of(script):
+def get_defaults(script):
     """Returns {name: default} of a script's settings, without running the rest of the script."""
     settings = {}
     exec(settings_source(script), {}, settings)
@@ -121,7 +121,7 @@ def parse_flag(argument, script, defaults):
     """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
-        owner = next((other for other in SCRIPTS if key in settings_of(other)), None)
+        owner = next((other for other in SCRIPTS if key in get_defaults(other)), None)
         hint = f' ({owner} has it)' if owner else did_you_mean(key, defaults)
         raise InputError(f"unknown setting '--{key}' of {script}{hint}")
     if not equals and isinstance(defaults[key], bool | None):
@@ -148,7 +148,7 @@ def read_config(path):
     except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
-    known = {name for script in SCRIPTS for name in settings_of(script)}
+    known = {name for script in SCRIPTS for name in get_defaults(script)}
     unknown = [f"unknown setting '{key}'{did_you_mean(key, known)}" for key in settings if key not in known]
     if unknown:
         raise InputError(f'{path}: {", and ".join(unknown)}')

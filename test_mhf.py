@@ -592,7 +592,7 @@ def test_kernels_are_off_by_default():
     """A GPU uses the Triton kernels only if they are switched on, because they have not been measured."""
     assert not FusedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
     for script in ('train.py', 'bench.py'):
-        assert configurator.settings_of(script)['kernels'] is False
+        assert configurator.get_defaults(script)['kernels'] is False
 
 
 class SoftmaxStrides(TorchDispatchMode):

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import InputError, settings_of
+from configurator import InputError, get_defaults
 from hashing import fingerprint, signature_table
 from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 
@@ -218,7 +218,7 @@ def no_bins(config, folder):
     if ids_folder != folder and (ids_folder / 'meta.json').exists():
         return InputError(f'{folder} does not exist; {ids_folder} has token ids: use them with --data_format=ids')
     # keep config files and the settings of prepare.py
-    names = settings_of('prepare.py')
+    names = get_defaults('prepare.py')
     args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
     command = shlex.join(['python', 'prepare.py', *args])
     return InputError(f'{folder} has no prepared data; make it with: {command}')

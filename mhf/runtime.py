@@ -191,8 +191,8 @@ def all_gather_object(value):
 
 def check_same_on_all_ranks(values):
     """Compares a dict on all ranks. If it differs, rank 0 raises an InputError that says how, and the others exit."""
-    first, *rest = all_gather_object(values)
-    for rank, other in enumerate(rest, 1):
+    first, *later = all_gather_object(values)
+    for rank, other in enumerate(later, 1):
         differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in first if other.get(key) != first[key]]
         if differing and not is_rank0():
             sys.exit(1)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, install_excepthook, read_config, settings_of
+from configurator import InputError, get_defaults, install_excepthook, read_config
 from mhf.data import replace_durably
 from study.rows import add_row, commit, read_rows
 
@@ -84,7 +84,7 @@ class Study:
 
     def settings(self, entry):
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
-        config = {k: v for k, v in read_config(entry['config']).items() if k in settings_of('train.py')}
+        config = {k: v for k, v in read_config(entry['config']).items() if k in get_defaults('train.py')}
         settings = config | entry
         return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - LIST_KEYS)}
 

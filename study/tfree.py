@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import model
-from configurator import InputError, configure, install_excepthook, settings_of
+from configurator import InputError, configure, get_defaults, install_excepthook
 from mhf.checkpoint import load_checkpoint
 from mhf.data import open_bins
 from mhf.runtime import init_distributed, pick_dtype
@@ -178,7 +178,7 @@ class TFree(model.MHF):
 
 def read_settings(script):
     """The settings of a script from the command line."""
-    scope = dict(settings_of(script), __file__=script, __name__='__main__', __doc__=__doc__)
+    scope = dict(get_defaults(script), __file__=script, __name__='__main__', __doc__=__doc__)
     return SimpleNamespace(**configure(scope))
 
 

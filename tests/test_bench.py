@@ -84,7 +84,7 @@ def test_plan_with_recomputation(monkeypatch):
     plain, recomputed = (plan(monkeypatch, activation_checkpointing=value) for value in (False, True))
     assert recomputed['memory']['activations'] < plain['memory']['activations'] / 4
     c = model_config('config/mhf_3b.py')
-    two, one = (build_on_meta(replace(c, num_layers=n, num_hashes=0)).estimate_flops() for n in (2, 1))
-    layers = c.num_layers * (two - one)
+    two_layers, one_layer = (build_on_meta(replace(c, num_layers=n, num_hashes=0)).estimate_flops() for n in (2, 1))
+    layers = c.num_layers * (two_layers - one_layer)
     assert recomputed['flops_per_token'] - plain['flops_per_token'] == pytest.approx(layers / 3, rel=1e-3)
     assert recomputed['days'] * plain['flops_per_token'] == pytest.approx(plain['days'] * recomputed['flops_per_token'])

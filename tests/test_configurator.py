@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import InputError, configure, read_config, settings_of
+from configurator import InputError, configure, get_defaults, read_config
 from model import MHFConfig
 
 
@@ -21,7 +21,7 @@ def configured(script, *argv):
     """Returns the settings of a script whose command line is argv."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, 'argv', [script, *map(str, argv)])
-        return configure(settings_of(script) | {'__file__': str(REPO / script), '__name__': '__main__'})
+        return configure(get_defaults(script) | {'__file__': str(REPO / script), '__name__': '__main__'})
 
 
 def train(folder, file, *argv):
@@ -144,9 +144,9 @@ def test_expressions(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, 'argv', ['a.py', *argv])
         return runpy.run_path(tmp_path / 'a.py', dict(configure=configure), name)
 
-    assert settings_of('a.py') == dict(x=40, wide=80, name=None) and run('--x=7')['x'] == 7
+    assert get_defaults('a.py') == dict(x=40, wide=80, name=None) and run('--x=7')['x'] == 7
     imported = run('--x=7', name='a')
-    assert imported['x'] == 40 and imported['config'] == settings_of('a.py')
+    assert imported['x'] == 40 and imported['config'] == get_defaults('a.py')
     with pytest.raises(InputError, match="x='seven' is str, expected int"):
         run('--x=seven')
     with pytest.raises(SystemExit, match='0'):
@@ -168,7 +168,7 @@ def test_configs_inherit(monkeypatch, tmp_path):
     assert read_config('config/standard_1b_2l.py')['num_layers'] == read_config('config/mhf_1b.py')['num_layers'] + 2
 
 
-known = sorted({name for script in configurator.SCRIPTS for name in settings_of(script)})
+known = sorted({name for script in configurator.SCRIPTS for name in get_defaults(script)})
 odd = ['1e3', '0x10', '1_000', '9' * 400, '9' * 5000, '((((', '[' * 200, '"', "'a", '\x00', 'nan']
 names = st.sampled_from(known) | st.text(max_size=8).filter(lambda t: 'h' not in t)
 pairs = st.lists(st.tuples(names, st.builds(repr, JSON_VALUES) | st.sampled_from(odd)), max_size=4)
@@ -180,7 +180,7 @@ def test_fuzz(tmp_path_factory, on_the_command_line, in_the_file):
     """Any setting or config file results in values of the right types or in an InputError, and no file is written."""
     folder = tmp_path_factory.mktemp('c')
     file = ''.join(f'{k} = {v}\n' for k, v in in_the_file)
-    defaults = settings_of('train.py')
+    defaults = get_defaults('train.py')
     try:
         got = train(folder, file, *(f'--{k}={v}' for k, v in on_the_command_line))
         assert got.keys() == defaults.keys()
@@ -194,16 +194,16 @@ def test_fuzz(tmp_path_factory, on_the_command_line, in_the_file):
 def test_help(script, tmp_path):
     """--help prints the script's launch line and all settings."""
     done = ok(script, '--help', cwd=tmp_path)
-    assert f'python {script}' in done.stdout and all(f'--{k}=' in done.stdout for k in settings_of(script))
+    assert f'python {script}' in done.stdout and all(f'--{k}=' in done.stdout for k in get_defaults(script))
 
 
 def test_scripts_agree_on_defaults():
     """A setting that two scripts share has one default, and MHFConfig has the defaults of train.py."""
-    all_settings = [settings_of(s) for s in configurator.SCRIPTS]
+    all_settings = [get_defaults(s) for s in configurator.SCRIPTS]
     for key in known:
         # sample.py and eval.py find the newest out_dir; expand.py writes the tokenizer that the others read
         if key not in ('out_dir', 'tokenizer', 'seed'):
             assert len({repr(s[key]) for s in all_settings if key in s}) == 1, key
-    train = settings_of('train.py')
+    train = get_defaults('train.py')
     fields = asdict(MHFConfig())
     assert {k: v for k, v in train.items() if k in fields} == {k: fields[k] for k in fields if k in train}

@@ -120,7 +120,7 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     text.write_text(real_documents()[0][:2000])
     settings = dict(device='cpu', dtype='float32', out_dir=str(out), benchmark_dir=str(tmp_path), text=f'{text},{bins}')
     settings |= dict(tasks='lambada_openai,hellaswag,record,bits_per_byte,card660', output_path=str(tmp_path / 'one'))
-    one = evaluate(monkeypatch, **settings)
+    alone = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
     for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 10,042 documents', '1B H3B10K'):
         assert words in printed
@@ -129,18 +129,18 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     done = run_ranks(2, 'eval.py', f'{trained}/cfg.py', *args, cwd=tmp_path)
     assert [code for code, _, _ in done] == [0, 0] and done[1][1] == '', done
     many = newest(tmp_path / 'many')
-    assert set(one['results']) == {'lambada_openai', 'hellaswag', 'record'} and one['bos'] is True
-    assert one['n-samples'] == many['n-samples'] and many['card660'] == pytest.approx(one['card660'], rel=1e-4)
-    for task, scores in one['results'].items():
+    assert set(alone['results']) == {'lambada_openai', 'hellaswag', 'record'} and alone['bos'] is True
+    assert alone['n-samples'] == many['n-samples'] and many['card660'] == pytest.approx(alone['card660'], rel=1e-4)
+    for task, scores in alone['results'].items():
         # the standard error of a perplexity is sampled in the order of the documents
         for metric in scores.keys() - {'alias', 'name', 'perplexity_stderr,none'}:
             tolerance = 1e-4 if metric == 'perplexity,none' else 1e-9
             assert many['results'][task][metric] == pytest.approx(scores[metric], rel=tolerance), (task, metric)
     for path in map(str, (text, bins)):
-        assert many['bits_per_byte'][path] == pytest.approx(one['bits_per_byte'][path], rel=1e-5)
+        assert many['bits_per_byte'][path] == pytest.approx(alone['bits_per_byte'][path], rel=1e-5)
     # overlapping windows see more context than the validation of train.py
     validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
-    nats = one['bits_per_byte'][str(bins)]['nats_per_token']
+    nats = alone['bits_per_byte'][str(bins)]['nats_per_token']
     assert validated - 0.5 < nats < validated + 0.02
 
 

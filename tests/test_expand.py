@@ -10,7 +10,7 @@ import torch
 from conftest import REPO, bucket_logits, ok, random_model, real_documents, run, snapshot, write_jsonl
 
 import expand
-from configurator import InputError, read_config, settings_of
+from configurator import InputError, get_defaults, read_config
 from hashing import signature_table
 from mhf.checkpoint import load_checkpoint
 from mhf.data import Bins
@@ -87,7 +87,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
         sources = parse_mixture(settings['dataset'])
-        each = settings.get('val_bytes', settings_of('prepare.py')['val_bytes']) // len(sources)
+        each = settings.get('val_bytes', get_defaults('prepare.py')['val_bytes']) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
         # the corpora, then English or Python
         assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4

@@ -361,18 +361,18 @@ def test_command_line(few, tmp_path):
     cache = ['--use_cache', str(tmp_path / 'c')]
     done = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
     assert 'scoring: ' in done.stderr and '- ends' in done.stdout and '- sums' in done.stdout
-    one = newest(tmp_path / 'r')
-    assert one['model_source'] == 'mhf' and one['model_name'] == '007' and one['config']['bos'] is True
+    alone = newest(tmp_path / 'r')
+    assert alone['model_source'] == 'mhf' and alone['model_name'] == '007' and alone['config']['bos'] is True
     samples = [json.loads(line) for line in next(tmp_path.glob('r/007/samples_sums_*.jsonl')).read_text().splitlines()]
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
     cached = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
-    assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == one['results']
+    assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == alone['results']
     ranks = run_ranks(2, 'mhf.lm', *args, cwd=tmp_path, patch=NO_INDEX)
     assert [code for code, _, _ in ranks] == [0, 0] and ranks[1][1] == '', ranks
     two = newest(tmp_path / 'r')
-    assert two['n-samples'] == one['n-samples']
-    assert two['results']['ends']['acc,none'] == one['results']['ends']['acc,none']
-    assert two['results']['ends']['perplexity,none'] == pytest.approx(one['results']['ends']['perplexity,none'])
+    assert two['n-samples'] == alone['n-samples']
+    assert two['results']['ends']['acc,none'] == alone['results']['ends']['acc,none']
+    assert two['results']['ends']['perplexity,none'] == pytest.approx(alone['results']['ends']['perplexity,none'])
 
 
 def test_config_file_and_other_models(few, tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ from mhf.tokenizers import get_tokenizer
 
 def prepared(folder, **changes):
     """Runs prepare.py with these settings; returns the ids of both splits."""
-    defaults = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_format='ids', data_dir=str(folder))
+    defaults = configurator.get_defaults('prepare.py') | dict(val_fraction=0.1, data_format='ids', data_dir=str(folder))
     prepare.main(defaults | changes)
     return [Bins(folder, split)[:].tolist() for split in data.SPLITS]
 
@@ -321,8 +321,8 @@ def test_parts(tmp_path, mistral, monkeypatch):
     with pytest.raises(InputError, match=r'part=0/9: .* has 5 file\(s\); use at most'):
         prepared('e', **same, part='0/9')
     args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1', '--data_dir=f')
-    both = [start('prepare.py', *args, f'--part={i}/2', cwd=tmp_path) for i in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
+    processes = [start('prepare.py', *args, f'--part={i}/2', cwd=tmp_path) for i in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
     assert contents(tmp_path / 'f') == contents(tmp_path / 'd')
 
 
@@ -380,7 +380,7 @@ NAMES = [
 @pytest.mark.parametrize('changes, name', NAMES, ids=[name for _, name in NAMES])
 def test_names_of_data_folders(changes, name):
     """A folder's name contains its data set, tokenizer and table, and does not change between commits."""
-    config = configurator.settings_of('train.py') | dict(dataset='stdlib') | changes
+    config = configurator.get_defaults('train.py') | dict(dataset='stdlib') | changes
     assert str(data_folder(config)) == f'data/{name}'
 
 
@@ -499,7 +499,7 @@ def small(tmp_path_factory, request):
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
     same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
     prepared(folder / 'bins', **same)
-    return folder, configurator.settings_of('train.py') | same | dict(data_dir=str(folder / 'bins'))
+    return folder, configurator.get_defaults('train.py') | same | dict(data_dir=str(folder / 'bins'))
 
 
 def test_another_dataset_on_the_command_line(small, monkeypatch):

@@ -201,21 +201,21 @@ def test_best_learning_rate(study, monkeypatch):
     runs = Study('runs.py')
     entry = runs.entries[0]
     first, second = (runs.key(entry, lr, 1) for lr in entry['learning_rates'])
-    one = {first: dict(docs_nats_per_token='5')}
-    both = one | {second: dict(docs_nats_per_token='4')}
+    partial = {first: dict(docs_nats_per_token='5')}
+    full = partial | {second: dict(docs_nats_per_token='4')}
     assert runs.best_lr(entry, {}) is None and runs.best_lr(entry, {}, so_far=True) is None
-    assert runs.best_lr(entry, one) is None and runs.best_lr(entry, one, so_far=True) == 1e-3
-    assert runs.best_lr(entry, both) == 1e-2
-    assert list(runs.pending(one)) == [second] and not runs.pending(both)
+    assert runs.best_lr(entry, partial) is None and runs.best_lr(entry, partial, so_far=True) == 1e-3
+    assert runs.best_lr(entry, full) == 1e-2
+    assert list(runs.pending(partial)) == [second] and not runs.pending(full)
     # the entry of another group uses its learning rate
     two_seeds = entry | dict(seeds=(1, 2))
     longer = two_seeds | dict(group='longer', max_steps=50, learning_rates='H3')
     runs.entries = [two_seeds, longer]
-    assert runs.best_lr(longer, both) == 1e-2 and runs.best_lr(longer, one) is None
-    assert list(runs.pending(both)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
+    assert runs.best_lr(longer, full) == 1e-2 and runs.best_lr(longer, partial) is None
+    assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
     runs.entries = [entry]
     runs.failed[second] = 'it failed'
-    assert runs.best_lr(entry, one) == 1e-3 and not runs.pending(one)
+    assert runs.best_lr(entry, partial) == 1e-3 and not runs.pending(partial)
 
 
 def test_rows_belong_to_entries(study, monkeypatch):

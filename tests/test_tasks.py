@@ -26,7 +26,7 @@ def test_known_answers(tmp_path, mistral):
     class Known(MHFLM):
         """Scores continuations by their text."""
 
-        def _loglikelihood_tokens(self, requests, **others):
+        def _loglikelihood_tokens(self, requests, **options):
             scores = [self.judge(mistral.decode(continuation)) for _, _, continuation in requests]
             return [(s, s == 0) for s in scores]
 
@@ -104,7 +104,7 @@ def test_hub_tasks(tmp_path, monkeypatch):
     load_dataset = datasets.load_dataset
     names = dict(ai2_arc='arc_easy', siqa='social_i_qa', race='race_high', lambada='lambada_standard')
 
-    def from_files(path, name=None, **others):
+    def from_files(path, name=None, **options):
         prefix = name if Path(path).name == 'super_glue' else names.get(Path(path).name, Path(path).name)
         file = str(next(tmp_path.glob(f'{prefix}_*.jsonl')))
         return load_dataset('json', data_files=dict.fromkeys(('train', 'validation', 'test'), file))

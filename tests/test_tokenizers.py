@@ -89,7 +89,7 @@ def test_byte_level_json(tmp_path):
     assert [sum(byte_lengths(tok)[i] for i in text_ids) for text_ids in ids] == [len(text.encode()) for text in texts]
     # signatures are read back as the same ids, although unused ids have pad's signature
     write_jsonl(tmp_path / 'docs.jsonl', texts)
-    settings = configurator.settings_of('prepare.py') | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
+    settings = configurator.get_defaults('prepare.py') | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
     assert held_out_ids(tmp_path / 'd', tok)[0] == [
         i for text in texts[1::2] for i in [0, *tok.encode([text.strip()])[0]]
@@ -100,15 +100,15 @@ def test_roles_of_a_json(tmp_path, mistral):
     """The files next to a tokenizer.json name bos, eos and pad; a missing role is an error."""
     path = write_json(tmp_path, mistral)
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
-    both = dict(bos_token='<s>', eos_token='</s>')
+    bos_and_eos = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
-        (both, {}, (1, 2, 2)),
-        (both | dict(bos_token='[INST]', pad_token=None), {}, (3, 2, 2)),
+        (bos_and_eos, {}, (1, 2, 2)),
+        (bos_and_eos | dict(bos_token='[INST]', pad_token=None), {}, (3, 2, 2)),
         (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
-        (dict(bos_token=None), both | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
+        (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         (dict(bos_token=None), {}, 'it has no bos; name a bos_token in tokenizer_config.json next to it'),
         (dict(bos_token='<s>'), {}, 'it has no eos; name a eos_token'),
-        (both | dict(pad_token='<p>'), {}, "it has no token '<p>'; name a pad_token in tokenizer_config.json"),
+        (bos_and_eos | dict(pad_token='<p>'), {}, "it has no token '<p>'; name a pad_token in tokenizer_config.json"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
             file.write_text('\ufeff' + json.dumps(content), encoding='utf-8')
@@ -159,8 +159,8 @@ def released(folder, tok, rows, H, signed=None):
     m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
     if H:
         table = torch.zeros(rows, H, dtype=torch.int64)
-        own = signature_table(signed or tok.tokens, H, 256, pad_id=2)
-        table[: len(own)] = torch.tensor(own.astype('int64'))
+        signed_rows = signature_table(signed or tok.tokens, H, 256, pad_id=2)
+        table[: len(signed_rows)] = torch.tensor(signed_rows.astype('int64'))
         m.replace_vocabulary(table, pad_id=2)
     return write_released(folder, m)
 

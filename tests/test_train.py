@@ -559,12 +559,12 @@ def test_ranks_must_agree(quick, tmp_path):
     variables = rank_variables(2)
     old = "import torch; torch.__version__ = '2.0.1'"
     first = start(*args, cwd=quick, RANK='0', **variables)
-    (code, _, errors), rest = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)])
+    (code, _, errors), second = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)])
     assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
     expected = ('seed=7 (rank 0: 42)', 'checkpoint step=16 (rank 0: 24)', 'training data=', 'torch version=2.0.1')
     assert all(difference in errors for difference in expected), errors
     # rank 1 prints nothing
-    assert rest == (1, '', '') and snapshot(tmp_path) == before
+    assert second == (1, '', '') and snapshot(tmp_path) == before
 
 
 def test_a_slow_write_is_not_a_failure(quick):
