@@ -418,7 +418,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
-    if not path or (Path(path) / 'ckpt.pt').exists():
+    if not revision and (not path or (Path(path) / 'ckpt.pt').exists()):
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
         opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)

@@ -387,6 +387,9 @@ def test_config_file_and_other_models(few, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(few))
     named = MHFLM.create_from_arg_string('path=~/out,bos=False')
     assert named.bos is None and named.info['source'] == f'{few}/out'
+    # a run has no revisions
+    with pytest.raises(InputError, match='out@main: no such folder'):
+        MHFLM.create_from_arg_string('path=~/out,revision=main')
     with pytest.raises(InputError, match='path="7"'):
         MHFLM.create_from_arg_obj(dict(path=7))
     wrong = run('mhf.lm', *args, '--model_args', 'pth=out', **where)
