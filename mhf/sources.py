@@ -82,7 +82,10 @@ def input_files(dataset):
             suggestion = did_you_mean(dataset, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
-            files.setdefault(path.resolve(), str(path))  # a symbolic link does not add a second copy
+            # a symbolic or hard link does not add a second copy
+            target = path.resolve()
+            file = target.stat() if target.exists() else None
+            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
     for path in files.values():
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')

@@ -206,14 +206,16 @@ def test_other_fields_do_not_matter(tmp_path):
 
 
 def test_a_file_is_read_once(tmp_path):
-    """Overlapping patterns and symbolic links do not add a second copy of a file."""
+    """Overlapping patterns and links, symbolic and hard, do not add a second copy of a file."""
     for name in 'ab':
         (tmp_path / f'{name}.txt').write_text(name)
     (tmp_path / 'self').symlink_to('.')
+    os.link(tmp_path / 'a.txt', tmp_path / 'c.txt')
+    (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in (f'{tmp_path}/**/*.txt', f'{tmp_path}/a.txt,{tmp_path}/*.txt,{tmp_path}/self/b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
-    (tmp_path / 'c.txt').symlink_to('nowhere')
-    with pytest.raises(InputError, match='c.txt is a broken link'):
+    (tmp_path / 'd.txt').symlink_to('nowhere')
+    with pytest.raises(InputError, match='d.txt is a broken link'):
         sources.input_files(f'{tmp_path}/*.txt')
 
 
