@@ -482,7 +482,7 @@ def test_other_settings_or_files(tmp_path):
 def test_unusable_bins_are_not_already_prepared(tmp_path):
     """A rerun repeats the error of a finished folder without held-out text, and reports a missing shard."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
-    config = configurator.settings_of('prepare.py') | dict(val_fraction=0.1, data_format='ids')
+    config = configurator.get_defaults('prepare.py') | dict(val_fraction=0.1, data_format='ids')
     few = config | dict(dataset=','.join([f'{tmp_path}/a.jsonl@100'] * 2), data_dir=str(tmp_path / 'few'))
     for _ in range(2):
         with pytest.raises(InputError, match='few has 0 val tokens: too little text; delete the folder'):
