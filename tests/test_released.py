@@ -118,6 +118,10 @@ def test_single_id_survives_an_export(tmp_path, H, single_id):
     save_pretrained(m, tmp_path / 'export', 'mistral')
     for folder in (tmp_path / 'export', write_released(tmp_path / 'authors', m)):
         assert from_pretrained(folder).config.single_id == single_id
+    # five tokens do not collide, so a table of H = 1 does not show it
+    m.replace_vocabulary(signature_table(tokens[:5], H, 400, pad_id=2, unique=not single_id), pad_id=2)
+    save_pretrained(m, tmp_path / 'five', 'mistral')
+    assert from_pretrained(tmp_path / 'five').config.single_id == single_id
 
 
 @pytest.mark.parametrize('shards', [1, 3])
