@@ -77,7 +77,9 @@ def test_characters_that_the_output_lacks_are_replaced(tmp_path):
 @pytest.mark.parametrize('lines', [1, 10_000])
 def test_a_closed_pipe(tmp_path, lines):
     """A script ends silently if the reader of its output exits, during the output and at its end."""
-    done = prints(tmp_path, f'--lines={lines}', command='(sleep 0.2; {python} a.py "$@") | head -0')
+    command = '(sleep 0.2; {python} a.py "$@") | head -0'
+    # buffered, so that one line is written at the end
+    done = prints(tmp_path, f'--lines={lines}', command=command, PYTHONUNBUFFERED='')
     assert done.stderr == b''
 
 
