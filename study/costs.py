@@ -3,10 +3,9 @@ Measure the training step of each model of a list with bench.py, relative to the
 
     $ python -m study.costs study/english.py     # minutes, on an idle machine; writes study/costs.csv
 
-The models are those of the list's first group, each shape once, and GPT-2 (nanoGPT's model, as transformers implements
-it) of Standard's width and depth. A step is forward, backward, clipping and AdamW on one micro-batch. The models
-alternate for ROUNDS rounds, and the median of a model's rounds counts. Rows of this list, device and number of threads
-are replaced.
+The models are those of the list's first group, each shape once, and transformers' GPT-2 (nanoGPT's architecture) of
+Standard's width and depth. A step is forward, backward, clipping and AdamW on one micro-batch. The models alternate for
+ROUNDS rounds, and the median counts. Rows of this list, device and number of threads are replaced.
 """
 
 import argparse
