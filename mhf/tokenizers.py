@@ -142,7 +142,9 @@ class JsonTokenizer:
             raise InputError(f"tokenizer '{self.name}' cannot encode '{texts[0]:.40} ...' ({e})") from None
 
     def decode(self, ids):
-        return self.json.decode([int(i) for i in ids])
+        # the file need not mark these as special
+        special = {self.bos, self.eos, self.pad}
+        return self.json.decode([int(i) for i in ids if int(i) not in special])
 
 
 def from_hub(name, files):

@@ -104,6 +104,7 @@ def test_roles_of_a_json(tmp_path, mistral):
     for config, special, roles in (
         (bos_and_eos, {}, (1, 2, 2)),
         (bos_and_eos | dict(bos_token='[INST]', pad_token=None), {}, (3, 2, 2)),
+        (bos_and_eos | dict(bos_token='▁the'), {}, (mistral.tokens.index('▁the'), 2, 2)),  # not a special token
         (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
         (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         (dict(bos_token=None), {}, 'it has no bos; name a bos_token in tokenizer_config.json next to it'),
@@ -117,7 +118,7 @@ def test_roles_of_a_json(tmp_path, mistral):
                 get_tokenizer(path)
             continue
         tok = get_tokenizer(path)
-        assert (tok.bos, tok.eos, tok.pad) == roles, (config, special)
+        assert (tok.bos, tok.eos, tok.pad) == roles and tok.decode(roles) == '', (config, special)
 
 
 def test_roles_of_other_tokenizers(mistral, tmp_path):
