@@ -541,9 +541,11 @@ def run_tasks(lm, loaded, notes, limit=None):
         if count['effective'] != total:
             notes[task].append(f'{count["effective"]:,} of {total:,} documents')
         # each document belongs to one rank
-        cut = sum(len(rank_documents[task]) for rank_documents in truncated)
-        if cut:
-            notes[task].append(f'{cut:,} documents with a context over {lm.max_length} tokens, truncated on the left')
+        num_truncated = sum(len(rank_documents[task]) for rank_documents in truncated)
+        if num_truncated:
+            notes[task].append(
+                f'{num_truncated:,} documents with a context over {lm.max_length} tokens, truncated on the left'
+            )
     return results | dict(notes={task: note for task, note in notes.items() if note})
 
 

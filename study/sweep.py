@@ -180,14 +180,14 @@ class Study:
         folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
         scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval')
-        scripts.run('study.details', folder, entry['train'], next(iter(entry['corpora'].values())))
+        scripts.run('study.deciles', folder, entry['train'], next(iter(entry['corpora'].values())))
         # the name contains the date
         results = json.loads(max(folder.glob('eval/*/results_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
         row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
         for corpus, path in entry['corpora'].items():
             row |= {f'{corpus}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
-        return row | json.loads((folder / 'details.json').read_text())
+        return row | json.loads((folder / 'deciles.json').read_text())
 
 
 def as_flags(settings):

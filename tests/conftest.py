@@ -384,7 +384,7 @@ def snapshot(folder):
 # evaluation
 
 
-def model_of_lm_eval(model, bos=1, **options):
+def wrap_for_lm_eval(model, bos=1, **options):
     """Returns an MHFLM of a model whose tokenizer does not matter."""
     from mhf.lm import MHFLM
 

@@ -85,7 +85,7 @@ def full_table(folder):
     save_pretrained(m, folder / 'full', 'mistral')
 
 
-def bins_of_ids(folder):
+def prepare_ids(folder):
     shutil.copytree(folder / 'bins', folder / 'data/x_mistral')
 
 
@@ -150,7 +150,7 @@ BAD = [
     Bad('truncated bin', TRAIN, 'train_000000.bin is missing or damaged', damage(TRAIN_BIN, lambda b: b[:-100])),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='signatures of num_buckets=256, the model has'),
-    Bad('ids instead of signatures', TRAIN + '--data_dir= --dataset=x', 'with --data_format=ids', bins_of_ids),
+    Bad('ids instead of signatures', TRAIN + '--data_dir= --dataset=x', 'with --data_format=ids', prepare_ids),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
     Bad('no steps', TRAIN + '--max_steps=0', says='max_steps=0'),
     Bad('learning rate of 0', TRAIN + '--learning_rate=0', says='learning_rate=0.0: must be above 0'),

@@ -15,7 +15,6 @@ import torch
 import zstandard
 from conftest import (
     events,
-    model_of_lm_eval,
     newest,
     ok,
     random_model,
@@ -23,6 +22,7 @@ from conftest import (
     run,
     run_ranks,
     small_tasks,
+    wrap_for_lm_eval,
     write_jsonl,
 )
 
@@ -44,7 +44,7 @@ def test_windows():
     m = random_model()  # a context of 24
     for n in (1, 23, 24, 25, 36, 37, 100):
         ids = [1, *np.random.default_rng(n).integers(3, 300, n).tolist()]
-        nats, is_best, confidence = evaluation.score_windows(model_of_lm_eval(m), ids)
+        nats, is_best, confidence = evaluation.score_windows(wrap_for_lm_eval(m), ids)
         assert len(nats) == n
         for i in range(n):
             # windows of 24 inputs start at 0, 12, 24, ...
@@ -149,8 +149,8 @@ OTHER_WEIGHTS = """
 import os
 from mhf import released
 original = released.open_model
-def open_other(*args, **others):
-    opened = original(*args, **others)
+def open_other(*args, **options):
+    opened = original(*args, **options)
     opened.model.norm.weight.data += os.environ['RANK'] == '1'
     return opened
 released.open_model = open_other
@@ -223,7 +223,7 @@ def test_results_are_written_without_a_reader(few, tmp_path):
 def test_results_are_printed_on_a_full_disk(few, tmp_path):
     """The results are printed although their file cannot be written."""
     patch = (
-        "from mhf import lm; from pathlib import Path\ndef full(*args, **others): raise OSError(28, 'No space left')\n"
+        "from mhf import lm; from pathlib import Path\ndef full(*args, **options): raise OSError(28, 'No space left')\n"
     )
     args = ['--tasks=bits_per_byte', '--text=docs.jsonl', f'--output_path={tmp_path}', '--device=cpu']
     done = run('eval.py', *args, cwd=few, patch=patch + 'Path.write_text = full')
@@ -233,7 +233,7 @@ def test_results_are_printed_on_a_full_disk(few, tmp_path):
 
 def test_ctrl_c_is_one_line(few):
     """Ctrl-C ends eval.py with one line and exit code 130."""
-    patch = 'def stop(*args, **others): raise KeyboardInterrupt\nfrom mhf import lm; lm.MHFLM.score_requests = stop'
+    patch = 'def stop(*args, **options): raise KeyboardInterrupt\nfrom mhf import lm; lm.MHFLM.score_requests = stop'
     done = run('eval.py', '--tasks=bits_per_byte', '--text=docs.jsonl', cwd=few, patch=patch)
     assert done.returncode == 130 and 'Traceback' not in done.stderr
     assert done.stderr.splitlines()[-1].startswith('interrupted')

@@ -10,7 +10,7 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
-from conftest import model_of_lm_eval, newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
+from conftest import newest, ok, random_model, real_documents, run, run_ranks, small_tasks, wrap_for_lm_eval, write_rows
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.dummy import DummyLM
@@ -64,17 +64,17 @@ def test_scores_equal_log_probs(num_hashes):
             expected.append(logp.gather(1, targets[:, None]).sum().item())
             greedy.append(bool((logp.argmax(1) == targets).all()))
         for max_tokens in (10**6, 100, 1):
-            scores = score(model_of_lm_eval(m, bos, max_tokens=max_tokens), requests)
+            scores = score(wrap_for_lm_eval(m, bos, max_tokens=max_tokens), requests)
             assert [is_greedy for _, is_greedy in scores] == greedy
             assert np.allclose([logp for logp, _ in scores], expected, atol=1e-9)
         # with one continuation per row there is no mask
-        scores = score(model_of_lm_eval(m, bos), requests[3:20:4])
+        scores = score(wrap_for_lm_eval(m, bos), requests[3:20:4])
         assert np.allclose([logp for logp, _ in scores], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
-    assert score(model_of_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
+    assert score(wrap_for_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
     for continuation, message in (([], 'no tokens of its own'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=f'task task, document 1: .*{message}'):
-            score(model_of_lm_eval(m), [([5], [7]), ([5], continuation)])
+            score(wrap_for_lm_eval(m), [([5], [7]), ([5], continuation)])
 
 
 def test_batches_are_bounded(monkeypatch):
@@ -85,9 +85,9 @@ def test_batches_are_bounded(monkeypatch):
     monkeypatch.setattr(m, 'hidden_states', lambda x, **o: shapes.append(x.shape[:2]) or hidden_states(x, **o))
     draw = np.random.default_rng(0)
     requests = [([1], draw.integers(3, 300, 6).tolist()) for _ in range(300)]
-    shared = score(model_of_lm_eval(m, max_tokens=1000), requests)
+    shared = score(wrap_for_lm_eval(m, max_tokens=1000), requests)
     assert all(N * T <= 1000 for N, T in shapes)
-    assert np.allclose(shared, [score(model_of_lm_eval(m), [request])[0] for request in requests], atol=1e-9)
+    assert np.allclose(shared, [score(wrap_for_lm_eval(m), [request])[0] for request in requests], atol=1e-9)
 
 
 @pytest.mark.parametrize('on_gpu', [False, True])
@@ -96,7 +96,7 @@ def test_out_of_memory(monkeypatch, on_gpu):
     m = random_model()
     draw = np.random.default_rng(0)
     requests = [(draw.integers(3, 300, n).tolist(), [5, 7]) for n in (1, 4, 9, 3, 8)]
-    expected = [logp for logp, _ in score(model_of_lm_eval(m), requests)]
+    expected = [logp for logp, _ in score(wrap_for_lm_eval(m), requests)]
     hidden_states = m.hidden_states
     room = 2
 
@@ -108,13 +108,13 @@ def test_out_of_memory(monkeypatch, on_gpu):
         return hidden_states(x, **options)
 
     monkeypatch.setattr(m, 'hidden_states', limited)
-    assert np.allclose([logp for logp, _ in score(model_of_lm_eval(m), requests)], expected)
+    assert np.allclose([logp for logp, _ in score(wrap_for_lm_eval(m), requests)], expected)
     room = 0
     with pytest.raises(InputError, match='a single sequence does not fit'):
-        score(model_of_lm_eval(m), requests)
+        score(wrap_for_lm_eval(m), requests)
     monkeypatch.setattr(m, 'hidden_states', lambda x, **options: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match='size'):
-        score(model_of_lm_eval(m), requests)
+        score(wrap_for_lm_eval(m), requests)
 
 
 def test_scores_are_cached_as_soon_as_known(mistral, words_model, tmp_path):
@@ -330,7 +330,7 @@ def test_characters_of_several_tokens(name, tmp_path):
 NO_INDEX = """
 from lm_eval.tasks._index import TaskIndex
 build = TaskIndex.build
-TaskIndex.build = staticmethod(lambda paths, **others: build(paths[1:], **others))
+TaskIndex.build = staticmethod(lambda paths, **options: build(paths[1:], **options))
 """
 CUSTOM_TASKS = dict(
     sums='task: sums\noutput_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'

@@ -20,7 +20,7 @@ from conftest import REPO, events, ok, random_model, run, snapshot, start
 
 from configurator import InputError
 from study import costs, report
-from study.details import score_tokens
+from study.deciles import score_tokens
 from study.rows import add_row, read_csv, write_csv
 from study.sweep import Scripts, Study, sweep
 
@@ -98,7 +98,7 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     ok(*command, cwd=killed)
     assert rows(killed) == expected
     assert {name: snapshot(killed / 'out/runs' / name) for name in finished} == before
-    check_details(uninterrupted)
+    check_deciles(uninterrupted)
     printed = ok('study.report', 'runs.py', cwd=uninterrupted).stdout
     best = min(float(row['docs_nats_per_token']) for row in expected.values())
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
@@ -115,7 +115,7 @@ def test_evaluation_fails_after_training(study, monkeypatch):
     assert len(read_csv(Study('runs.py').csv)) == 2
 
 
-def check_details(folder):
+def check_deciles(folder):
     """The deciles contain all held-out tokens, scored as in training's validation."""
     name, row = next(iter(rows(folder).items()))
     tokens = int(row['docs_tokens'])
@@ -127,7 +127,7 @@ def check_details(folder):
     assert frequencies == sorted(frequencies, reverse=True) and row['nats_1'] < row['nats_10']
 
 
-def test_details_of_tokens():
+def test_token_scores():
     """Nats, top-1 and ranks are those of log P."""
     m = random_model()
     ids = torch.randint(3, 300, (60,))
@@ -142,14 +142,14 @@ def test_details_of_tokens():
     assert torch.equal(rank, 1 + (ordered == target).double().argmax(1)) and torch.equal(right, (rank == 1).double())
 
 
-def test_details_needs_token_ids(quick):
+def test_deciles_need_token_ids(quick):
     """Bins of signatures, such as the demo's, and bins of another tokenizer end in one line with the fix."""
-    done = run('study.details', 'out', 'bins', 'bins', cwd=quick)
+    done = run('study.deciles', 'out', 'bins', 'bins', cwd=quick)
     assert done.returncode == 1 and 'prepare it with --data_format=ids' in done.stderr and 'delete' not in done.stderr
     ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
     ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=tekken', '--tokenizer=tekken', cwd=quick)
-    ok('study.details', 'out', 'ids', 'ids', cwd=quick)
-    done = run('study.details', 'out', 'ids', 'tekken', cwd=quick)
+    ok('study.deciles', 'out', 'ids', 'ids', cwd=quick)
+    done = run('study.deciles', 'out', 'ids', 'tekken', cwd=quick)
     assert "tekken was prepared with 'tekken', not with the model's tokenizer" in done.stderr
 
 
@@ -391,7 +391,7 @@ def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
     assert (tmp_path / 'own.out').read_text() == 'found\n'
 
 
-MODULES = 'costs details kernels rank report sweep tfree'.split()
+MODULES = 'costs deciles kernels rank report sweep tfree'.split()
 
 
 @pytest.mark.parametrize('name', MODULES)

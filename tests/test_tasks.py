@@ -79,7 +79,9 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
     folder = Path(lm_eval.__file__).parent / 'tasks'
     names = dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race')
     for name, reference in names.items():
-        for source, file in dict(here=REPO / f'eval_tasks/{name}.yaml', lm_eval=folder / f'{reference}.yaml').items():
+        for source, file in dict(
+            repository=REPO / f'eval_tasks/{name}.yaml', lm_eval=folder / f'{reference}.yaml'
+        ).items():
             config = load_yaml(file) | dict(num_fewshot=0)
             versions[name, source] = config['metadata']['version']
             config |= tasks.local_config(name, config, tmp_path)[0]
@@ -87,14 +89,14 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
             task.build_all_requests()
             asked[name, source] = [instance.args for instance in task.instances]
     for name in ('record', 'social_iqa'):
-        assert asked[name, 'here'] == asked[name, 'lm_eval'] and len(asked[name, 'here']) > 9
-        assert versions[name, 'here'] == versions[name, 'lm_eval']
+        assert asked[name, 'repository'] == asked[name, 'lm_eval'] and len(asked[name, 'repository']) > 9
+        assert versions[name, 'repository'] == versions[name, 'lm_eval']
     # the lm-eval of the paper kept only the blank of such a question
-    old, _ = asked['race_v2', 'here'][0]
+    old, _ = asked['race_v2', 'repository'][0]
     new, _ = asked['race_v2', 'lm_eval'][0]
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
     assert old == new.replace('He was b', ' _  .b')
-    assert versions['race_v2', 'here'] == versions['race_v2', 'lm_eval'] - 1
+    assert versions['race_v2', 'repository'] == versions['race_v2', 'lm_eval'] - 1
 
 
 def test_hub_tasks(tmp_path, monkeypatch):

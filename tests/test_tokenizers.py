@@ -61,7 +61,7 @@ def test_json_equals_sentencepiece(tmp_path, mistral, larger, layout):
     assert tokenizer_fingerprint(tok) == tokenizer_fingerprint(larger)
     texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
     if layout == 'metaspace':
-        # takes a space that a text begins with for its own
+        # takes the first space of a text for its own
         texts = [text.strip(' ') for text in texts]
     ids = tok.encode(texts)
     assert ids == larger.encode(texts) and max(map(max, filter(None, ids))) >= len(mistral.tokens)

@@ -1,7 +1,7 @@
 """
 Nats, top-1 accuracy and rank by token frequency.
 
-    $ python -m study.details OUT_DIR TRAIN HELD_OUT     # writes OUT_DIR/details.json; sweep.py runs it
+    $ python -m study.deciles OUT_DIR TRAIN HELD_OUT     # writes OUT_DIR/deciles.json; sweep.py runs it
 
 TRAIN and HELD_OUT are folders of prepare.py with token ids. Column nats_1 is the mean over the tenth of the held-out
 tokens that is most frequent in TRAIN, nats_10 over the rarest tenth; likewise top1 and frequency. The rank of a target
@@ -57,7 +57,7 @@ def decile_columns(frequency, nats, top1, rank):
 
 
 @torch.no_grad()
-def details(out_dir, train, held_out):
+def frequency_deciles(out_dir, train, held_out):
     """The columns of the model in out_dir, {name: number}."""
     model, ckpt = load_checkpoint(out_dir / 'ckpt.pt')
     train_ids = read_ids(train, 'train', ckpt['data']['tokenizer_sha256'])
@@ -79,4 +79,4 @@ if __name__ == '__main__':
     parser.add_argument('train', type=Path, help='the folder of its training data')
     parser.add_argument('held_out', type=Path, help='a folder whose held-out split is measured')
     args = parser.parse_args()
-    (args.out_dir / 'details.json').write_text(json.dumps(details(args.out_dir, args.train, args.held_out)))
+    (args.out_dir / 'deciles.json').write_text(json.dumps(frequency_deciles(args.out_dir, args.train, args.held_out)))
