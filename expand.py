@@ -88,8 +88,8 @@ def read_corpus(corpus):
     held_out = []
     size = 0
     holdout_counts = start_counts(read_documents(corpus), HELD_OUT)
-    for parts in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, holdout_counts):
-        for text, is_held_out in parts:
+    for pieces in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, holdout_counts):
+        for text, is_held_out in pieces:
             if is_held_out:
                 held_out.append(text)
             else:

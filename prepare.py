@@ -196,12 +196,12 @@ class ShardWriter:
 
 
 def batches(documents):
-    """Groups documents, each a list of its parts (text, is_held_out), into lists of about BATCH_CHARS characters."""
+    """Groups documents, each a list of its pieces (text, is_held_out), into lists of about BATCH_CHARS characters."""
     batch = []
     size = 0
-    for parts in documents:
-        batch.append(parts)
-        size += sum(len(text) for text, _ in parts)
+    for pieces in documents:
+        batch.append(pieces)
+        size += sum(len(text) for text, _ in pieces)
         if size >= BATCH_CHARS:
             yield batch
             batch = []
@@ -210,12 +210,12 @@ def batches(documents):
 
 
 def encode(tok, documents):
-    """Yields each document as a list of its parts (text, token ids, is_held_out)."""
+    """Yields each document as a list of its pieces (text, token ids, is_held_out)."""
     # a thread reads the next batch while the tokenizer's threads encode this one
     for batch in data.prefetch(batches(documents)):
-        encoded = iter(tok.encode([text for parts in batch for text, _ in parts]))
-        for parts in batch:
-            yield [(text, next(encoded), is_held_out) for text, is_held_out in parts]
+        encoded = iter(tok.encode([text for pieces in batch for text, _ in pieces]))
+        for pieces in batch:
+            yield [(text, next(encoded), is_held_out) for text, is_held_out in pieces]
         del encoded  # frees the ids before the next batch
 
 
@@ -229,8 +229,8 @@ def prepare_unit(job, source, number, unit, counts):
     try:
         # the thread of prefetch() updates counts; closing() waits for it
         with contextlib.closing(encode(job.tok, documents)) as encoded:
-            for parts in encoded:
-                for text, ids, is_held_out in parts:
+            for pieces in encoded:
+                for text, ids, is_held_out in pieces:
                     writers['val' if is_held_out else 'train'].add(text, ids)
                     if not is_held_out:
                         counts['tokens'] += 1 + len(ids)

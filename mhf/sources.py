@@ -230,17 +230,17 @@ def start_counts(texts, val_fraction):
 
 def split_holdout(texts, val_fraction, val_bytes, counts):
     """
-    Yields the parts of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
+    Yields the pieces of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
     held out until val_bytes are reached; if counts['few'], the tail of each document is held out. Updates `counts`,
     which come from start_counts or from the source's previous unit.
     """
     every = round(1 / val_fraction)
     for text in texts:
         counts['documents'] += 1
-        parts = [(text, counts['documents'] % every == 0 and counts['held_out'] < val_bytes)]
+        pieces = [(text, counts['documents'] % every == 0 and counts['held_out'] < val_bytes)]
         if counts['few']:
             cut = int(len(text) * (1 - val_fraction))
             cut = text.find('\n', cut) + 1 or cut  # at a line end if there is one
-            parts = [(text[:cut].strip(), False), (text[cut:].strip(), True)]
-        counts['held_out'] += sum(len(part.encode()) for part, is_held_out in parts if is_held_out)
-        yield [(part, is_held_out) for part, is_held_out in parts if part]
+            pieces = [(text[:cut].strip(), False), (text[cut:].strip(), True)]
+        counts['held_out'] += sum(len(piece.encode()) for piece, is_held_out in pieces if is_held_out)
+        yield [(piece, is_held_out) for piece, is_held_out in pieces if piece]
