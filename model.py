@@ -401,7 +401,7 @@ class MHF(nn.Module):
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
         if not self.config.num_hashes:
-            # both losses are the cross-entropy; normalizes P(w) of the Standard model with --plain
+            # both losses are the cross-entropy; with --plain it normalizes P(w): training and validation of Standard
             return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
         if loss == 'product':
             return product_loss(o, y)

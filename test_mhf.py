@@ -591,6 +591,8 @@ def test_chunk_sizes():
 def test_kernels_are_off_by_default():
     """A GPU uses the Triton kernels only if they are switched on, because they have not been measured."""
     assert not FusedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
+    assert not FusedMHF(TINY).get_chunk_sizes().use_kernels
+    assert default_chunk_sizes('cuda', TINY, use_kernels=True).use_kernels
     for script in ('train.py', 'bench.py'):
         assert configurator.get_defaults(script)['kernels'] is False
 

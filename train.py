@@ -96,8 +96,8 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 # The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may change
-# only if the data are identical. dtype=None keeps the checkpoint's. With --init_from=MODEL too, the architecture is the
-# loaded model's: another value in a config file is ignored, another value on the command line is an error.
+# only if the data are identical. dtype=None keeps the checkpoint's. A resumed run, and a run with --init_from=MODEL,
+# keeps the architecture of the loaded model: a config file's other value is ignored, the command line's is an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',

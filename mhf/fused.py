@@ -226,7 +226,7 @@ def token_scores(o, index):
 
 
 def exact_nll_in_columns(o, y, index, gradient):
-    """exact_nll without kernels, on any device, of m = sizes.columns positions, so that (m, V) stays small."""
+    """exact_nll without Triton kernels, for any device: at most m = sizes.columns positions, so (m, V) stays small."""
     H = len(o)
     B = o[0].shape[1]
     target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))  # (m, 1)
