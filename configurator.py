@@ -36,7 +36,7 @@ class InputError(ValueError):
 
 def install_excepthook():
     """
-    Prepares a script's input and output: an uncaught InputError prints its message alone, a closed pipe (`| head -1`)
+    Prepares a script's input and output: an uncaught InputError or Ctrl-C prints one line, a closed pipe (`| head -1`)
     ends the script silently, and characters that the output's encoding lacks become question marks. configure() calls
     it, and so do modules that run with -m. Raises InputError for an argument that is not valid text.
     """
@@ -52,6 +52,8 @@ def install_excepthook():
 def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         print(f'error: {error}', file=sys.stderr)
+    elif error_class is KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)  # Python then exits with 130
     elif not (isinstance(error, BrokenPipeError) and stdout_is_closed('\n')):
         sys.__excepthook__(error_class, error, traceback)
 
@@ -137,7 +139,7 @@ def parse_flag(argument, script, defaults):
 
 
 def read_config(path):
-    """Returns {name: value} of a config file. Raises InputError for its errors and for all unknown names."""
+    """Returns {name: value} of a config file. Raises InputError for its errors and for unknown names."""
     file = Path(path) if Path(path).is_file() else HERE / path
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
@@ -149,9 +151,9 @@ def read_config(path):
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     known = {name for script in SCRIPTS for name in get_defaults(script)}
-    unknown = [f"unknown setting '{key}'{did_you_mean(key, known)}" for key in settings if key not in known]
-    if unknown:
-        raise InputError(f'{path}: {", and ".join(unknown)}')
+    for key in settings:
+        if key not in known:
+            raise InputError(f"{path}: unknown setting '{key}'{did_you_mean(key, known)}")
     return settings
 
 
@@ -165,7 +167,7 @@ def print_help(scope):
 def configure(scope):
     """
     Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
-    settings as a dict. Raises one InputError with all problems.
+    settings as a dict. Raises InputError.
     """
     names = [name for name in scope if name.islower() and not name.startswith('_')]
     defaults = {name: scope[name] for name in names if isinstance(scope[name], bool | int | float | str | None)}
@@ -177,16 +179,10 @@ def configure(scope):
         print_help(scope)
         sys.exit(0)
     settings = dict(defaults)
-    problems = []
     for argument in sorted(arguments, key=lambda argument: argument.startswith('--')):  # config files first
-        try:
-            is_flag = argument.startswith('--')
-            given = parse_flag(argument, Path(scope['__file__']).name, defaults) if is_flag else read_config(argument)
-            # a config file may contain settings of other scripts
-            settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
-        except InputError as e:
-            problems.append(str(e))
-    if problems:
-        raise InputError(', and '.join(problems))
+        is_flag = argument.startswith('--')
+        given = parse_flag(argument, Path(scope['__file__']).name, defaults) if is_flag else read_config(argument)
+        # a config file may contain settings of other scripts
+        settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
     scope.update(settings)
     return settings

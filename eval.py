@@ -322,8 +322,4 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
-        main()
-    except KeyboardInterrupt:
-        print('interrupted; no results written', file=sys.stderr)
-        sys.exit(130)
+    main()

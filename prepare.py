@@ -361,8 +361,4 @@ def main(config):
 
 
 if __name__ == '__main__':
-    try:
-        main(config)
-    except KeyboardInterrupt:
-        print('interrupted; rerun the same command to resume', file=sys.stderr)
-        sys.exit(130)
+    main(config)

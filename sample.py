@@ -103,16 +103,13 @@ def print_sample():
     return len(written) - len(prompt)
 
 
-try:
-    if compile:
-        print('compiling', file=sys.stderr)
-        engine.compile(1, len(prompt) + max(4, max_new_tokens))
-        list(engine.stream(ids, 4))
-    start_time = time.perf_counter()
-    num_tokens = 0
-    for n in range(num_samples):
-        print(f'----- sample {n + 1} of {num_samples}')
-        num_tokens += print_sample()
-except KeyboardInterrupt:
-    sys.exit('\ninterrupted')
+if compile:
+    print('compiling', file=sys.stderr)
+    engine.compile(1, len(prompt) + max(4, max_new_tokens))
+    list(engine.stream(ids, 4))
+start_time = time.perf_counter()
+num_tokens = 0
+for n in range(num_samples):
+    print(f'----- sample {n + 1} of {num_samples}')
+    num_tokens += print_sample()
 print(f'{num_tokens / (time.perf_counter() - start_time):,.1f} tokens/s', file=sys.stderr)

@@ -292,11 +292,8 @@ def main():
     args = parser.parse_args()
     if args.jobs < 1:
         raise InputError(f'--jobs={args.jobs}: must be 1 or more')
-    try:
-        for study in map(Study, args.lists):
-            sweep(study, args.jobs, args.corpus_dir)
-    except KeyboardInterrupt:
-        sys.exit('interrupted; rerun the same command to resume')
+    for study in map(Study, args.lists):
+        sweep(study, args.jobs, args.corpus_dir)
 
 
 if __name__ == '__main__':
