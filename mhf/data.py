@@ -230,14 +230,8 @@ def no_bins(config, folder):
 
 def config_table(config, tok):
     """Returns the signatures (V, H) uint16 of a tokenizer. `config` is a config or the contents of meta.json."""
-    return signature_table(
-        tok.tokens,
-        num_hashes=config['num_hashes'],
-        num_buckets=config['num_buckets'],
-        num_lsh=config['num_lsh'],
-        pad_id=tok.pad,
-        unique=not config['single_id'],
-    )
+    sizes = (config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh'))
+    return signature_table(tok.tokens, *sizes, tok.pad, unique=not config['single_id'])
 
 
 def get_table(config, meta):
