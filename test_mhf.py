@@ -8,7 +8,6 @@ it; with MHF_STRICT=1 they fail.
 
 import importlib.util
 import json
-import lzma
 import math
 import os
 import re
@@ -31,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import configurator
 import model as model_module
@@ -153,16 +152,6 @@ def test_tokenizers_round_trip(name, V, bos, pad):
     assert tok.decode([bos, *ids[0]]) == SAYINGS[0]
 
 
-@pytest.mark.parametrize('name', ['mistral', 'tekken'])
-@pytest.mark.parametrize('file', ['ar', 'zh', 'hi', 'fineweb_300'])
-def test_tokenizers_round_trip_on_real_text(name, file):
-    """decode(encode(x)) == x on real Arabic, Chinese, Hindi and web documents."""
-    with lzma.open(shared(f'data/text/{file}.jsonl.xz'), 'rt', encoding='utf-8') as lines:
-        texts = [json.loads(next(lines))['text'] for _ in range(200)]
-    tok = get_tokenizer(name)
-    assert [tok.decode(i) for i in tok.encode(texts)] == texts
-
-
 def test_tiktoken_path(monkeypatch):
     """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and gaps of probability 0."""
     # ids 0..255 bytes, 256 'th', 257 'the', a gap, 260 end of text
@@ -219,10 +208,10 @@ def bucket_logits(m, ids):
 
 
 def sizes(chunk=10**6, use_kernels=False):
-    """ChunkSizes as on a CPU, or with use_kernels as on a GPU; Triton's interpreter then runs the kernels."""
+    """Small ChunkSizes, or with use_kernels those of a GPU; Triton's interpreter then runs the kernels."""
     if use_kernels:
         return ChunkSizes(chunk, block=chunk, columns=512, use_kernels=True)
-    return ChunkSizes(chunk, block=64, columns=32)
+    return ChunkSizes(chunk, block=16, columns=8)
 
 
 def write_released(folder, m, shards=1, **extra):
@@ -378,8 +367,8 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason
 def test_fused_equals_plain(loss, changes, use_kernels):
     """Plain and fused models have equal losses, gradients and predictions in float64, in columns and with kernels."""
     m = random_model(loss=loss, **changes)
-    # Triton's interpreter takes as long for one position as for a block of 64
-    m.chunk_sizes = sizes(50 if use_kernels else 7, use_kernels)
+    # 120 positions are three chunks
+    m.chunk_sizes = sizes(50, use_kernels)
     if m.config.num_hashes == 0:
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
     ids = m.token_mask.nonzero()[:, 0]
@@ -483,7 +472,7 @@ def test_ablations_are_what_they_are_called(tmp_path):
 
 
 def test_embedding_scale_of_standard(tmp_path):
-    """embedding_scale multiplies the input rows but not the head; an export keeps it, also for transformers."""
+    """embedding_scale multiplies the input rows but not the head; an export keeps it."""
     m = random_model(num_hashes=0, embedding_scale=3.0)
     scaled = random_model(num_hashes=0)
     scaled.load_state_dict(m.state_dict())
@@ -498,8 +487,6 @@ def test_embedding_scale_of_standard(tmp_path):
     exported = from_pretrained(tmp_path / 'released')
     assert exported.config.embedding_scale == 3
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
-    qwen3 = AutoModelForCausalLM.from_pretrained(tmp_path / 'released')
-    assert relative(bucket_logits(m, ids)[:, :, 0], qwen3(ids).logits) < 1e-5
 
 
 @pytest.mark.parametrize('encoder_init', ['normal', 'orthogonal'])

