@@ -234,7 +234,7 @@ def test_expand_refuses(expansion, source_model):
 
 def test_an_interrupted_expansion_is_resumed(expansion):
     """After Ctrl-C while the model is written, a rerun of the same command uses the tokenizer that exists."""
-    patch = "def stop(*args, **options): raise KeyboardInterrupt\nimport safetensors.torch as s; s.save_file = stop"
+    patch = 'def stop(*args, **options): raise KeyboardInterrupt\nimport safetensors.torch as s; s.save_file = stop'
     before = {path for path in expansion.iterdir()}
     done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
     assert done.returncode == -signal.SIGINT and done.stderr.splitlines()[-1] == 'interrupted'
