@@ -53,7 +53,7 @@ def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
-        print('interrupted', file=sys.stderr)  # Python then exits with 130
+        print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
     elif not (isinstance(error, BrokenPipeError) and stdout_is_closed('\n')):
         sys.__excepthook__(error_class, error, traceback)
 

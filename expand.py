@@ -21,6 +21,7 @@ training data must not contain these documents: prepare.py holds out the same on
 val_fraction=0.05 and without --part, as config/expand_*.py do.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -305,18 +306,27 @@ def held_out_file(name):
     return file.with_name(f'{file.stem}_{name}.jsonl')
 
 
-def write_tokenizer(larger, held_out):
-    """Writes the learned tokenizer, after held_out, {language: documents}, next to it. Overwrites nothing."""
+def write_outputs(larger, held_out, source):
+    """
+    Writes the learned tokenizer and held_out, {language: documents}, unless held_out is None; and the grown model,
+    source.model, unless source is None. Removes the files that it wrote if an error stops it.
+    """
     files = {}
-    for name, documents in held_out.items():
+    for name, documents in (held_out or {}).items():
         rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
         files[held_out_file(name)] = ''.join(rows).encode()
-    files[Path(tokenizer)] = larger.sp.serialized_model_proto()
+    if held_out is not None:
+        files[Path(tokenizer)] = larger.sp.serialized_model_proto()
     try:
-        for path, content in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, 'xb') as f:
-                f.write(content)
+        with contextlib.ExitStack() as cleanup:
+            for path, content in files.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, 'xb') as f:
+                    cleanup.callback(path.unlink)
+                    f.write(content)
+            if source is not None:
+                save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
+            cleanup.pop_all()
     except OSError as e:
         raise InputError(f'{path} cannot be written ({e})') from None
 
@@ -346,6 +356,7 @@ def main():
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
     source = load_source_model(tok) if source_model else None
 
+    held_out = None
     if use_existing:
         larger = get_tokenizer(tokenizer)
         print(f'using the existing {tokenizer}')
@@ -356,10 +367,7 @@ def main():
         before = sum(source.model.num_params())
         grow(source.model, tok, larger)
         new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
-    if not use_existing:
-        write_tokenizer(larger, held_out)
-    if source_model:
-        save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
+    write_outputs(larger, held_out, source)
     print(f'{len(tok.tokens):,} -> {len(larger.tokens):,} tokens{new_parameters}', *outputs, sep='\n')
 
 

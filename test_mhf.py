@@ -367,8 +367,8 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason
 def test_fused_equals_plain(loss, changes, use_kernels):
     """Plain and fused models have equal losses, gradients and predictions in float64, in columns and with kernels."""
     m = random_model(loss=loss, **changes)
-    # 120 positions are three chunks
-    m.chunk_sizes = sizes(50, use_kernels)
+    # 120 positions are chunks of 18 and one of 12; Triton's interpreter takes as long for one position as for 64
+    m.chunk_sizes = sizes(50 if use_kernels else 18, use_kernels)
     if m.config.num_hashes == 0:
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
     ids = m.token_mask.nonzero()[:, 0]

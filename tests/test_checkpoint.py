@@ -3,10 +3,12 @@
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import assert_same, ok, ranks, run, steps, weights
+from conftest import REPO, assert_same, ok, ranks, run, steps, weights
 
 from configurator import InputError
 from mhf.checkpoint import Checkpoints
@@ -130,3 +132,11 @@ def test_a_malicious_checkpoint_is_not_run(quick):
     for command in (('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')):
         done = run(*command, cwd=quick)
         assert done.returncode == 1 and 'not a checkpoint' in done.stderr and not (quick / 'owned').exists()
+
+
+def test_no_compiler_for_a_checkpoint(few):
+    """Opening a model does not import torch's compiler, which would double the start-up time of sample.py."""
+    code = (
+        "import sys; from mhf.released import open_model; open_model('out'); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, '-c', code], cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0

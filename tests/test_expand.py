@@ -232,15 +232,30 @@ def test_expand_refuses(expansion, source_model):
     assert re.fullmatch(r'error: .*was trained with .*--base_tokenizer\n', done.stderr), done.stderr
 
 
-def test_an_interrupted_expansion_is_resumed(expansion):
-    """After Ctrl-C while the model is written, a rerun of the same command uses the tokenizer that exists."""
-    patch = 'def stop(*args, **options): raise KeyboardInterrupt\nimport safetensors.torch as s; s.save_file = stop'
-    before = {path for path in expansion.iterdir()}
+FAILURES = [
+    ('raise KeyboardInterrupt', -signal.SIGINT, 'interrupted'), ('raise OSError', 1, 'error'),
+    # someone else's folder
+    ("os.mkdir('new'); os.mkdir('new/notes')", 1, 'new cannot be written'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('failure, code, message', FAILURES)
+def test_expand_fails_while_it_writes(expansion, failure, code, message):
+    """Ctrl-C, a full disk or an output folder that someone else creates leaves no output, and deletes nothing."""
+    patch = f"""
+import os, safetensors.torch
+def save_file(weights, path, **_):
+    open(path, 'w').close()
+    {failure}
+safetensors.torch.save_file = save_file
+"""
+    before = snapshot(expansion)
     done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
-    assert done.returncode == -signal.SIGINT and done.stderr.splitlines()[-1] == 'interrupted'
-    assert {path.name for path in set(expansion.iterdir()) - before} == {'new.model', 'new_ar.jsonl'}
-    ok('expand.py', *NEW, '--source_model=base', cwd=expansion)
-    assert (expansion / 'new/config.json').exists()
+    assert done.returncode == code and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    if 'mkdir' in failure:
+        (expansion / 'new/notes').rmdir()
+        (expansion / 'new').rmdir()
+    assert snapshot(expansion) == before
 
 
 def test_expand_overwrites_nothing(tmp_path, monkeypatch):
@@ -249,5 +264,5 @@ def test_expand_overwrites_nothing(tmp_path, monkeypatch):
     file.write_text('of the user')
     monkeypatch.setattr(expand, 'tokenizer', str(file))
     with pytest.raises(InputError, match='new.model cannot be written'):
-        expand.write_tokenizer(get_tokenizer('mistral'), {})
+        expand.write_outputs(get_tokenizer('mistral'), {}, None)
     assert file.read_text() == 'of the user'

@@ -16,7 +16,7 @@ pytest.importorskip('triton', reason='needs the package triton')
 from conftest import REPO
 
 from hashing import signature_table
-from mhf import fused
+from mhf import fused, kernels
 from mhf.fused import ChunkSizes
 from mhf.runtime import no_triton
 from model import exact_loss
@@ -91,6 +91,22 @@ def test_kernels_in_bfloat16(name):
         assert torch.equal(g.float(), truncated)
         # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
         assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
+
+
+def test_a_large_vocabulary():
+    """The kernels work with 131,072 tokens and the paper's H and B."""
+    table = torch.randint(1, 16384, (131072, 4), generator=torch.Generator().manual_seed(0)).numpy()
+    index = signature_index(table, 16384)
+    o, y = random_inputs(index, 3, torch.float64)
+    plain = [o_i.clone().requires_grad_() for o_i in o]
+    expected = exact_loss(plain, y, index.signatures, index.token_mask)
+    expected.sum().backward()
+    # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
+    sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
+    inverse = [index.ids, index.offsets]
+    target, logsumexp = kernels.sum_over_vocabulary(o, y, index.rows, index.token_mask, inverse, sizes)
+    assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
+    assert all(relative(g, plain_o.grad) < 1e-13 for g, plain_o in zip(o, plain, strict=True))
 
 
 def test_compiles_for_an_h100(tmp_path):

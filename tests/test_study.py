@@ -134,6 +134,50 @@ def test_deciles_need_token_ids(quick):
     assert "tekken was prepared with 'tekken', not with the model's tokenizer" in done.stderr
 
 
+def random_study(folder, names, claims):
+    """A list with models of the given names on two corpora, whose rows are written by hand."""
+    entries = f"""
+_COMMON = dict(group='all', config='cfg.py', train='data', corpora=dict(a='data', b='data'), learning_rates=(1e-3,))
+RUNS = [_COMMON | dict(name=name, seeds=(1, 2, 3)) for name in {names!r}]
+CLAIMS = {claims!r}
+"""
+    (folder / 'claims.py').write_text("DATA = {'data': dict(dataset='docs.jsonl')}" + entries)
+    return Study('claims.py')
+
+
+def test_verdicts(few, tmp_path, monkeypatch):
+    """A claim is decided where the difference of the means exceeds two standard deviations, on each corpus."""
+    (tmp_path / 'cfg.py').write_bytes((few / 'cfg.py').read_bytes())
+    monkeypatch.chdir(tmp_path)
+    nats = dict(
+        A=((5.0, 5.01, 4.99), (6.0, 6.01, 5.99)),
+        B=((5.2, 5.21, 5.19), (6.2, 6.21, 6.19)),
+        C=((4.9, 5.01, 5.15), (6.2, 6.21, 6.19)),
+        D=((4.9, 5.01, 5.15), (5.9, 6.01, 6.15)),
+        E=((5.2, 5.21, 5.19), (5.8, 5.81, 5.79)),
+        F=((5.1,), (6.1,)),
+        H=((5.035, 5.045, 5.025), (6.035, 6.045, 6.025)),
+    )
+    study = random_study(tmp_path, 'ABCDEFGH', [('claim', 'A', other) for other in 'BCDEFGH'] + [('claim', 'B', 'A')])
+    same = dict(group='all', learning_rate=1e-3, params_embedding=2000000, params_hash=0, params_decoder=1)
+    for name, (on_a, on_b) in nats.items():
+        for seed, (a, b) in enumerate(zip(on_a, on_b, strict=True), 1):
+            row = dict(name=name, seed=seed, a_nats_per_token=a, b_nats_per_token=b, settings='{}')
+            add_row(study.csv, row | same)
+    lines = [line.split(' | ') for line in table_rows(report.claims_table([study]))[2:]]
+    assert {line[2]: (*line[4:6], *line[7:]) for line in lines} == {
+        'B': ('+0.200 ± 0.014', '+0.200 ± 0.014', '3 + 3', 'ahead |'),
+        'C': ('+0.020 ± 0.126', '+0.200 ± 0.014', '3 + 3', 'ahead on b |'),
+        'D': ('+0.020 ± 0.126', '+0.020 ± 0.126', '3 + 3', 'on par |'),
+        'E': ('+0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'ahead on a, behind on b |'),
+        'F': ('+0.100', '+0.100', '3 + 1', 'one seed |'),
+        'H': ('+0.035 ± 0.014', '+0.035 ± 0.014', '3 + 3', 'ahead |'),
+        'A': ('-0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'behind |'),
+    }
+    with pytest.raises(InputError, match='no group has both A and Z'):
+        report.claims_table([random_study(tmp_path, 'A', [('claim', 'A', 'Z')])])
+
+
 def test_best_learning_rate(study, monkeypatch):
     """A learning rate is chosen when all are finished or have failed; first seeds are trained before second ones."""
     monkeypatch.chdir(study('rates'))
