@@ -7,7 +7,7 @@ Train and evaluate the runs of a list. The sweep is resumable: rerun the same co
 A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
 dataset. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and `corpora`,
 {name: folder whose held-out split is measured}. Other keys of an entry are settings of train.py and override the
-config. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
+config, except `source`: the name of an entry whose trained model of the same seed is expanded by expand.py and trained on. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
 on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group if it has one.
 All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads MAIN, CLAIMS
 and MEASURE.
@@ -86,11 +86,19 @@ class Study:
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
         config = {k: v for k, v in read_config(entry['config']).items() if k in get_defaults('train.py')}
         settings = config | entry
-        return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - LIST_KEYS)}
+        return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - LIST_KEYS - {'source'})}
 
     def key(self, entry, learning_rate, seed):
         """What identifies a run and its row."""
         return entry['group'], entry['name'], learning_rate, seed
+
+    def source_key(self, entry, seed, rows):
+        """The key of the run whose model an entry expands."""
+        source = next(e for e in self.entries if e['name'] == entry['source'])
+        return self.key(source, self.best_lr(source, rows), seed)
+
+    def folder(self, key):
+        return self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
 
     def rows(self):
         """{key: row} of the CSV. Raises InputError if a row was trained with other settings than its entry has."""
@@ -139,11 +147,16 @@ class Study:
 
     def pending(self, rows):
         """{key: entry} of the runs that have no row yet and have not failed."""
-        return {key: entry for key, entry in self.runs(rows).items() if key not in rows and key not in self.failed}
+        return {
+            key: entry
+            for key, entry in self.runs(rows).items()
+            if key not in rows.keys() | self.failed.keys()
+            if 'source' not in entry or self.source_key(entry, key[-1], rows) in rows
+        }
 
     def run(self, key, entry, threads):
         """Trains, evaluates and adds the row. Raises InputError if a script fails."""
-        folder = self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
+        folder = self.folder(key)
         folder.mkdir(parents=True, exist_ok=True)
         # a process of a killed sweep may still run: it holds the lock until it ends
         with open(folder / 'lock', 'w') as lock:
@@ -173,6 +186,12 @@ class Study:
             tokenizer=self.data[entry['train']].get('tokenizer', 'mistral'),
             out_dir=scripts.folder,
         )
+        if 'source' in entry:
+            flags['init_from'] = scripts.folder / 'expanded'
+            if not flags['init_from'].exists():
+                source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
+                expansion = dict(source_model=source, output_dir=flags['init_from'], tokenizer=flags['tokenizer'])
+                scripts.run('expand.py', *as_flags(expansion))
         scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
