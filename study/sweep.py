@@ -6,11 +6,12 @@ Train and evaluate the runs of a list. The sweep is resumable: rerun the same co
 
 A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
 dataset. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and `corpora`,
-{name: folder whose held-out split is measured}. Other keys of an entry are settings of train.py and override the
-config, except `source`: the name of an entry whose trained model of the same seed is expanded by expand.py and trained on. The first seed is trained at every learning rate, the other seeds at the one with the fewest nats
-on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group if it has one.
-All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads MAIN, CLAIMS
-and MEASURE.
+{name: folder whose held-out split is measured}. An entry with a `source`, another entry's name, continues the training
+of the source's model of the same seed, expanded to the tokenizer of its own data. Other keys of an entry are settings
+of train.py and override the config. The first seed is trained at every learning rate, the other seeds at the one with
+the fewest nats on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group
+if it has one. All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads
+MAIN, CLAIMS and MEASURE.
 
 Group, name, learning rate and seed identify a row; its column `settings` has the other settings as JSON. An entry with
 other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share the cores.
@@ -187,11 +188,11 @@ class Study:
             out_dir=scripts.folder,
         )
         if 'source' in entry:
-            flags['init_from'] = scripts.folder / 'expanded'
-            if not flags['init_from'].exists():
-                source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
-                expansion = dict(source_model=source, output_dir=flags['init_from'], tokenizer=flags['tokenizer'])
+            source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
+            expansion = dict(source_model=source, output_dir=scripts.folder / 'expanded', tokenizer=flags['tokenizer'])
+            if not expansion['output_dir'].exists():
                 scripts.run('expand.py', *as_flags(expansion))
+            flags['init_from'] = expansion['output_dir']
         scripts.run('train.py', '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
@@ -199,14 +200,13 @@ class Study:
         folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
         scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval')
-        scripts.run('study.deciles', folder, entry['train'], next(iter(entry['corpora'].values())))
         # the name contains the date
         results = json.loads(max(folder.glob('eval/*/results_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
         row['device'] = torch.cuda.get_device_name() if 'cuda' in results['device'] else results['device']
         for corpus, path in entry['corpora'].items():
             row |= {f'{corpus}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
-        return row | json.loads((folder / 'deciles.json').read_text())
+        return row
 
 
 def as_flags(settings):
@@ -215,19 +215,18 @@ def as_flags(settings):
 
 class Scripts:
     """
-    Runs scripts of this repository by file name, and modules of study/ by module name, from any working directory.
-    Their output goes to `folder`. They inherit the open file `lock` and so hold its lock until they end.
+    Runs scripts of this repository, from any working directory. Their output goes to `folder`. They inherit the open
+    file `lock` and so hold its lock until they end.
     """
 
     def __init__(self, folder, lock, threads):
         self.folder = folder
         self.lock = lock
-        python_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get('PYTHONPATH')]))
-        self.environment = os.environ | dict(OMP_NUM_THREADS=threads, PYTHONPATH=python_path)
+        self.environment = os.environ | dict(OMP_NUM_THREADS=threads)
 
     def run(self, name, *args):
         """Runs a script. Raises InputError with the last line of its output if it fails."""
-        command = [sys.executable, *([REPO / name] if name.endswith('.py') else ['-m', name]), *args]
+        command = [sys.executable, REPO / name, *args]
         output = self.folder / f'{name}.out'
         with open(output, 'ab') as out:
             done = subprocess.run(command, stdout=out, stderr=out, pass_fds=[self.lock.fileno()], env=self.environment)

@@ -12,14 +12,13 @@ import statistics
 import sys
 
 import pytest
-import torch
-from conftest import REPO, events, ok, random_model, run, snapshot, started
+from conftest import REPO, ok, snapshot, started
 
 from configurator import InputError
+from mhf.tokenizers import get_tokenizer
 from study import costs, report
-from study.deciles import score_tokens
 from study.rows import add_row, read_csv, write_csv
-from study.sweep import Scripts, Study, sweep
+from study.sweep import Study, sweep
 
 LIST = """
 DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
@@ -79,7 +78,6 @@ def test_killed_sweep_ends_with_the_same_rows(study):
     ok(*command, cwd=killed)
     assert rows(killed) == expected
     assert snapshot(killed / 'out/runs' / RUNS[0]) == finished
-    check_deciles(uninterrupted)
     printed = ok('study.report', 'runs.py', cwd=uninterrupted).stdout
     best = min(float(row['docs_nats_per_token']) for row in expected.values())
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
@@ -96,42 +94,21 @@ def test_evaluation_fails_after_training(study, monkeypatch):
     assert len(read_csv(Study('runs.py').csv)) == 2
 
 
-def check_deciles(folder):
-    """The deciles contain all held-out tokens, scored as in training's validation."""
-    name, row = next(iter(rows(folder).items()))
-    tokens = int(row['docs_tokens'])
-    row = {k: float(v) for k, v in row.items() if k[-1].isdecimal()}
-    sizes = [tokens // 10 + (k < tokens % 10) for k in range(10)]
-    nats = sum(row[f'nats_{k}'] * size for k, size in enumerate(sizes, 1)) / tokens
-    assert nats == pytest.approx(events(folder, f'out/runs/{name}')[-1]['val_nats'], rel=1e-3)
-    frequencies = [row[f'frequency_{k}'] for k in range(1, 11)]
-    assert frequencies == sorted(frequencies, reverse=True) and row['nats_1'] < row['nats_10']
-
-
-def test_token_scores():
-    """Nats, top-1 and ranks are those of log P."""
-    m = random_model()
-    ids = torch.randint(3, 300, (60,))
-    T = m.config.block_size
-    blocks = [ids[b : b + T + 1] for b in range(0, len(ids) - 1, T)]
-    logp = torch.cat([m.log_probs(block[None, :-1])[0] for block in blocks]).detach()
-    ordered = logp.argsort(descending=True)
-    target = ids[1:, None]
-    with torch.no_grad():
-        nats, right, rank = score_tokens(m, ids)
-    assert torch.allclose(nats, -logp.gather(1, target)[:, 0])
-    assert torch.equal(rank, 1 + (ordered == target).double().argmax(1)) and torch.equal(right, (rank == 1).double())
-
-
-def test_deciles_need_token_ids(quick):
-    """Bins of signatures, such as the demo's, and bins of another tokenizer end in one line with the fix."""
-    done = run('study.deciles', 'out', 'bins', 'bins', cwd=quick)
-    assert done.returncode == 1 and 'prepare it with --data_format=ids' in done.stderr and 'delete' not in done.stderr
-    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
-    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=tekken', '--tokenizer=tekken', cwd=quick)
-    ok('study.deciles', 'out', 'ids', 'ids', cwd=quick)
-    done = run('study.deciles', 'out', 'ids', 'tekken', cwd=quick)
-    assert "tekken was prepared with 'tekken', not with the model's tokenizer" in done.stderr
+def test_source(study, monkeypatch):
+    """An entry with a source waits for the source's run of the same seed and continues its training."""
+    folder = study('source')
+    monkeypatch.chdir(folder)
+    (folder / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
+    data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\nRUNS[0] |= dict(learning_rates=(1e-2,))\n"
+    entry = "dict(name='continued', source='H3', train='larger', corpora=dict(docs='larger'), learning_rates=(1e-6,))"
+    (folder / 'runs.py').write_text(
+        f"{LIST}{data}RUNS.insert(0, RUNS[0] | {entry} | dict(encoder_init='normal'))\n"
+    )
+    runs = Study('runs.py')
+    assert list(runs.pending({})) == [('tiny', 'H3', 1e-2, 1)]
+    sweep(runs, 2, '.')
+    continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
+    assert continued == pytest.approx(source, abs=0.01)
 
 
 def random_study(folder, names, claims):
@@ -363,18 +340,7 @@ def test_a_wrong_list(study, monkeypatch, right, wrong, says):
     assert not (folder / 'runs.csv').exists()
 
 
-def test_scripts_run_from_any_folder(tmp_path, monkeypatch):
-    """Scripts that a sweep starts find the repository's modules from any folder; PYTHONPATH is kept."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'folder').mkdir()
-    (tmp_path / 'folder' / 'own.py').write_text('import model; print("found")')
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'folder'))
-    with open(tmp_path / 'lock', 'w') as lock:
-        Scripts(tmp_path, lock, '1').run('own')
-    assert (tmp_path / 'own.out').read_text() == 'found\n'
-
-
-MODULES = 'costs deciles kernels rank report sweep tfree'.split()
+MODULES = 'costs kernels rank report sweep tfree'.split()
 
 
 @pytest.mark.parametrize('name', MODULES)
