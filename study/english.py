@@ -1,16 +1,20 @@
 """
-The demo's model (config/mhf_tiny.py, d=256, 4 layers) on textbooks and an encyclopedia; 1.02 M and 3.07 M tokens.
+The demo's model (config/mhf_tiny.py, d=256, 4 layers) on textbooks and an encyclopedia, 1.02 M to 10.2 M tokens.
 
 `english` is held out of the training corpus, `fineweb` is another source. H is the number of hashes, B that of buckets:
 MHF H4 B7,966 has as many parameters as Standard, and so have H3 and H2. All are trained with the exact loss, except
 `product loss`, by AdamW: linear warm-up over a tenth of the steps, cosine to 0, beta2 0.95, weight decay 0.1, gradient
-norm 1. `tuned` is lr 1e-3, embedding lr x4 and beta2 0.99; `scale 4` multiplies
-Standard's embedding rows by 4; `orthogonal` initializes W_s to 8 times an orthogonal matrix, so that a token enters the
-decoder with the standard deviation of scale 4. Everything else is initialized as in the paper.
+norm 1. `tuned` is lr 1e-3, embedding lr x4 and beta2 0.99; `scale 4` multiplies Standard's embedding rows by 4;
+`orthogonal` initializes W_s to 8 times an orthogonal matrix, so that a token enters the decoder with the standard
+deviation of scale 4. Everything else is initialized as in the paper.
 """
 
 DATA = {
     'data/study_english': dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
+    # the same held-out text, and twice as much for training
+    'data/study_english_10m': dict(
+        dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
+    ),
     # all of what is read is held out
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
@@ -25,6 +29,12 @@ _SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250,
 _LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
 _WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
 _WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
+
+_LONG_WIDE = _WIDE | dict(
+    dtype='bfloat16', group='3.07 M tokens, d=384, 6 layers', max_steps=1500, eval_interval=500, warmup_steps=150
+)
+_LONGEST = _COMMON | dict(group='10.2 M tokens', train='data/study_english_10m', seeds=(1, 2))
+_LONGEST |= dict(dtype='bfloat16', max_steps=5000, eval_interval=1000, warmup_steps=500)
 
 _LEARNING_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
 _STANDARD = dict(name='Standard', learning_rates=_LEARNING_RATES, num_hashes=0)
@@ -71,6 +81,8 @@ for _model in _VARIANTS:
 for _model in _TUNED_MODELS:
     _wide = dict(name=_widen(_model['name'])) | (dict(num_buckets=7934) if _model['num_hashes'] else {})
     RUNS += [_SHORT | _model, _LONG | _model, _WIDE | _model | _wide]
+    if _model['name'].endswith(('scale 4', 'orthogonal')):
+        RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]
 
 # for study/report.py: the models of its table, and claims (claim, model, the model that it is compared with)
 _TUNED_NAMES = [model['name'] for model in _TUNED_MODELS]
