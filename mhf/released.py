@@ -27,13 +27,14 @@ from mhf.fused import FusedMHF
 from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, validate_table
 
-# fields of config.json -> fields of MHFConfig; the authors' files have no single_id and no embedding_scale
+# fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
 RELEASED_FIELDS = dict(
     vocab_size='vocab_size', hidden_size='hidden_size', intermediate_size='intermediate_size',
     num_hidden_layers='num_layers', num_attention_heads='num_heads', num_key_value_heads='num_kv_heads',
     head_dim='head_dim', rms_norm_eps='norm_eps', rope_theta='rope_theta', max_position_embeddings='block_size',
     pad_token_id='pad_id', trained_loss='loss', num_hashes='num_hashes', num_buckets='num_buckets', num_lsh='num_lsh',
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
+    encoder_init='encoder_init',
 )  # fmt: skip
 # other fields of config.json: their supported values; and a pattern of fields that change the computation
 SUPPORTED = dict(

@@ -26,8 +26,6 @@ _COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, 
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True)
 _STANDARD = dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)
 _MHF = dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', embedding_scale=8.0)
-# the format of expanded models has no encoder_init
-_LOADED = dict(encoder_init='normal')
 _BASE = _COMMON | dict(group='english, 32,768 tokens', train='data/expansion_base', learning_rates=(1e-3,))
 _BASE |= dict(corpora=dict(english='data/expansion_base'), max_steps=500, eval_interval=500, warmup_steps=50)
 _EXPANDED = _COMMON | dict(group='then 4 languages, 48,122 tokens', train='data/expansion', unfrozen_end_layers=1)
@@ -37,7 +35,7 @@ _EXPANDED |= dict(learning_rates=(5e-4, 1e-3, 2e-3), max_steps=400, eval_interva
 RUNS = [
     _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal'),
     _BASE | _STANDARD | dict(name='Standard, scale 4'),
-    _EXPANDED | _MHF | _LOADED | dict(name='MHF H4 B7,966, expanded', source='MHF H4 B7,966, orthogonal'),
+    _EXPANDED | _MHF | dict(name='MHF H4 B7,966, expanded', source='MHF H4 B7,966, orthogonal'),
     _EXPANDED | _STANDARD | dict(name='Standard, expanded', source='Standard, scale 4'),
 ]
 

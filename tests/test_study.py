@@ -101,9 +101,7 @@ def test_source(study, monkeypatch):
     (folder / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
     data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\nRUNS[0] |= dict(learning_rates=(1e-2,))\n"
     entry = "dict(name='continued', source='H3', train='larger', corpora=dict(docs='larger'), learning_rates=(1e-6,))"
-    (folder / 'runs.py').write_text(
-        f"{LIST}{data}RUNS.insert(0, RUNS[0] | {entry} | dict(encoder_init='normal'))\n"
-    )
+    (folder / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
     runs = Study('runs.py')
     assert list(runs.pending({})) == [('tiny', 'H3', 1e-2, 1)]
     sweep(runs, 2, '.')
