@@ -18,8 +18,8 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# Benchmarks this GPU (the head's kernels, a training step of 100M) and runs the GPU tests. Prints times, then yes or no,
-# and writes gpu.json. PY=python3 uses installed packages instead of .venv.
+# Benchmarks this GPU (the head's kernels, a training step of 100M) and runs the GPU tests. Prints times, then yes or no.
+# PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"

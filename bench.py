@@ -6,9 +6,10 @@ Benchmarks a config on this machine: MultiHashFormer with the exact and the prod
     $ python bench.py config/mhf_100m.py --variants=exact,Standard --json_output
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100         # memory, days and disk, estimated
 
-FLOPs are those of matrix products: 2 per multiply-add; causal attention counts half. The GEMM share is the FLOP/s of a
-training step divided by that of large matrix products in the same run. Peak memory is measured on a GPU only, beyond
-parameters and optimizer state. A Standard config is compared with H4B16K.
+FLOPs are those of matrix products: 2 per multiply-add; causal attention counts half; a plan with
+activation_checkpointing counts the second forward pass. The GEMM share is the FLOP/s of a training step divided by that
+of large matrix products in the same run. Peak memory, on a GPU only, excludes parameters and optimizer state. A
+Standard config is compared with H4B16K.
 """
 
 import contextlib
@@ -303,7 +304,10 @@ def bench_infer(configs, tok):
     for name, c in distinct.items():
         model = random_model(c, tok).to(getattr(torch, dtype)).eval()
         s = random_tokens(model, 1, block_size + 1)
-        generations[name] = partial(generate, Engine(model), prompt)
+        engine = Engine(model)
+        if compile:
+            engine.compile(1, prompt.shape[1] + NEW_TOKENS)
+        generations[name] = partial(generate, engine, prompt)
         normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
     generation_seconds = benchmark_interleaved(generations)
     normalization_seconds = benchmark_interleaved(normalizations)
@@ -329,8 +333,10 @@ BENCHMARKS = dict(train=bench_train, profile=bench_profile, infer=bench_infer)
 
 def check_settings():
     check_numbers(config, 'repeats gpus batch_size micro_batch_size block_size max_steps', low=1)
+    check_numbers(config, 'num_hashes')
     for setting, names in dict(benchmarks=BENCHMARKS, variants=VARIANTS, gpu=GPU_MEMORY).items():
-        for name in set(config[setting].split(',')).difference(names):
+        chosen = {gpu} if setting == 'gpu' else set(config[setting].split(','))
+        for name in chosen.difference(names):
             near = did_you_mean(name, names)
             raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(names)}{near}")
 

@@ -9,8 +9,9 @@ over the real tokens.
     $ python eval.py --tasks=card660 --benchmark_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
-Writes results/<model>/results_<date>.json. lm-eval's other tasks run on its own command line with this model:
-python -m mhf.lm run --help.
+Writes results/<model>/results_<date>.json. Each process draws its own few-shot examples, so scores of the tasks with 5
+shots (ARC-E, OBQA, SIQA) depend on the number of processes. lm-eval's other tasks run on its own command line with
+this model: python -m mhf.lm run --help.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
-out_dir = ''  # folder of the checkpoint; '': the newest one under the working folder
+out_dir = ''  # folder of the checkpoint; '': the newest one up to two folders below the working folder
 released = ''  # instead: a released model, a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
@@ -76,6 +77,8 @@ def check_settings():
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
+    if out_dir and not (Path(out_dir) / 'ckpt.pt').exists():
+        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or name a released model by --released')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"

@@ -17,8 +17,8 @@ these pieces is tokenized as before. A grown MultiHashFormer has a longer signat
 grown Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
-training data must not contain these documents: prepare.py holds out the same ones if it reads the same corpora with
-val_fraction=0.05 and without --part, as config/expand_*.py do.
+training data must not contain these documents: prepare.py also holds them out if it reads the same corpora with
+val_fraction=0.05, the default val_bytes, at most 10 sources and without --part, as config/expand_*.py do.
 """
 
 import contextlib
@@ -354,6 +354,9 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
+    if not tok.encode(['\n'])[0]:
+        fix = "train it with normalization_rule_name='identity' and remove_extra_whitespaces=False"
+        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks, so it cannot be expanded; {fix}")
     source = load_source_model(tok) if source_model else None
 
     held_out = None

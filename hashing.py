@@ -34,8 +34,8 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
         unique: rehash the last coordinate until the signature is free (not if num_lsh == num_hashes). False is the
             Single-ID ablation: one hash (seed 0) on all coordinates, without rehashing.
 
-    Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H < 1, B
-    outside 2..65536, and a prefix without a free signature.
+    Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H, B or
+    num_lsh out of range, and for a prefix without a free signature.
     """
     V = len(tokens)
     H = num_hashes
@@ -92,7 +92,10 @@ def rehash_collisions(table, tokens, B):
 
 
 def lsh_coordinates(strings, num_lsh, B):
-    """LSH coordinates (len(strings), num_lsh) int64 in 1..B-1: the argmax of signed random projections of trigrams."""
+    """
+    LSH coordinates (len(strings), num_lsh) int64 in 1..B-1: a random projection of the trigrams, its signs, a second
+    random projection of these, and the argmax.
+    """
     import torch  # only this ablation needs it: torch's generator defines the projections
 
     project = torch.randn((TRIGRAM_ROWS, num_lsh, LSH_BITS), generator=torch.Generator().manual_seed(3407))

@@ -13,7 +13,8 @@ faster; tests compare both with this file.
     HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
     exact_loss                              normalizes P(w) in training with --loss=exact and in validation;
                                             fused: exact_nll
-    product_loss                            normalizes each p_i, but not P(w); fused: cross_entropies
+    product_loss                            normalizes each p_i, but not P(w), except in the Standard model;
+                                            fused: cross_entropies
     log_probs                               normalizes P(w) in evaluation; fused: predictions
     sample_token                            normalizes P(w) in sampling
     MHF.head_weight                         ties the head to E
@@ -386,7 +387,7 @@ class MHF(nn.Module):
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                e = checkpoint(layer, e, rope, use_reentrant=False)
+                e = checkpoint(layer, e, rope, mask, use_reentrant=False)
             else:
                 e = layer(e, rope, mask, None if cache is None else cache[i], positions)
         return self.norm(e)

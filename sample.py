@@ -41,7 +41,7 @@ config = configure(globals())
 if out_dir and released:
     raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
 if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
-    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: must be numbers')
+    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: top_k must be a whole number, top_p a number')
 check_numbers(config, 'num_samples max_new_tokens', low=1)
 check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)
@@ -49,8 +49,8 @@ compile = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
-    except OSError as e:
-        raise InputError(f'--start={start}: {e.strerror}') from None
+    except (OSError, RuntimeError) as e:  # RuntimeError: ~ of an unknown user
+        raise InputError(f'--start={start}: {e}') from None
 opened = open_model(out_dir, released, tokenizer)
 model = opened.model
 tok = opened.tok

@@ -485,7 +485,7 @@ def test_embedding_scale_of_standard(tmp_path):
     m.float()
     save_pretrained(m, tmp_path / 'released', 'mistral')
     exported = from_pretrained(tmp_path / 'released')
-    assert exported.config.embedding_scale == 3
+    assert exported.config == m.config
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
 
 
@@ -623,6 +623,8 @@ def test_activation_checkpointing():
     m.activation_checkpointing = True
     again = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 3 and all(torch.equal(expected[k], again[k]) for k in expected)
+    mask = torch.eye(20, dtype=torch.bool)[None, None]  # each position attends to itself only
+    assert torch.allclose(m.hidden_states(x, mask=mask)[:, 7], m.hidden_states(x[:, 7:8])[:, 0])
 
 
 def test_replace_vocabulary():

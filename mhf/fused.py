@@ -118,8 +118,8 @@ class FusedMHF(MHF):
 
     def compile(self, **options):
         """
-        Compiles hidden_states, for training and validation, and on a GPU chunk_gradients. On a CPU its many small
-        blocks would compile for minutes and gain nothing. The loop over chunks stays eager.
+        Compiles hidden_states, for training and validation, and on a GPU chunk_gradients. On a CPU the many small
+        blocks of chunk_gradients would compile for minutes and gain nothing. The loop over chunks stays eager.
         """
         self.hidden_states = torch.compile(self.hidden_states, **options)
         sizes = self.get_chunk_sizes()

@@ -398,13 +398,13 @@ class MHFLM(TemplateLM):
 
 def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
     """
-    Opens the model of a run (its out_dir; default: the newest under the working folder), of a folder in the released
+    Opens the model of a run (its out_dir; default: the newest up to two folders below), of a folder in the released
     format, or of a hub id with its revision -> MHFLM. Each process opens its own.
 
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
-    if bos not in (None, True, False):
+    if bos is not None and type(bos) is not bool:
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     path, tokenizer = map(os.path.expanduser, (path, tokenizer))
     rank, world_size, device = init_distributed(device)

@@ -84,16 +84,7 @@ def released_weights(model):
     if not model.config.num_hashes:
         del state['signatures']
     released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
-    weights = {rename(name, released_names): tensor.contiguous() for name, tensor in state.items()}
-    if not is_tied(model.config):
-        weights['lm_head.weight'] = weights['model.embed_tokens.weight']
-        weights['model.embed_tokens.weight'] = weights['lm_head.weight'] * model.config.embedding_scale
-    return weights
-
-
-def is_tied(c):
-    """Returns whether input and output embeddings are the same; a Standard model's may differ by embedding_scale."""
-    return bool(c.num_hashes) or c.embedding_scale == 1
+    return {rename(name, released_names): tensor.contiguous() for name, tensor in state.items()}
 
 
 def released_config(model):
@@ -101,22 +92,25 @@ def released_config(model):
     c = model.config
     fields = dict(
         model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
-        tie_word_embeddings=is_tied(c), torch_dtype='float32',
+        tie_word_embeddings=True, torch_dtype='float32',
     )  # fmt: skip
     fields |= {released: getattr(c, name) for released, name in RELEASED_FIELDS.items()}
     table = model.signatures.cpu().numpy()
     _, token_mask = validate_table(c, table)
     unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
     if unused_ids:
-        # transformers would predict these ids, so it must refuse the model
-        fields |= dict(unused_ids=unused_ids, model_type='mhf_standard', architectures=['MHF'])
+        fields['unused_ids'] = unused_ids
+    if unused_ids or not c.num_hashes and c.embedding_scale != 1:
+        # transformers must refuse the model, because it would ignore these fields
+        fields |= dict(model_type='mhf_standard', architectures=['MHF'])
     return fields
 
 
 def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
     Writes a model and its tokenizer to a new folder in the released format. transformers loads a Standard model as
-    Qwen3 with AutoModelForCausalLM, unless it has unused ids, and its tokenizer with AutoTokenizer.
+    Qwen3 with AutoModelForCausalLM, unless it has unused ids or an embedding_scale, and its tokenizer with
+    AutoTokenizer.
 
     Args:
         tokenizer: a name for get_tokenizer
@@ -187,7 +181,7 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
             raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
-        tie_embeddings(weights, config_json, config.embedding_scale)
+        tie_embeddings(weights, config_json)
         model = build_on_meta(config, Model)
         load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
     except (ValueError, RuntimeError, IndexError) as e:
@@ -240,7 +234,7 @@ def refuse_unsupported(config_json, source):
 def convert_config(config_json, table):
     """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
     fields = dict(num_hashes=0, loss='product')
-    # load_weights detects the other sizes if they are missing
+    # load_weights detects the other sizes, except max_position_embeddings, if they are missing
     for key in ('hidden_size', 'num_attention_heads', 'rope_theta'):
         if config_json.get(key) is None:
             raise ValueError(f'config.json has no {key}')
@@ -277,16 +271,15 @@ def parse_eos_ids(config_json):
     return ids
 
 
-def tie_embeddings(weights, config_json, embedding_scale):
-    """Merges the two embeddings. Raises ValueError unless embed_tokens equals lm_head * embedding_scale."""
+def tie_embeddings(weights, config_json):
+    """Merges the two embeddings. Raises ValueError unless they are equal."""
     head = weights.pop('lm_head.weight', None)
     if head is None and config_json.get('tie_word_embeddings') is False:
         raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
     if head is not None:
         E = weights.get('model.embed_tokens.weight')
-        if E is None or not torch.equal(head * embedding_scale, E):
+        if E is None or not torch.equal(head, E):
             raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
-        weights['model.embed_tokens.weight'] = head
 
 
 def infer_single_id(table):

@@ -139,7 +139,7 @@ class JsonTokenizer:
         try:
             return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as e:  # an unknown word, and the file has no unk
-            raise InputError(f"tokenizer '{self.name}' cannot encode '{texts[0]:.40} ...' ({e})") from None
+            raise InputError(f"tokenizer '{self.name}' cannot encode a text after '{texts[0]:.40} ...' ({e})") from None
 
     def decode(self, ids):
         # the file need not mark these as special
@@ -179,7 +179,7 @@ def get_tokenizer(name):
     file = name
     if name in known:
         hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that contains it, or use --tokenizer=mistral'
-    elif Path(name).is_dir():
+    elif name and Path(name).is_dir():
         raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
     elif not name.endswith(('.model', '.json')):
         if '/' not in name:

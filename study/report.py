@@ -47,7 +47,7 @@ def number(numbers, form):
 def model_table(studies, measure):
     """The models in MAIN of some lists that have rows, group by group."""
     name, form = MEASURES[measure]
-    corpora = list(studies[0].entries[0]['corpora'])
+    corpora = corpora_of(studies)
     lines = []
     for study in studies:
         rows = study.rows()
@@ -63,6 +63,10 @@ def model_table(studies, measure):
 
 def groups(study):
     return list(dict.fromkeys(entry['group'] for entry in study.entries))
+
+
+def corpora_of(studies):
+    return list(dict.fromkeys(corpus for study in studies for entry in study.entries for corpus in entry['corpora']))
 
 
 def verdict(differences):
@@ -88,7 +92,7 @@ def claim_line(study, rows, claim, pair):
         return None
     differences = {}
     cells = []
-    for corpus in pair[0]['corpora']:
+    for corpus in corpora_of([study]):
         first, second = (values(seed_rows, f'{corpus}_{study.measure}') for seed_rows in seeds)
         difference = statistics.mean(second) - statistics.mean(first)
         several = len(first) > 1 and len(second) > 1
@@ -111,8 +115,7 @@ def claims_table(studies):
             if not pairs:
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
             lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    corpora = studies[0].entries[0]['corpora']
-    heads = ['claim', 'model', 'compared with', 'trained on', *corpora, 'in', 'seeds', 'verdict']
+    heads = ['claim', 'model', 'compared with', 'trained on', *corpora_of(studies), 'in', 'seeds', 'verdict']
     return table(heads, filter(None, lines))
 
 
@@ -201,10 +204,13 @@ def draw_times(study, path):
 
 def write():
     """Rewrites RESULTS.md and its figures."""
-    english, vocabulary, large = (Study(HERE / f'{name}.py') for name in ('english', 'vocabulary', 'large_vocabulary'))
+    names = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
+    english, vocabulary, large, expansion = (Study(HERE / f'{name}.py') for name in names)
     tables = dict(
         english=model_table([english], 'nats_per_token'),
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
+        expansion=model_table([expansion], 'bits_per_byte'),
+        expansion_claims=claims_table([expansion]),
         costs=costs_table(english),
         claims=claims_table([english, vocabulary, large, Study(HERE / 'paper100m.py')]),
     )

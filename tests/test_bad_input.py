@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sentencepiece
 import torch
 from conftest import random_model, run, snapshot, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
@@ -57,6 +58,13 @@ def tokenizer_with(*pieces, without=0):
         (folder / 'x.model').write_bytes(append_pieces(model, pieces))
 
     return setup
+
+
+def default_sentencepiece(folder):
+    """Writes b.model: SentencePiece with its default normalization, for which a line break is a space."""
+    options = dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2)
+    lines = iter(['some words'] * 9)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / 'b'), **options)
 
 
 def tokenizer_json(special='<s>', id=1, cut=None):
@@ -176,6 +184,7 @@ BAD = [
     Bad('top_k of text', 'sample.py cfg.py --top_k=many', says="top_k='many'"),
     Bad('a negative temperature', 'sample.py cfg.py --temperature=-1', says='temperature=-1.0'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
+    Bad('prompt of no user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says='~nobody-here/x'),
     Bad('released of another tokenizer', 'sample.py --released=small', 'expected 300', released()),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
@@ -183,10 +192,16 @@ BAD = [
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
     Bad('expand into another kind of file', 'expand.py --corpora=docs.jsonl --tokenizer=new.json', says='new.json'),
+    Bad(
+        'expand a tokenizer without line breaks',
+        DOCS + '--base_tokenizer=b.model',
+        'drops line breaks',
+        default_sentencepiece,
+    ),
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('expand to a full prefix', GROW + '--source_model=full --num_new_tokens=300', 'prefix () is full', full_table),
     Bad('expand another table', GROW + '--source_model=small', '--base_tokenizer', released(vocab_size=32768)),
-    Bad('an unknown gpu', 'bench.py --plan --gpu=H10', says="did you mean 'H100'"),
+    Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),
     Bad('expand into an existing folder', DOCS + '--source_model=out --output_dir=bins', says='bins already exists'),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", tokenizer_with(without=1)),
     # eval.py and bench.py
@@ -195,6 +210,7 @@ BAD = [
     Bad('a fraction of a document', EVAL + '--limit=0.5', says='limit=0.5'),
     Bad('a limit on a text', TEXT + 'docs.jsonl --limit=3', says='limit=3: bits_per_byte and card660'),
     Bad('a limit on word pairs', EVAL + '--tasks=card660 --limit=3', says='limit=3: bits_per_byte and card660'),
+    Bad('no checkpoint to evaluate', 'eval.py --out_dir=nowhere', says='no checkpoint at nowhere/ckpt.pt'),
     Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
     Bad('no local file', EVAL + '--tasks=piqa --benchmark_dir=bins', says='no piqa_validation'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),

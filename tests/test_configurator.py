@@ -172,6 +172,28 @@ def test_configs_inherit(monkeypatch, tmp_path):
     assert read_config('config/standard_1b_2l.py')['num_layers'] == read_config('config/mhf_1b.py')['num_layers'] + 2
 
 
+def test_configs_are_the_paper_s():
+    """The configs of the paper's models have its sizes, schedules and optimizer (SPEC.md, section 8)."""
+    sizes = 'hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim learning_rate max_steps'.split()
+    paper = {
+        '100m': (768, 2560, 12, 12, 2, 64, 5e-4, 20000),
+        '1b': (2048, 6144, 20, 16, 8, 128, 3e-4, 200000),
+        '3b': (2048, 11008, 36, 16, 2, 128, 2e-4, 200000),
+    }
+    same = dict(warmup_steps=2000, lr_decay_steps=0, batch_size=256, block_size=2048, beta1=0.9, beta2=0.999)
+    same |= dict(weight_decay=0.1, grad_clip=1.0, seed=42, embedding_lr_mult=1.0, loss='product')
+    same |= dict(encoder_init='normal', embedding_scale=1.0, ablation='', num_lsh=0, single_id=False)
+    for size, values in paper.items():
+        for name, H, B in ((f'mhf_{size}', 4, 16384), (f'standard_{size}', 0, 16384)):
+            got = configured('train.py', f'config/{name}.py')
+            expected = dict(zip(sizes, values, strict=True)) | same | dict(num_hashes=H, num_buckets=B)
+            assert {key: got[key] for key in expected} == expected
+    for size in ('100m', '1b'):
+        got = configured('train.py', f'config/mhf_{size}_h3b10k.py')
+        changed = dict(num_hashes=3, num_buckets=10624, out_dir=got['out_dir'])
+        assert got == configured('train.py', f'config/mhf_{size}.py') | changed
+
+
 known = sorted({name for script in configurator.SCRIPTS for name in get_defaults(script)})
 
 

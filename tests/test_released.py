@@ -192,7 +192,7 @@ def test_transformers_reads_an_export(tmp_path, kind):
     """transformers opens the folder of a Standard model: the same log P, the same ids, and the same special tokens."""
     name = TOKENIZERS[kind](tmp_path)
     tok = get_tokenizer(name)
-    changes = dict(embedding_scale=4.0, rope_theta=5e4) if kind == 'mistral' else {}
+    changes = dict(rope_theta=5e4) if kind == 'mistral' else {}
     changes |= dict(vocab_size=len(tok.tokens), pad_id=tok.pad, num_layers=1, dtype=torch.float32)
     m = random_model(num_hashes=0, **changes)
     folder = tmp_path / 'export'
@@ -213,7 +213,6 @@ def test_transformers_reads_an_export(tmp_path, kind):
     assert (model(x).logits.log_softmax(-1) - m.log_probs(x)).abs().max() < 1e-5
     opened = open_model(released=str(folder))
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
-    assert opened.model.config.embedding_scale == m.config.embedding_scale
 
 
 def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
@@ -236,8 +235,8 @@ def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
         assert AutoTokenizer.from_pretrained(tmp_path / name)(texts)['input_ids'] == tok.encode(texts)
 
 
-def test_unused_ids_are_exported(tmp_path):
-    """An id without a token keeps probability 0 after an export; transformers refuses the model."""
+def test_unused_ids_and_embedding_scale_are_exported(tmp_path):
+    """An id without a token keeps probability 0 after an export; transformers refuses what it would ignore."""
     m = random_model(num_hashes=0, dtype=torch.float32)
     m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60, 299]))
     save_pretrained(m, tmp_path / 'export', 'mistral')
@@ -245,8 +244,10 @@ def test_unused_ids_are_exported(tmp_path):
     ids = torch.tensor([[1, 7, 9]])
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
-    with pytest.raises(ValueError, match='mhf_standard'):
-        AutoConfig.from_pretrained(tmp_path / 'export')
+    save_pretrained(random_model(num_hashes=0, embedding_scale=4.0), tmp_path / 'scaled', 'mistral')
+    for name in ('export', 'scaled'):
+        with pytest.raises(ValueError, match='mhf_standard'):
+            AutoConfig.from_pretrained(tmp_path / name)
 
 
 def test_export_deletes_no_files(tmp_path):
