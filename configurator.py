@@ -75,7 +75,7 @@ def did_you_mean(word, known):
 
 
 def check_numbers(settings, names, low=0, below=math.inf, positive=False):
-    """Raises InputError unless the settings `names` (with spaces between) are in [low, below); `positive` excludes 0."""
+    """Raises InputError unless the settings `names`, "a b c", are in [low, below); `positive` excludes 0."""
     for name in names.split():
         if not low <= settings[name] < below or positive and settings[name] == 0:
             limit = f' and below {below}' if below < math.inf else ''
