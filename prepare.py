@@ -15,8 +15,8 @@ From a document to its loss:
 
 1. read_files (mhf/sources.py) yields the document: a .txt file, a line of a .jsonl file or a row of a .parquet file.
    A document of more than MAX_DOCUMENT_CHARS is split.
-2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. It holds
-   out the tail of each document if the source has fewer than n.
+2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. If the
+   first 64M characters of a source have fewer than n documents, it holds out the tail of each document instead.
 3. encode tokenizes it. ShardWriter writes bos and the document, as ids (n,) or as signatures table[ids] (n, H).
 4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.
 5. training_batches (train.py) reads blocks of T + 1 tokens in the order of block_indices (mhf/data.py). Blocks cross
@@ -347,7 +347,7 @@ def main(config):
         check_same(folder, existing, meta)
         if not data.read_units(folder, meta)[1]:
             for split in SPLITS:
-                data.Bins(folder, split)  # checks the shards
+                data.Bins(folder, split)  # checks that each shard exists and has its size
             print(f'{folder} is already prepared; delete it to prepare it again')
             return
     limits = [source['limit'] for source in meta['sources']]

@@ -16,7 +16,8 @@ Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_0001
 SIGTERM or Ctrl-C it finishes the step, saves a checkpoint and exits with 143 or 130; for a checkpoint that takes over
 30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can
 resume on any number of processes. A resumed run may change only the settings in FREE_ON_RESUME. On a CPU, and with
---deterministic on a GPU, it ends with the same bits as an uninterrupted run.
+--deterministic on a GPU, it ends with the same bits as an uninterrupted run. To go back to an earlier checkpoint,
+delete ckpt.pt and the later ckpt_000123.pt.
 """
 
 import contextlib
@@ -97,7 +98,7 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 config = configure(globals())
 # The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may change
 # only if the data are identical. dtype=None keeps the checkpoint's. A resumed run, and a run with --init_from=MODEL,
-# keeps the architecture of the loaded model: a config file's other value is ignored, the command line's is an error.
+# keeps the architecture of the loaded model: another value in a config file is ignored, on the command line an error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -222,7 +223,7 @@ optimizer = configure_optimizer()
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
     ckpt = None  # frees its memory
-# a backward pass on zeros makes every .grad a view of a DDP bucket, which avoids a second copy of the gradients
+# DDP: a backward pass on zeros makes every .grad a view of a bucket, which avoids a second copy of the gradients
 accumulates_in_buckets = world_size > 1 and accumulation > 1
 if accumulates_in_buckets:
     zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
@@ -315,7 +316,11 @@ def open_log():
 
 
 def log(**event):
-    log_file.write(json.dumps(event) + '\n')
+    try:
+        log_file.write(json.dumps(event) + '\n')
+    except OSError as e:  # a full disk
+        fix = f'{checkpoints.describe_last()}; resume with --init_from=resume'
+        raise InputError(f'{log_path} cannot be written ({e}); {fix}') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
 
@@ -341,16 +346,19 @@ received_signals = []
 
 
 def request_stop(signum, frame):
-    """Ends the loop after its step. A second Ctrl-C ends a single process at once; torchrun forwards duplicates."""
+    """Ends the loop after its step. A second Ctrl-C ends a single process at once; torchrun may forward one twice."""
     received_signals.append(signum)
     if signum == signal.SIGINT and world_size == 1:
         signal.signal(signum, signal.SIG_DFL)
 
 
 def check_finite(**values):
-    """Raises InputError if a value is not finite, before the run updates or saves its weights."""
+    """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
     if not all(map(math.isfinite, values.values())):
         checkpoints.wait()
+        runtime.barrier()  # torchrun would end rank 0 during its write
+        if not master:
+            sys.exit(1)
         advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
         shown = ', '.join(f'{key} {value}' for key, value in values.items())
         raise InputError(f'step {step}: a value is not finite ({shown}); {advice}')

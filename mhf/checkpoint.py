@@ -65,7 +65,8 @@ class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the newest
     KEEP_CHECKPOINTS also exist as ckpt_000123.pt, named by their step. All ranks call save(); a thread of the rank with
-    writes=True writes the files. last_path and last_step describe the last checkpoint that was loaded or written.
+    writes=True writes the files. last_path and last_step describe the last checkpoint that was loaded or, on
+    the writing rank, written.
     """
 
     def __init__(self, out_dir, writes=True):
@@ -117,12 +118,13 @@ class Checkpoints:
         return dict(sorted(((int(path.stem[5:]), path) for path in paths), reverse=True))
 
     def list(self):
-        """Returns the checkpoints that a run can resume from, newest first."""
-        return [path for path in (self.newest, *self.numbered().values()) if path.exists()]
+        """Returns the checkpoints that a run can resume from, newest first; ckpt_best.pt is the last resort."""
+        paths = (self.newest, *self.numbered().values(), self.folder / 'ckpt_best.pt')
+        return [path for path in paths if path.exists()]
 
     def load_latest(self, Model=FusedMHF):
         """
-        Loads ckpt.pt. If it is damaged or missing, loads the intact ckpt_STEP.pt of the latest step, with a warning.
+        Loads ckpt.pt. If it is damaged or missing, loads the next intact one of list(), with a warning.
         Returns (model, the checkpoint's dict). Raises InputError if there is none.
         """
         paths = self.list() or [self.newest]

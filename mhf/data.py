@@ -15,7 +15,7 @@ It contains these files, three for each unit:
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
                       written last
 
-A folder is complete when each unit's json exists or the unit's source has reached its token limit.
+A folder is complete when each unit's json exists or the part has reached its share of the source's token limit.
 """
 
 import hashlib
@@ -185,7 +185,7 @@ def check_amount(tokens, split, folder):
 
 
 def open_shard(folder, shard):
-    """Memory-maps a shard, an entry of a unit's json. Raises InputError if it is missing or damaged."""
+    """Memory-maps a shard, an entry of a unit's json. Raises InputError if it is missing or has another size."""
     path = Path(folder) / shard['file']
     try:
         tokens = np.load(path, mmap_mode='r')

@@ -176,8 +176,8 @@ def init_distributed(device=None, deterministic=False):
 
 @functools.cache
 def host_group():
-    """Returns the group for objects and barriers. Its timeout is a day, because writing a checkpoint may take long."""
-    return dist.new_group(backend='gloo', timeout=timedelta(days=1))
+    """Returns the group for CPU tensors, objects and barriers. Writing a checkpoint may take up to its timeout."""
+    return dist.new_group(backend='gloo', timeout=timedelta(hours=1))
 
 
 def all_gather_object(value):

@@ -4,8 +4,8 @@ Sources: the files of a data set, and the documents in them.
     for text in read_documents('books/*.jsonl.xz'): ...
 
 A document is a .txt file, a line of a .jsonl file (its field `text`) or a row of a .parquet file (its column `text`).
-Text is UTF-8; a byte order mark is dropped, and \\r\\n becomes \\n. A .txt file is read into memory at once; put text
-that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
+Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \\n. A .txt file is read into memory at
+once; put text that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
 import glob
@@ -33,7 +33,7 @@ HUB = {
     'fineweb-2:LANGUAGE': 'HuggingFaceFW/fineweb-2/data/LANGUAGE/train',  # such as fineweb-2:arb_Arab
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
-MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends
+MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
 LOOKAHEAD_CHARS = 1 << 26  # maximum read by start_counts
 
 # -----------------------------------------------------------------------------
@@ -107,6 +107,8 @@ def hub_files(folder):
     except Exception as e:  # no network, no such folder
         raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
     sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
+    if not sizes:
+        raise InputError(f'{folder} on the hub has no .parquet files; correct it in HUB (mhf/sources.py)')
     return {f'hf://datasets/{repository}@{commit}/{file}': sizes[file] for file in sorted(sizes)}
 
 
@@ -231,14 +233,14 @@ def start_counts(texts, val_fraction):
 def split_holdout(texts, val_fraction, val_bytes, counts):
     """
     Yields the pieces of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
-    held out until val_bytes are reached; if counts['few'], the tail of each document is held out. Updates `counts`,
-    which come from start_counts or from the source's previous unit.
+    held out until val_bytes are reached, or the tail of each document if counts['few']. Updates `counts`, which come
+    from start_counts or from the source's previous unit.
     """
     every = round(1 / val_fraction)
     for text in texts:
         counts['documents'] += 1
         pieces = [(text, counts['documents'] % every == 0 and counts['held_out'] < val_bytes)]
-        if counts['few']:
+        if counts['few'] and counts['held_out'] < val_bytes:
             cut = int(len(text) * (1 - val_fraction))
             cut = text.find('\n', cut) + 1 or cut  # at a line end if there is one
             pieces = [(text[:cut].strip(), False), (text[cut:].strip(), True)]

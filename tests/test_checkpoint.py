@@ -40,6 +40,16 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(quick):
     assert stderr.count('WARNING: ') == 2 and 'resumed at step 16' in stdout
 
 
+def test_the_best_checkpoint_is_the_last_resort(quick):
+    """A folder with only ckpt_best.pt is not overwritten by a new run, and can be resumed."""
+    for path in (quick / 'out').glob('ckpt*.pt'):
+        if path.name != 'ckpt_best.pt':
+            path.unlink()
+    refused = run('train.py', 'cfg.py', cwd=quick)
+    assert refused.returncode == 1 and 'out already has a checkpoint; resume it' in refused.stderr
+    assert 'resumed at step' in ok('train.py', 'cfg.py', '--auto_resume', '--max_steps=25', cwd=quick).stdout
+
+
 def test_a_checkpoint_survives_a_crash_of_the_machine(tmp_path, monkeypatch):
     """A file is on disk before it is renamed, and its new name is on disk before the next file is written."""
     calls = []

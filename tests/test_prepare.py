@@ -255,6 +255,8 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
     few = list(sources.split_holdout(texts, 0.01, 900, sources.start_counts(texts, 0.01)))
     assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
     assert sum(len(part) == 2 for part in few) > 40
+    few = list(sources.split_holdout(texts, 0.01, 50, sources.start_counts(texts, 0.01)))
+    assert 50 <= sum(len(part[1][0]) for part in few if len(part) == 2) < 100
 
     # many small units: the source has enough documents, although its first unit has one
     for i, text in enumerate(texts):

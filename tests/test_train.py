@@ -189,6 +189,9 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number):
     done = run(*args, *broken, cwd=quick)
     message = rf'error: step \d: a value is not finite \({number} .*b/ckpt.pt contains step 1; resume with a smaller'
     assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
+    processes = ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert re.search(message, errors[0]) and not errors[1] and [process.returncode for process in processes] == [1, 1]
     ok(*args, '--init_from=resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
