@@ -25,7 +25,6 @@ HERE = Path(__file__).resolve().parent
 MISSING = '–'
 # a measure's name in a table and its format; less is better
 MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte', '.4f')}
-COST_MODELS = ('Standard', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss')
 
 # -----------------------------------------------------------------------------
 # tables
@@ -119,16 +118,6 @@ def claims_table(studies):
     return table(heads, filter(None, lines))
 
 
-def costs_table(study):
-    """The step time of COST_MODELS on each device, relative to Standard's."""
-    devices = {}
-    for row in cost_rows(study):
-        device = row['device'] if row['device'] != 'cpu' else f'CPU, threads: {row["threads"]}'
-        devices.setdefault(device, {})[row['model']] = f'{float(row["relative_time"]):.2f}'
-    lines = [[name, *(times.get(name, MISSING) for times in devices.values())] for name in COST_MODELS]
-    return table(['step time, relative to Standard', *devices], lines)
-
-
 def cost_rows(study):
     return [row for row in read_csv(HERE / 'costs.csv') if row['list'] == study.path.stem]
 
@@ -211,7 +200,6 @@ def write():
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
         expansion=model_table([expansion], 'bits_per_byte'),
         expansion_claims=claims_table([expansion]),
-        costs=costs_table(english),
         claims=claims_table([english, vocabulary, large, Study(HERE / 'paper100m.py')]),
     )
     path = HERE / 'RESULTS.md'

@@ -222,7 +222,8 @@ def table_rows(markdown):
     return [line for line in markdown.splitlines() if line.startswith('|')]
 
 
-LISTS = ('english', 'vocabulary', 'large_vocabulary')
+LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
+LANGUAGES = ('english', 'mixture', 'arabic', 'chinese', 'hindi')
 
 
 def seed_values(group, name, column):
@@ -230,7 +231,8 @@ def seed_values(group, name, column):
     rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
     rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
     first = [row for row in rows if row['seed'] == '1']
-    best = min(first, key=lambda row: float(row['english_nats_per_token']))['learning_rate']
+    selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
+    best = min(first, key=lambda row: float(row[selected]))['learning_rate']
     return [float(row[column]) for row in rows if row['learning_rate'] == best and row[column]]
 
 
@@ -240,9 +242,9 @@ def written(values, digits):
     return f'{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
 
 
-def check_model_line(line, measure, digits):
-    group, name, size, english, fineweb, top1 = line
-    for corpus, cell in (('english', english), ('fineweb', fineweb)):
+def check_model_line(line, measure, digits, corpora=('english', 'fineweb')):
+    group, name, size, *cells, top1 = line
+    for corpus, cell in zip(corpora, cells, strict=True):
         assert cell == written(seed_values(group, name, f'{corpus}_{measure}'), digits)
     percents = written([100 * v for v in seed_values(group, name, 'english_top1_accuracy')], 1)
     assert top1.replace('%', '') == percents
@@ -250,11 +252,11 @@ def check_model_line(line, measure, digits):
     assert size == f'{total / 1e6:.2f} M'
 
 
-def check_claim_line(line):
-    _, model, other, group, english, fineweb, unit, seeds, verdict = line
+def check_claim_line(line, corpora=('english', 'fineweb')):
+    _, model, other, group, *cells, unit, seeds, verdict = line
     measure, digits = {'nats': ('nats_per_token', 3), 'bits per byte': ('bits_per_byte', 4)}[unit]
     words = {}
-    for corpus, cell in (('english', english), ('fineweb', fineweb)):
+    for corpus, cell in zip(corpora, cells, strict=True):
         a, b = (seed_values(group, name, f'{corpus}_{measure}') for name in (model, other))
         assert seeds == f'{len(a)} + {len(b)}'
         difference = statistics.mean(b) - statistics.mean(a)
@@ -275,19 +277,18 @@ def test_results_are_what_the_rows_say():
     text = (REPO / 'study/RESULTS.md').read_text()
     tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
     cells = {name: [line.strip('| ').split(' | ') for line in table_rows(lines)[2:]] for name, lines in tables.items()}
-    assert cells.keys() == {'english', 'vocabulary', 'costs', 'claims'} and all(cells.values())
+    names = {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'}
+    assert cells.keys() == names and all(cells.values())
     for line in cells['english']:
         check_model_line(line, 'nats_per_token', 3)
     for line in cells['vocabulary']:
         check_model_line(line, 'bits_per_byte', 4)
+    for line in cells['expansion']:
+        check_model_line(line, 'bits_per_byte', 4, LANGUAGES)
+    for line in cells['expansion_claims']:
+        check_claim_line(line, LANGUAGES)
     for line in cells['claims']:
         check_claim_line(line)
-    devices = {}
-    for row in read_csv(REPO / 'study/costs.csv'):
-        if row['list'] == 'english':
-            devices.setdefault((row['device'], row['threads']), {})[row['model']] = float(row['tokens_per_s'])
-    for name, *times in cells['costs']:
-        assert times == [f'{speeds["Standard"] / speeds[name]:.2f}' for speeds in devices.values()]
     # the prose, here and in README
     readme = (REPO / 'README.md').read_text()
     for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
