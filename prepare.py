@@ -58,7 +58,7 @@ num_buckets = 16384
 num_lsh = 0
 single_id = False
 # held-out text: every round(1/val_fraction)-th document until val_bytes; with fewer documents, the tail of each
-val_fraction = 0.0005
+val_fraction = 0.005
 val_bytes = 4000000
 part = ''  # i/n: prepares every n-th file, starting at file i (from 0); parts may run at the same time
 

@@ -73,6 +73,7 @@ class Checkpoints:
         self.folder = Path(out_dir)
         self.writes = writes
         self.newest = self.folder / 'ckpt.pt'
+        self.best = self.folder / 'ckpt_best.pt'
         self.temporary = self.folder / 'ckpt.pt.tmp'
         self.temporary_link = self.folder / 'ckpt_link.tmp'
         self.last_path = None
@@ -118,9 +119,9 @@ class Checkpoints:
         return dict(sorted(((int(path.stem[5:]), path) for path in paths), reverse=True))
 
     def list(self):
-        """Returns the checkpoints that a run can resume from, newest first; ckpt_best.pt is the last resort."""
-        paths = (self.newest, *self.numbered().values(), self.folder / 'ckpt_best.pt')
-        return [path for path in paths if path.exists()]
+        """Returns the checkpoints that a run can resume from, newest first, or only ckpt_best.pt if no other exists."""
+        paths = [path for path in (self.newest, *self.numbered().values()) if path.exists()]
+        return paths or [path for path in [self.best] if path.exists()]
 
     def load_latest(self, Model=FusedMHF):
         """
@@ -137,6 +138,8 @@ class Checkpoints:
                 if self.writes:
                     print(f'WARNING: {e}; using the previous checkpoint', file=sys.stderr)
             else:
+                if path == self.best and self.writes:
+                    self._link(path, self.newest.name)
                 self.last_path = path
                 self.last_step = ckpt['step']
                 return model, ckpt
@@ -173,7 +176,7 @@ class Checkpoints:
                 torch.save(state, f)
             # ckpt_best.pt first: a run that is killed here resumes from the old ckpt.pt and writes both files again
             if is_best:
-                self._link(self.temporary, 'ckpt_best.pt')
+                self._link(self.temporary, self.best.name)
             replace_durably(self.temporary, self.newest)
             self.last_path = self.newest
             self.last_step = step

@@ -139,7 +139,8 @@ class JsonTokenizer:
         try:
             return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as e:  # an unknown word, and the file has no unk
-            raise InputError(f"tokenizer '{self.name}' cannot encode a text after '{texts[0]:.40} ...' ({e})") from None
+            shown = f"'{texts[0]:.40} ...' or a text after it ({e})"
+            raise InputError(f"tokenizer '{self.name}' cannot encode {shown}") from None
 
     def decode(self, ids):
         # the file need not mark these as special
