@@ -80,7 +80,8 @@ def verdict(differences):
         words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
     if len(set(words.values())) == 1:
         return words.popitem()[1]
-    return ', '.join(f'{word} on {corpus}' for corpus, word in words.items() if word != 'on par')
+    decided = {word: [corpus for corpus in words if words[corpus] == word] for word in ('ahead', 'behind')}
+    return ', '.join(f'{word} on {" and ".join(corpora)}' for word, corpora in decided.items() if corpora)
 
 
 def claim_line(study, rows, claim, pair):

@@ -269,7 +269,8 @@ def check_claim_line(line, corpora=('english', 'fineweb')):
     if len(set(words.values())) == 1:
         assert verdict == words['english']
     elif words:
-        assert verdict == ', '.join(f'{word} on {corpus}' for corpus, word in words.items() if word != 'on par')
+        ahead, behind = (' and '.join(c for c in corpora if words[c] == word) for word in ('ahead', 'behind'))
+        assert verdict == ', '.join([f'ahead on {ahead}'] * bool(ahead) + [f'behind on {behind}'] * bool(behind))
 
 
 def test_results_are_what_the_rows_say():
