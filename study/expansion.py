@@ -40,4 +40,7 @@ RUNS = [
 ]
 
 MEASURE = 'bits_per_byte'
-CLAIMS = [('MHF is better after expansion', 'MHF H4 B7,966, expanded', 'Standard, expanded')]
+CLAIMS = [
+    ('MHF is better before expansion', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
+    ('MHF is better after expansion', 'MHF H4 B7,966, expanded', 'Standard, expanded'),
+]

@@ -46,7 +46,7 @@ def number(numbers, form):
 def model_table(studies, measure):
     """The models in MAIN of some lists that have rows, group by group."""
     name, form = MEASURES[measure]
-    corpora = corpora_of(studies)
+    corpora = list_corpora(studies)
     lines = []
     for study in studies:
         rows = study.rows()
@@ -64,7 +64,8 @@ def groups(study):
     return list(dict.fromkeys(entry['group'] for entry in study.entries))
 
 
-def corpora_of(studies):
+def list_corpora(studies):
+    """The names of all corpora that the lists measure, in order."""
     return list(dict.fromkeys(corpus for study in studies for entry in study.entries for corpus in entry['corpora']))
 
 
@@ -92,7 +93,10 @@ def claim_line(study, rows, claim, pair):
         return None
     differences = {}
     cells = []
-    for corpus in corpora_of([study]):
+    for corpus in list_corpora([study]):
+        if corpus not in pair[0]['corpora']:
+            cells.append(MISSING)
+            continue
         first, second = (values(seed_rows, f'{corpus}_{study.measure}') for seed_rows in seeds)
         difference = statistics.mean(second) - statistics.mean(first)
         several = len(first) > 1 and len(second) > 1
@@ -115,7 +119,7 @@ def claims_table(studies):
             if not pairs:
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
             lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    heads = ['claim', 'model', 'compared with', 'trained on', *corpora_of(studies), 'in', 'seeds', 'verdict']
+    heads = ['claim', 'model', 'compared with', 'trained on', *list_corpora(studies), 'in', 'seeds', 'verdict']
     return table(heads, filter(None, lines))
 
 

@@ -67,6 +67,8 @@ class Study:
             if missing:
                 raise InputError(f'{path}: entry {entry} lacks {missing}')
             self.lr_sweep(entry)
+            if 'source' in entry and entry['source'] not in [e['name'] for e in self.entries]:
+                raise InputError(f'{entry["name"]}: source={entry["source"]!r} names no entry')
         names = Counter((entry['group'], entry['name']) for entry in self.entries)
         for name, count in names.items():
             if count > 1:
@@ -99,6 +101,7 @@ class Study:
         return self.key(source, self.best_lr(source, rows), seed)
 
     def folder(self, key):
+        """The folder of a run's checkpoint and output."""
         return self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
 
     def rows(self):
@@ -189,6 +192,9 @@ class Study:
         )
         if 'source' in entry:
             source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
+            if not (source / 'ckpt.pt').exists():
+                fix = f'delete its row in {self.csv.name} to train it again'
+                raise InputError(f'{source}/ckpt.pt, the model to expand, does not exist; {fix}')
             expansion = dict(source_model=source, output_dir=scripts.folder / 'expanded', tokenizer=flags['tokenizer'])
             if not expansion['output_dir'].exists():
                 scripts.run('expand.py', *as_flags(expansion))

@@ -201,6 +201,7 @@ BAD = [
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('expand to a full prefix', GROW + '--source_model=full --num_new_tokens=300', 'prefix () is full', full_table),
     Bad('expand another table', GROW + '--source_model=small', '--base_tokenizer', released(vocab_size=32768)),
+    Bad('no number of hashes to plan', 'bench.py --plan --num_hashes=-1', says='num_hashes=-1'),
     Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),
     Bad('expand into an existing folder', DOCS + '--source_model=out --output_dir=bins', says='bins already exists'),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", tokenizer_with(without=1)),

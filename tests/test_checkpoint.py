@@ -114,6 +114,10 @@ def test_disk_full_while_training(quick):
     assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
     # the run stopped after step 32, before the next checkpoint
     assert 32 <= steps(quick)[-1]['step'] < 64
+    patch = 'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))'
+    done = run('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=400', '--max_steps=400', cwd=quick, patch=patch)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
+    assert 'b/log.jsonl cannot be written ([Errno 27] File too large); no checkpoint was written yet' in done.stderr
 
 
 # -----------------------------------------------------------------------------

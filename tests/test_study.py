@@ -94,7 +94,7 @@ def test_evaluation_fails_after_training(study, monkeypatch):
     assert len(read_csv(Study('runs.py').csv)) == 2
 
 
-def test_source(study, monkeypatch):
+def test_source(study, monkeypatch, capsys):
     """An entry with a source waits for the source's run of the same seed and continues its training."""
     folder = study('source')
     monkeypatch.chdir(folder)
@@ -104,9 +104,16 @@ def test_source(study, monkeypatch):
     (folder / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
     runs = Study('runs.py')
     assert list(runs.pending({})) == [('tiny', 'H3', 1e-2, 1)]
+    row = dict(docs_nats_per_token='5')
+    assert runs.source_key(runs.entries[0], 2, {('tiny', 'H3', 1e-2, 1): row}) == ('tiny', 'H3', 1e-2, 2)
     sweep(runs, 2, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
+    shutil.rmtree(runs.out)
+    write_csv(runs.csv, [row for row in read_csv(runs.csv) if row['name'] == 'H3'])
+    with pytest.raises(InputError, match='1 runs failed'):
+        sweep(runs, 2, '.')
+    assert 'the model to expand, does not exist; delete its row in runs.csv' in capsys.readouterr().err
 
 
 def random_study(folder, names, claims):
@@ -257,6 +264,9 @@ def check_claim_line(line, corpora=('english', 'fineweb')):
     measure, digits = {'nats': ('nats_per_token', 3), 'bits per byte': ('bits_per_byte', 4)}[unit]
     words = {}
     for corpus, cell in zip(corpora, cells, strict=True):
+        if cell == '–':
+            assert not seed_values(group, model, f'{corpus}_{measure}')
+            continue
         a, b = (seed_values(group, name, f'{corpus}_{measure}') for name in (model, other))
         assert seeds == f'{len(a)} + {len(b)}'
         difference = statistics.mean(b) - statistics.mean(a)
@@ -269,7 +279,7 @@ def check_claim_line(line, corpora=('english', 'fineweb')):
     if len(set(words.values())) == 1:
         assert verdict == words['english']
     elif words:
-        ahead, behind = (' and '.join(c for c in corpora if words[c] == word) for word in ('ahead', 'behind'))
+        ahead, behind = (' and '.join(c for c in words if words[c] == word) for word in ('ahead', 'behind'))
         assert verdict == ', '.join([f'ahead on {ahead}'] * bool(ahead) + [f'behind on {behind}'] * bool(behind))
 
 
@@ -319,6 +329,7 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     'right, wrong, says',
     [
         ('learning_rates=(1e-3, 1e-2)', "learning_rates='H9'", 'names no entry'),
+        ("name='H3'", "name='H3', source='H9'", "source='H9' names no entry"),
         ("docs='data'", "docs='other'", "lacks {'other'}"),
         (
             "='docs.jsonl'",
