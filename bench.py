@@ -307,7 +307,7 @@ def bench_infer(configs, tok):
         engine = Engine(model)
         if compile:
             engine.compile(1, prompt.shape[1] + NEW_TOKENS)
-        generations[name] = partial(generate, engine, prompt)
+        generations[name] = lambda engine=engine: list(engine.stream(prompt, NEW_TOKENS))
         normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
     generation_seconds = benchmark_interleaved(generations)
     normalization_seconds = benchmark_interleaved(normalizations)
@@ -319,10 +319,6 @@ def bench_infer(configs, tok):
         rows[name] = dict(tokens_per_s=speed, seconds=seconds)
         print(f'{name:<10}{speed:.1f} tokens/s{seconds * 1e3:>12,.1f} ms')
     return rows
-
-
-def generate(engine, prompt):
-    return list(engine.stream(prompt, NEW_TOKENS))
 
 
 BENCHMARKS = dict(train=bench_train, profile=bench_profile, infer=bench_infer)

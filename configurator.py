@@ -12,7 +12,6 @@ variant of a config starts with `from config.mhf_1b import *`. Unknown names, mi
 """
 
 import ast
-import atexit
 import difflib
 import functools
 import math
@@ -36,13 +35,12 @@ class InputError(ValueError):
 
 def install_excepthook():
     """
-    Prepares a script's input and output: an uncaught InputError or Ctrl-C prints one line, a closed pipe (`| head -1`)
-    ends the script silently, and characters that the output's encoding lacks become question marks. configure() calls
+    Makes an uncaught InputError or Ctrl-C print one line and a closed pipe (`| head -1`) end the script silently.
+    Prints each line at once, with a question mark for a character that the output's encoding lacks. configure() calls
     it, and so do modules that run with -m. Raises InputError for an argument that is not valid text.
     """
-    sys.stdout.reconfigure(errors='replace')
+    sys.stdout.reconfigure(errors='replace', line_buffering=True)
     sys.excepthook = print_error
-    atexit.register(stdout_is_closed)
     for argument in sys.argv[1:]:
         if re.search('[\ud800-\udfff]', argument):
             encoding = sys.getfilesystemencoding()
@@ -54,14 +52,14 @@ def print_error(error_class, error, traceback):
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
-    elif not (isinstance(error, BrokenPipeError) and stdout_is_closed('\n')):
+    elif not (isinstance(error, BrokenPipeError) and stdout_is_closed()):
         sys.__excepthook__(error_class, error, traceback)
 
 
-def stdout_is_closed(text=''):
-    """Writes `text` to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
+def stdout_is_closed():
+    """Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
     try:
-        print(end=text, flush=True)
+        print()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True

@@ -104,8 +104,8 @@ def read_text(path, tok):
     for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
         num_bytes += len(document.encode())
         ids += [tok.bos, *tok.encode([document])[0]]
-    if not ids:
-        raise InputError(f'--text={path}: no text in it')
+    if len(ids) < 2:
+        raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
     lengths = byte_lengths(tok)
     warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
     return ids, num_bytes

@@ -28,11 +28,13 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import sentencepiece
 import torch
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
-from hashing import signature_table
+from mhf.data import config_table
 from mhf.released import limit_to_tokenizer, load_model, save_pretrained
 from mhf.sources import read_documents, split_holdout, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
@@ -111,9 +113,6 @@ def learn_pieces(documents, spec, vocab_size):
     Trains a SentencePiece BPE model of vocab_size pieces. It splits text as `spec`, the trainer_spec of the base, does.
     Returns the model as bytes, and {piece: its rank in the order of learning}.
     """
-    import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
-
     options = 'max_sentencepiece_length split_by_unicode_script split_by_number split_by_whitespace split_digits'
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -129,7 +128,7 @@ def learn_pieces(documents, spec, vocab_size):
         minloglevel=2,
         **{key: getattr(spec, key) for key in options.split()},
     )
-    learned = sentencepiece_model_pb2.ModelProto.FromString(out.getvalue())
+    learned = ModelProto.FromString(out.getvalue())
     return out.getvalue(), {p.piece: k for k, p in enumerate(learned.pieces) if p.type == p.NORMAL}
 
 
@@ -148,8 +147,6 @@ def last_merge(piece, rank):
 
 def count_merges(documents, model_proto, rank):
     """Counts how often encoding the documents builds each piece, also on the way to longer ones. Returns a Counter."""
-    import sentencepiece
-
     encode = sentencepiece.SentencePieceProcessor(model_proto=model_proto).encode
     merge_counts = Counter(piece for pieces in encode(split_lines(documents), out_type=str) for piece in pieces)
     # a piece precedes the pieces that it is built from
@@ -197,9 +194,7 @@ def expand_tokenizer(tok, documents, counts):
     Args: documents, {language: list of str}; counts, {language: number of new tokens}.
     Returns: the larger tokenizer, {language: its new pieces}. Raises InputError.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto.FromString(tok.sp.serialized_model_proto())
+    model = ModelProto.FromString(tok.sp.serialized_model_proto())
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not byte-pair encoding; choose one that is")
     old_pieces = {p.piece for p in model.pieces}
@@ -258,11 +253,6 @@ def learn_tokenizer(tok, languages, counts):
 # model
 
 
-def make_table(c, tokens):
-    """Returns the signature table (V, H) of a config for these tokens."""
-    return signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, c.pad_id, unique=not c.single_id)
-
-
 def load_source_model(tok):
     """Loads the model to grow -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
@@ -273,7 +263,7 @@ def load_source_model(tok):
     # a released table may end with unused rows
     fits = known_sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, len(tok.tokens), [])
     if fits and model.config.num_hashes:
-        fits = (model.signatures[: len(tok.tokens)].numpy() == make_table(model.config, tok.tokens)).all()
+        fits = (model.signatures[: len(tok.tokens)].numpy() == config_table(vars(model.config), tok)).all()
     if not fits:
         known = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
@@ -292,8 +282,8 @@ def grow(model, tok, larger):
         E = model.embed.weight.data
         new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
-    table = make_table(c, larger.tokens) if c.num_hashes else larger.tokens
-    model.replace_vocabulary(table, c.pad_id)
+    # Standard reads only the length of the table
+    model.replace_vocabulary(config_table(vars(c), larger) if c.num_hashes else larger.tokens, c.pad_id)
 
 
 # -----------------------------------------------------------------------------

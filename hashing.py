@@ -58,27 +58,22 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
         seed = j if unique else 0
         table[registered, j] = [mmh3.hash128(w, seed) % (B - 1) + 1 for w in strings]
     if unique and num_lsh < H:
-        rehash_collisions(table, tokens, B)
+        rehash_collisions(table, tokens, registered, B)
     return table
 
 
-def rehash_collisions(table, tokens, B):
-    """Makes the rows unique, in place and in id order, by rehashing the last coordinate."""
+def rehash_collisions(table, tokens, registered, B):
+    """Makes the rows of the `registered` ids unique, in place and in id order, by rehashing the last coordinate."""
     H = table.shape[1]
-    packed = table.tobytes()
-    width = 2 * H  # bytes per signature
-    padding = bytes(width)
     taken = set()  # signatures, as bytes
     prefix_counts = {}  # prefix: number of signatures that start with it
-    for i in range(len(table)):
-        key = packed[i * width : (i + 1) * width]
-        if key == padding:
-            continue
+    for i in registered:
+        key = table[i].tobytes()
         prefix = key[:-2]
         if key in taken:
             if prefix_counts[prefix] == B - 1:
-                prefix = tuple(map(int, table[i, :-1]))
-                full = f'token {tokens[i]!r} (id {i}): its hash prefix {prefix} is full ({B - 1} tokens)'
+                ids = tuple(map(int, table[i, :-1]))
+                full = f'token {tokens[i]!r} (id {i}): its hash prefix {ids} is full ({B - 1} tokens)'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
             # the coordinates use the seeds 0 .. H-1; test_golden_tables[2-1024] and [3-256] fail for another first seed
             seed = H
@@ -111,12 +106,9 @@ def lsh_coordinates(strings, num_lsh, B):
         row = torch.tensor([mmh3.hash128(trigram, j) % TRIGRAM_ROWS for trigram in distinct])
         projected = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(projected >= 0, 1.0, -1.0) / LSH_BITS**0.5
-    coordinates = []
-    for j in range(num_lsh):
-        # (4096, B - 1) at a time
-        buckets = [(part @ rotate[:, j]).argmax(1) for part in bits.flatten(1).split(4096)]
-        coordinates.append(torch.cat(buckets).numpy() + 1)
-    return np.stack(coordinates, axis=1)
+    parts = bits.flatten(1).split(4096)  # the products are (4096, B - 1)
+    coordinates = [torch.cat([(part @ rotate[:, j]).argmax(1) for part in parts]) for j in range(num_lsh)]
+    return torch.stack(coordinates, dim=1).numpy() + 1
 
 
 def fingerprint(table):

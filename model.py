@@ -7,17 +7,7 @@ The Standard model (one embedding row per token, tied head) is the same class wi
 buckets and the token id as signature, without gate and cascade.
 
 This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
-faster; tests compare both with this file.
-
-    HashEncoder.forward                     the gate's softmax; ablation='mean_gate' replaces the gate by a mean
-    HashDecoder.forward                     c_{i+1}; fused: cascade in mhf/fused.py
-    exact_loss                              normalizes P(w) in training with --loss=exact and in validation;
-                                            fused: exact_nll
-    product_loss                            normalizes each p_i, but not P(w), except in the Standard model;
-                                            fused: cross_entropies
-    log_probs                               normalizes P(w) in evaluation; fused: predictions
-    sample_token                            normalizes P(w) in sampling
-    MHF.head_weight                         ties the head to E
+faster; tests compare both with this file. The README maps the paper's equations to functions.
 """
 
 from dataclasses import asdict, dataclass, replace

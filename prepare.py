@@ -355,6 +355,7 @@ def main(config):
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, meta, part), bar:
+        check_same(folder, data.parse_meta(folder), meta)  # of another part that has started at the same time
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [prepare_source(job, source) for source in meta['sources']]
     report(job, counts)

@@ -108,11 +108,9 @@ FREE_ON_RESUME = {
 # -----------------------------------------------------------------------------
 # setup: settings and processes
 
-sys.stdout.reconfigure(line_buffering=True)  # a redirected log receives every line at once
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
 check_numbers(config, 'learning_rate embedding_lr_mult', positive=True)
-check_numbers(config, 'warmup_steps lr_decay_steps weight_decay grad_clip')
-check_numbers(config, 'num_hashes unfrozen_end_layers')
+check_numbers(config, 'warmup_steps lr_decay_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
 check_numbers(config, 'beta1 beta2', below=1)
 check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
@@ -319,8 +317,7 @@ def log(**event):
     try:
         log_file.write(json.dumps(event) + '\n')
     except OSError as e:  # a full disk
-        fix = f'{checkpoints.describe_last()}; resume with --init_from=resume'
-        raise InputError(f'{log_path} cannot be written ({e}); {fix}') from None
+        raise InputError(f'{log_path} cannot be written ({e}); {checkpoints.resume_hint()}') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
 
@@ -359,9 +356,9 @@ def check_finite(**values):
         runtime.barrier()  # torchrun would end rank 0 during its write
         if not master:
             sys.exit(1)
-        advice = f'{checkpoints.describe_last()}; resume with a smaller learning_rate'
         shown = ', '.join(f'{key} {value}' for key, value in values.items())
-        raise InputError(f'step {step}: a value is not finite ({shown}); {advice}')
+        fix = checkpoints.resume_hint('a smaller learning_rate')
+        raise InputError(f'step {step + 1}: a value is not finite ({shown}); {fix}')
 
 
 def print_setup():
@@ -473,8 +470,7 @@ checkpoints.wait()
 runtime.cleanup()
 if done < max_steps:
     if master:
-        fix = 'resume with --init_from=resume'
-        print(f'stopped by signal {stop_signal:d}; {checkpoints.describe_last()}; {fix}', file=sys.stderr)
+        print(f'stopped by signal {stop_signal:d}; {checkpoints.resume_hint()}', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
     plot_loss()

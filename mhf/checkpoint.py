@@ -189,7 +189,7 @@ class Checkpoints:
         except (OSError, RuntimeError) as e:
             self.temporary.unlink(missing_ok=True)
             reason = f'the checkpoint of step {step} could not be written ({e})'
-            raise InputError(f'{self.folder}: {reason}; {self.describe_last()}') from None
+            raise InputError(f'{self.folder}: {reason}; {self.resume_hint()}') from None
         tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
 
     def _link(self, path, name):
@@ -200,8 +200,9 @@ class Checkpoints:
             shutil.copyfile(path, self.temporary_link)
         replace_durably(self.temporary_link, self.folder / name)
 
-    def describe_last(self):
-        """Returns a message that names the last checkpoint, for a run that stops."""
+    def resume_hint(self, change=''):
+        """Returns a message that names the last checkpoint and says how to resume a run that stops."""
         if self.last_step is None:
-            return 'no checkpoint was written yet'
-        return f'{self.last_path} contains step {self.last_step}'
+            return 'no checkpoint was written yet; start again' + (change and f' with {change}')
+        resume = 'resume with --init_from=resume' + (change and f' and {change}')
+        return f'{self.last_path} contains step {self.last_step}; {resume}'

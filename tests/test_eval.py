@@ -1,9 +1,8 @@
-"""eval.py: bits per byte, one process and several, bos, Ctrl-C."""
+"""eval.py: bits per byte, one process and several, bos."""
 
 import json
 import math
 import shutil
-import signal
 import types
 
 import numpy as np
@@ -59,6 +58,14 @@ def test_calibration_error():
 
 
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
+
+
+def test_a_text_without_tokens(tmp_path):
+    """A text that the tokenizer drops completely is an error."""
+    write_jsonl(tmp_path / 'a.jsonl', ['x'])
+    tok = types.SimpleNamespace(name='t', bos=1, unk=None, tokens=['<unk>', '<s>'], encode=lambda texts: [[]])
+    with pytest.raises(InputError, match='no text in it that the tokenizer can encode'):
+        evaluation.read_text(tmp_path / 'a.jsonl', tok)
 
 
 def test_text_formats(tmp_path, mistral):
@@ -190,11 +197,3 @@ def test_results_are_printed_on_a_full_disk(few, tmp_path):
     done = run('eval.py', *args, cwd=few, patch=patch + 'Path.write_text = full')
     assert done.returncode == 1 and 'nats_per_token' in done.stdout
     assert 'cannot be written' in done.stderr and 'Traceback' not in done.stderr
-
-
-def test_ctrl_c_is_one_line(few):
-    """Ctrl-C ends a script with one line, as a process that SIGINT has killed."""
-    patch = 'def stop(*args, **options): raise KeyboardInterrupt\nfrom mhf import lm; lm.MHFLM.score_requests = stop'
-    done = run('eval.py', '--tasks=bits_per_byte', '--text=docs.jsonl', cwd=few, patch=patch)
-    assert done.returncode == -signal.SIGINT and 'Traceback' not in done.stderr
-    assert done.stderr.splitlines()[-1] == 'interrupted'

@@ -1,7 +1,6 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
 import ast
-import csv
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from conftest import REPO, ok, snapshot, started
 from configurator import InputError
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
-from study.rows import add_row, read_csv, write_csv
+from study.rows import add_row, read_csv, read_rows, write_csv
 from study.sweep import Study, sweep
 
 LIST = """
@@ -37,11 +36,10 @@ RUNS = ('tiny_H3_0.001_1', 'tiny_H3_0.01_1')
 
 def rows(folder):
     """{folder of the run: row} of a finished sweep."""
-    with open(folder / 'runs.csv', newline='') as f:
-        written = list(csv.DictReader(f))
-    assert all(None not in row.values() and row['docs_tokens'] for row in written)
-    repeated = [{k: v for k, v in row.items() if k not in NOT_REPEATED} for row in written]
-    return {'_'.join([row['group'], row['name'], row['learning_rate'], row['seed']]): row for row in repeated}
+    written = read_rows(folder / 'runs.csv')
+    assert all(row['docs_tokens'] for row in written.values())
+    repeated = {key: {k: v for k, v in row.items() if k not in NOT_REPEATED} for key, row in written.items()}
+    return {'_'.join(map(str, key)): row for key, row in repeated.items()}
 
 
 @pytest.fixture

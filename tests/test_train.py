@@ -180,26 +180,20 @@ def test_both_data_formats_train_alike(quick):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
 
 
-@pytest.mark.parametrize('eval_interval, number', [(1, 'val_loss'), (24, 'loss')])
-def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number):
+@pytest.mark.parametrize('eval_interval, number, step', [(1, 'val_loss', 2), (24, 'loss', 3)])
+def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     """A run that diverges stops without saving its weights, and resumes with a smaller learning rate."""
     args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
     ok(*args, '--max_steps=1', cwd=quick)
     broken = (f'--eval_interval={eval_interval}', '--learning_rate=1e30', '--grad_clip=0', '--init_from=resume')
     done = run(*args, *broken, cwd=quick)
-    message = rf'error: step \d: a value is not finite \({number} .*b/ckpt.pt contains step 1; resume with a smaller'
+    message = rf'error: step {step}: a value is not finite \({number} .*contains step 1; resume with .* a smaller'
     assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
     processes = ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
     errors = [process.communicate(timeout=60)[1] for process in processes]
     assert re.search(message, errors[0]) and not errors[1] and [process.returncode for process in processes] == [1, 1]
     ok(*args, '--init_from=resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
-
-
-def test_validation_changes_nothing(quick):
-    """The number of validations does not change what a run learns."""
-    ok('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6), cwd=quick)
-    assert steps(quick, 'b') == steps(quick)[:6]
 
 
 def test_advice_works(quick):
@@ -214,7 +208,6 @@ def test_advice_works(quick):
     advice('resume it with --init_from=resume')
     advice('raise max_steps=24', resume)
     more = (resume, '--max_steps=25')
-    advice('num_layers=2 (now 3), which must not change; undo the change', *more, '--num_layers=3')
     advice('use a smaller micro_batch_size', *more, '--micro_batch_size=16')
     ok('train.py', 'cfg.py', *more, cwd=quick)
     command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
@@ -282,8 +275,6 @@ def test_what_a_resumed_run_may_change(quick):
     assert refused.returncode == 1 and 'which must not change' in refused.stderr
     for key, value in fixed.items():
         assert re.search(rf'\b{key}=\S* \(now {value}\)', refused.stderr), key
-    other_tokenizer = run(*args, '--tokenizer=tekken', cwd=quick)
-    assert other_tokenizer.returncode == 1 and 'tokenizer=mistral' in other_tokenizer.stderr
     assert snapshot(quick) == before
     free = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--plain')
     ok(*args, *free, '--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1', cwd=quick)
@@ -401,9 +392,10 @@ def test_wandb_is_not_ready(quick, body, says):
     if body:
         (quick / 'wandb/__init__.py').write_text(f'def init(**options):\n    {body}\n')
     before = snapshot(quick)
-    done = run('train.py', 'cfg.py', '--out_dir=b', '--wandb', cwd=quick, patch="import sys; sys.path.append('')")
+    patch = "import sys; sys.path.append(''); sys.dont_write_bytecode = True"
+    done = run('train.py', 'cfg.py', '--out_dir=b', '--wandb', cwd=quick, patch=patch)
     assert done.returncode == 1 and done.stderr.count('\n') == 1 and says in done.stderr, done.stderr
-    assert snapshot(quick) == before or body
+    assert snapshot(quick) == before
 
 
 # -----------------------------------------------------------------------------
