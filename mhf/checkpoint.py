@@ -65,8 +65,7 @@ class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the newest
     KEEP_CHECKPOINTS also exist as ckpt_000123.pt, named by their step. All ranks call save(); a thread of the rank with
-    writes=True writes the files. last_path and last_step describe the last checkpoint that was loaded or, on
-    the writing rank, written.
+    writes=True writes the files. There, last_path and last_step describe the last one that was loaded or written.
     """
 
     def __init__(self, out_dir, writes=True):
@@ -148,8 +147,6 @@ class Checkpoints:
         """Waits for the previous write, copies the state to the host, and starts to write it in the thread."""
         self.wait()
         if not self.writes:
-            self.last_path = self.newest
-            self.last_step = state['step']
             return
         state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to('cpu', copy=True), state)
         self.pending = self.thread.submit(self._write, state, is_best)

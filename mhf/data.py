@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import InputError, get_defaults
+from configurator import InputError, command_line_names, get_defaults
 from hashing import fingerprint, signature_table
 from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 
@@ -97,12 +97,9 @@ def write_json(path, value, part):
 def parse_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
     path = Path(folder) / 'meta.json'
-    if not os.path.exists(path):
+    if not path.exists():
         return None
-    try:
-        meta = json.loads(path.read_bytes())
-    except ValueError:  # of another program
-        meta = {}
+    meta = json.loads(path.read_bytes())
     if 'parts' not in meta:
         raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
     return meta
@@ -206,7 +203,7 @@ def open_bins(config):
     if meta['tokenizer'] != config['tokenizer']:
         differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
         raise InputError(f'{folder} was prepared with {differs}; change --data_dir')
-    if meta['dataset'] != config['dataset'] and any(arg.startswith('--dataset=') for arg in sys.argv[1:]):
+    if meta['dataset'] != config['dataset'] and 'dataset' in command_line_names():
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir, or leave --dataset out')
     return train, Bins(folder, 'val'), meta
@@ -253,9 +250,14 @@ def get_table(config, meta):
             differs = f'{key}={str(meta[key]):.20}, now {str(value):.20}'
             raise InputError(f"{folder} was prepared with another '{config['tokenizer']}' tokenizer: {differs}")
     table = config_table(config, tok)
+    check_table(folder, meta, table)
+    return table
+
+
+def check_table(folder, meta, table):
+    """Raises InputError if the signatures in a folder are not those of a table."""
     if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
         raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
-    return table
 
 
 def data_identity(meta, table, train_bins):
@@ -277,6 +279,7 @@ def held_out_ids(folder, tok):
     if meta['data_format'] == 'ids':
         return val[:].tolist(), val.bytes
     table = config_table(meta, tok)
+    check_table(folder, meta, table)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):
         raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')

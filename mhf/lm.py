@@ -150,7 +150,7 @@ class MHFLM(TemplateLM):
         for key, value in arg_dict.items():
             if key not in known:
                 raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
-            if key in TEXT_ARGS and not isinstance(value, str):
+            if key in TEXT_ARGS and not isinstance(value, str | os.PathLike):
                 raise InputError(f'model_args: {key}={value} is not text; write {key}="{value}"')
         return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
@@ -348,8 +348,7 @@ class MHFLM(TemplateLM):
             options['top_p'] = float(options.get('top_p') or 0) or None
             logits = torch.zeros(1, len(self.tok.tokens))
             sample_token(logits, options['temperature'], options['top_k'], options['top_p'])
-            if options['max_gen_toks'] < 1:
-                raise ValueError('max_gen_toks must be at least 1')
+            options['until'] = [stop for stop in options['until'] if stop]
         except (TypeError, ValueError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
         # options set to 1 (such as num_beams) have no effect
@@ -357,9 +356,9 @@ class MHFLM(TemplateLM):
         if unknown:
             raise InputError(f'unknown generation options {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
         T = self.max_length
-        if options['max_gen_toks'] >= T:
-            problem = f'max_gen_toks={options["max_gen_toks"]} leaves no room for a prompt in a context of {T} tokens'
-            raise InputError(f'{problem}; use a smaller one, with --gen_kwargs max_gen_toks={T // 2}')
+        if not 1 <= options['max_gen_toks'] < T:
+            problem = f'max_gen_toks={options["max_gen_toks"]} must be at least 1 and below the context of {T} tokens'
+            raise InputError(f'{problem}; use another, such as --gen_kwargs max_gen_toks={T // 2}')
         return options
 
     @torch.no_grad()
@@ -385,7 +384,7 @@ class MHFLM(TemplateLM):
                     if not ended:
                         new_ids[n].append(tokens[n])
                         texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
-                    if ended or any(stop in texts[n] for stop in options['until'] if stop):
+                    if ended or any(stop in texts[n] for stop in options['until']):
                         active.remove(n)
                 if not active:
                     break
@@ -443,15 +442,10 @@ PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for ro
 
 
 def local_files(folder, prefix):
-    """{split: file} of folder/<prefix>_<split>*.jsonl, compressed or not."""
-    files = {}
-    for split in ('train', 'validation', 'test'):
-        found = sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*'))
-        if len(found) > 1:
-            raise InputError(f'{folder} has several files for {prefix}, {split}: {found[0].name}, {found[1].name}')
-        if found:
-            files[split] = str(found[0].resolve())
-    return files
+    """{split: files} folder/<prefix>_<split>*.jsonl, compressed or not."""
+    splits = ('train', 'validation', 'test')
+    files = {split: sorted(map(str, Path(folder).resolve().glob(f'{prefix}_{split}*.jsonl*'))) for split in splits}
+    return {split: paths for split, paths in files.items() if paths}
 
 
 def local_config(name, config, folder):
@@ -511,9 +505,7 @@ def load_one(manager, name, config):
         return manager.load([config])['tasks']
     # no network; a truncated, empty or malformed file; a missing field
     except Exception as e:
-        data = config['dataset_path']
-        if data == 'json':
-            data = ', '.join(config['dataset_kwargs']['data_files'].values())
+        data = f'{config["dataset_path"]} {config.get("dataset_kwargs") or ""}'
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
         hint = 'files of --benchmark_dir need the field names of the hub'
         raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None

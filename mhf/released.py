@@ -249,7 +249,10 @@ def convert_config(config_json, table):
     fields.setdefault('head_dim', fields['hidden_size'] // max(1, fields['num_heads']))
     if table is not None:
         fields['vocab_size'] = len(table)
-        fields.setdefault('single_id', infer_single_id(table.numpy()))
+        # Single-ID: all coordinates are the same hash, and tokens share it
+        rows = table[table.any(dim=1)]
+        same_on_all = bool((rows == rows[:, :1]).all())
+        fields.setdefault('single_id', same_on_all and (rows.shape[1] > 1 or len(rows.unique(dim=0)) < len(rows)))
     # a tokenizer without pad uses eos
     for eos in parse_eos_ids(config_json)[:1]:
         fields.setdefault('pad_id', eos)
@@ -280,14 +283,6 @@ def tie_embeddings(weights, config_json):
         E = weights.get('model.embed_tokens.weight')
         if E is None or not torch.equal(head, E):
             raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
-
-
-def infer_single_id(table):
-    """Returns whether all coordinates of a table (V, H) are the same hash; for H = 1, whether it has collisions."""
-    table = table[table.any(axis=1)]
-    same_on_all = (table == table[:, :1]).all()
-    has_collisions = len(np.unique(table)) < len(table)
-    return bool(same_on_all and (table.shape[1] > 1 or has_collisions))
 
 
 def convert_state_dict(config, weights, unused_ids):

@@ -44,8 +44,8 @@ def hub_folder(dataset):
     """Returns the folder on the hub of a data set such as 'fineweb-2:arb_Arab', '' if HUB does not contain it."""
     name, _, language = dataset.partition(':')
     folder = HUB.get(dataset) or HUB.get(f'{name}:LANGUAGE', '')
-    if 'LANGUAGE' in folder and not language:
-        raise InputError(f"dataset '{dataset}': append a language, such as {name}:arb_Arab")
+    if 'LANGUAGE' in folder and not re.fullmatch(r'\w+', language):
+        raise InputError(f"dataset '{dataset}': append one language, such as {name}:arb_Arab; or mix with @2e9")
     return folder.replace('LANGUAGE', language)
 
 
@@ -79,13 +79,11 @@ def input_files(dataset):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
         if not paths:
-            suggestion = did_you_mean(dataset, ['stdlib', *HUB])
+            suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
-            # a symbolic or hard link does not add a second copy
-            target = path.resolve()
-            file = target.stat() if target.exists() else None
-            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
+            # a symbolic link does not add a second copy
+            files.setdefault(path.resolve(), str(path))
     for path in files.values():
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')
@@ -176,10 +174,7 @@ def parse_line(line):
     line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
     if not line:
         return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise InputError(f'not JSON ({e})') from None
+    row = json.loads(line)
     if not isinstance(row, dict) or 'text' not in row:
         raise InputError(f"expected an object with the field 'text', not {line:.80}")
     text = row['text']

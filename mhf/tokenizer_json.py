@@ -28,7 +28,7 @@ def write_tokenizer(tok, folder, add_bos):
         converted = tok.json
         config_file = Path(tok.name).with_name('tokenizer_config.json')
         if config_file.exists():
-            settings = json.loads(config_file.read_text(encoding='utf-8'))
+            settings = json.loads(config_file.read_text(encoding='utf-8-sig'))
     elif isinstance(tok, SentencePieceTokenizer):
         name = tok.name
         converted = convert_sentencepiece(tok)
@@ -43,10 +43,10 @@ def write_tokenizer(tok, folder, add_bos):
     roles = {role: token.decode() if isinstance(token, bytes) else token for role, token in roles.items()}
     # text that looks like a special token is encoded as plain text
     settings |= dict(tokenizer_class='PreTrainedTokenizerFast', split_special_tokens=True, **roles)
-    if add_bos:
-        bos = roles['bos_token']
-        converted.post_processor = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
-        settings['add_bos_token'] = True
+    settings['add_bos_token'] = add_bos
+    bos = roles['bos_token']
+    template = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
+    converted.post_processor = template if add_bos else None
     converted.save(str(folder / 'tokenizer.json'))
     write_json(folder / 'tokenizer_config.json', settings)
     return name

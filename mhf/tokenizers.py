@@ -73,15 +73,10 @@ class TiktokenTokenizer:
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
-        texts = list(texts)
-        # the usual case; Python code here would slow down the thread that reads documents
-        if max(map(len, texts), default=0) <= LONGEST_PIECE:
-            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         pieces = [split_spaces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
-        encoded = self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count())
-        remaining = iter(encoded)
-        return [sum(itertools.islice(remaining, len(text)), []) for text in pieces]
+        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
+        return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
 
     def decode(self, ids):
         special = {self.bos, self.eos, self.pad}
@@ -210,12 +205,11 @@ def load_tekken(path):
     spec = json.loads(Path(path).read_text(encoding='utf-8'))
     num_special = spec['config']['default_num_special_tokens']
     num_pieces = spec['config']['default_vocab_size'] - num_special
-    special = {Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i): i for i in range(num_special)}
+    names = [Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i) for i in range(num_special)]
     # the names of special tokens, which this version of the file lacks
     for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:
-        special.pop(Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=entry['rank']))
-        name = getattr(entry['token_str'], 'value', entry['token_str'])
-        special[name] = entry['rank']
+        names[entry['rank']] = str(entry['token_str'])
+    special = {name: i for i, name in enumerate(names)}
     pieces = spec['vocab'][:num_pieces]
     ranks = {base64.b64decode(piece['token_bytes']): piece['rank'] + num_special for piece in pieces}
     pattern = spec['config']['pattern']

@@ -230,6 +230,7 @@ def test_generation(mistral, words_model):
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
     assert lm.generate_until([request]) == [text]
+    assert lm.generate_until([instance('a few words', dict(until=None, max_gen_toks=6))]) == [text]
     lm.stop_ids = {greedy[2]}
     assert lm.generate_until([request]) == [decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])]
     lm.stop_ids = {mistral.bos}
@@ -385,6 +386,7 @@ def test_config_file_and_other_models(few, tmp_path, monkeypatch):
     ok('mhf.lm', *args, **where)
     assert newest(tmp_path / 'r')['model_source'] == 'mhf'
     monkeypatch.setenv('HOME', str(few))
+    assert MHFLM.create_from_arg_obj(dict(path=few / 'out')).info['source'] == f'{few}/out'
     named = MHFLM.create_from_arg_string('path=~/out,bos=False')
     assert named.bos is None and named.info['source'] == f'{few}/out'
     # a run has no revisions

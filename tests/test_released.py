@@ -215,6 +215,18 @@ def test_transformers_reads_an_export(tmp_path, kind):
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
 
 
+def test_an_export_adds_bos_as_in_training(tmp_path, mistral):
+    """A tokenizer.json that adds bos by itself no longer does after the export of a model trained without bos."""
+    (tmp_path / 'given').mkdir()
+    write_tokenizer(mistral, tmp_path / 'given', add_bos=True)
+    config = tmp_path / 'given/tokenizer_config.json'
+    config.write_text('\ufeff' + config.read_text(), encoding='utf-8')
+    tok = get_tokenizer(str(tmp_path / 'given/tokenizer.json'))
+    (tmp_path / 'exported').mkdir()
+    write_tokenizer(tok, tmp_path / 'exported', add_bos=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / 'exported')(TEXTS)['input_ids'] == tok.encode(TEXTS)
+
+
 def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
     """The patterns of tiktoken's encodings split text in the same way in a tokenizer.json."""
     openai = tiktoken_ext.openai_public
