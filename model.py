@@ -129,7 +129,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, N, kv_heads, length, head_dim)
             k = cache[0].index_copy_(2, positions, k)
             v = cache[1].index_copy_(2, positions, v)
-        if T == 1:  # a group's query heads as positions of its key head: faster than grouped heads
+        if T == 1:  # the query heads of a group become positions of its key head, which is faster; all keys are visible
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
         if mask is not None:  # PyTorch has no fast attention kernel for masks and grouped heads together
@@ -258,7 +258,7 @@ def validate_table(c, table=None, unused_ids=()):
         expected = f'vocab_size={shape[0]}, num_hashes={shape[1]} and num_buckets={c.buckets_per_coordinate}'
         raise ValueError(f'the table has shape {table.shape} and largest bucket {table.max()}, the model {expected}')
     token_mask = table.any(axis=1) | (c.num_hashes == 0)
-    token_mask[c.pad_id : c.pad_id + 1] = True
+    token_mask[c.pad_id] = True  # although its signature is all zero
     token_mask[list(unused_ids)] = False
     return table, token_mask
 

@@ -40,7 +40,7 @@ from mhf.checkpoint import Checkpoints
 from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
 from mhf.released import check_vocabulary, init_model, make_config
-from model import MHF
+from model import MHF, MHFConfig
 
 # output
 out_dir = 'out'
@@ -139,9 +139,9 @@ model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
 source = out_dir if resume else init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
-# a loaded model keeps its architecture: all settings of MHFConfig except these two
-architecture = asdict(model.config).keys() & config.keys() - {'block_size', 'loss'} if model else set()
-run_config = config | {name: getattr(model.config, name) for name in architecture}
+# a loaded model keeps its architecture: the settings of MHFConfig except these two
+model_settings = MHFConfig.__annotations__.keys() & config.keys() - {'block_size', 'loss'} if model else set()
+run_config = config | {name: getattr(model.config, name) for name in model_settings}
 
 train_bins, val_bins, meta = open_bins(run_config)
 num_blocks = (len(train_bins) - 1) // block_size
@@ -161,13 +161,13 @@ data = data_identity(meta, table, train_bins)
 
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
-fixed = new.keys() - FREE_ON_RESUME if ckpt else architecture
-fixed = fixed - (architecture - command_line_names())  # architecture settings of a config file are ignored
+fixed = new.keys() - FREE_ON_RESUME if ckpt else model_settings
+fixed = fixed - (model_settings - command_line_names())  # those of a config file are ignored
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
     fix = 'undo the change'
-    if architecture.isdisjoint(changed):
+    if model_settings.isdisjoint(changed):
         fix += f', or start a new run with --init_from={source} and another --out_dir'
     raise InputError(f'{source} was trained with {changes}, which must not change; {fix}')
 if ckpt and first_step >= max_steps and not auto_resume:
@@ -182,7 +182,7 @@ if model:
     model.config.loss = loss
 else:
     torch.manual_seed(seed)
-    model_config = make_config(config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
+    model_config = make_config(run_config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = Model(model_config, table, meta['unused_ids'])
         model.init_weights()
@@ -197,6 +197,13 @@ if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
 model = runtime.wrap_ddp(raw_model) if world_size > 1 else raw_model
+accumulates_in_buckets = world_size > 1 and accumulation > 1
+if accumulates_in_buckets:
+    # a backward pass on zeros makes every .grad a view of a bucket of DDP, which avoids a second copy of the gradients
+    zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
+    with autocast:
+        model(zeros, zeros).backward()
+    model.zero_grad(set_to_none=False)
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
 # -----------------------------------------------------------------------------
@@ -221,13 +228,6 @@ optimizer = configure_optimizer()
 if ckpt:
     optimizer.load_state_dict(ckpt['optimizer'])
     ckpt = None  # frees its memory
-# DDP: a backward pass on zeros makes every .grad a view of a bucket, which avoids a second copy of the gradients
-accumulates_in_buckets = world_size > 1 and accumulation > 1
-if accumulates_in_buckets:
-    zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
-    with autocast:
-        model(zeros, zeros).backward()
-    optimizer.zero_grad(set_to_none=False)
 
 # -----------------------------------------------------------------------------
 # learning rate, batches, validation

@@ -41,15 +41,6 @@ def test_rank(case):
     assert expected == len(singular) or singular[expected] < 1e-3 * singular[expected - 1]
 
 
-def test_fresh_weights():
-    """Biases of 0, as at initialization, lower the rank by 1."""
-    m = random_model(**SHAPE | CASES['z below d'][0])
-    for mixer in m.hash_decoder:
-        for layer in (mixer[0], mixer[2]):
-            torch.nn.init.zeros_(layer.bias)
-    assert spectrum(m)[0]['rank'] == CASES['z below d'][1] - 1
-
-
 def test_script(quick):
     """The script prints the rank of a run, and its bounds."""
     fresh, trained = ok('study.rank', 'out', cwd=quick).stdout.splitlines()

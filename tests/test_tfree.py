@@ -137,22 +137,6 @@ def test_it_learns_and_is_evaluated(folder):
     assert 'lambada' not in output
 
 
-@pytest.mark.parametrize(
-    'says, args',
-    [
-        ("command 'trian'", ['trian']),
-        ('tokenizer=w.txt: name a file', ['words', '--tokenizer=w.txt']),
-        ('out already has a checkpoint', TRAIN[1:]),
-        ('out_dir is not given', ['eval']),
-    ],
-)
-def test_bad_input_is_one_line(folder, says, args):
-    """A mistake ends in one line that names it."""
-    done = run('study.tfree', *args, cwd=folder)
-    assert done.returncode == 1 and done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
-    assert says in done.stderr
-
-
 def test_other_words(folder):
     """A list of words that differs from the data's is refused."""
     shutil.copytree(folder, folder / 'changed', ignore=shutil.ignore_patterns('out*', 'changed'))
