@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, assert_same, ok, ranks, run, steps, weights
+from conftest import REPO, assert_same, ok, ranks, refused, run, steps, weights
 
 from configurator import InputError
 from mhf.checkpoint import Checkpoints
@@ -44,8 +44,7 @@ def test_the_best_checkpoint_is_the_last_resort(quick):
     for path in (quick / 'out').glob('ckpt*.pt'):
         if path.name != 'ckpt_best.pt':
             path.unlink()
-    refused = run('train.py', 'cfg.py', cwd=quick)
-    assert refused.returncode == 1 and 'out already has a checkpoint; resume it' in refused.stderr
+    refused('train.py', 'cfg.py', says='out already has a checkpoint; resume it', cwd=quick)
     assert 'resumed at step' in ok('train.py', 'cfg.py', '--auto_resume', '--max_steps=25', cwd=quick).stdout
 
 

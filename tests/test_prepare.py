@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from conftest import REPO, library_texts, ok, real_documents, run, snapshot, start, write_jsonl
+from conftest import REPO, library_texts, ok, real_documents, refused, snapshot, start, write_jsonl
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -497,8 +497,7 @@ def test_a_part_that_starts_at_the_same_time_has_the_same_settings(tmp_path):
     (tmp_path / 'd/000000.json').unlink()
     late = 'from mhf import data\nparse = data.parse_meta\nanswers = iter([None])\n'
     late += 'data.parse_meta = lambda folder: next(answers) if answers.__length_hint__() else parse(folder)'
-    done = run(*args, '--val_fraction=0.1', cwd=tmp_path, patch=late)
-    assert done.returncode == 1 and 'val_fraction=0.005, now it is 0.1' in done.stderr
+    refused(*args, '--val_fraction=0.1', says='val_fraction=0.005, now it is 0.1', cwd=tmp_path, patch=late)
 
 
 def test_unusable_bins_are_not_already_prepared(tmp_path):

@@ -24,6 +24,7 @@ from conftest import (
     rank_variables,
     ranks,
     real_documents,
+    refused,
     run,
     run_ranks,
     snapshot,
@@ -200,9 +201,7 @@ def test_advice_works(quick):
     """Following the advice in an error message of train.py leads to a run that trains."""
 
     def advice(says, *args):
-        done = run('train.py', 'cfg.py', *args, cwd=quick)
-        assert done.returncode == 1 and says in done.stderr, done.stderr
-        return done.stderr
+        return refused('train.py', 'cfg.py', *args, says=says, cwd=quick)
 
     resume = '--init_from=resume'
     advice('resume it with --init_from=resume')
@@ -271,10 +270,10 @@ def test_what_a_resumed_run_may_change(quick):
     # ids, because the bins of `quick` contain signatures of num_buckets=256
     fixed = dict(data_format='ids', num_layers=1, num_buckets=512, loss='product', single_id=True, block_size=8, seed=7)
     fixed |= dict(batch_size=4, weight_decay=0.2, beta2=0.9, embedding_lr_mult=2.0, unfrozen_end_layers=1)
-    refused = run(*args, *(f'--{k}={v}' for k, v in fixed.items()), '--data_dir=ids', cwd=quick)
-    assert refused.returncode == 1 and 'which must not change' in refused.stderr
+    flags = [f'--{k}={v}' for k, v in fixed.items()]
+    line = refused(*args, *flags, '--data_dir=ids', says='which must not change', cwd=quick)
     for key, value in fixed.items():
-        assert re.search(rf'\b{key}=\S* \(now {value}\)', refused.stderr), key
+        assert re.search(rf'\b{key}=\S* \(now {value}\)', line), key
     assert snapshot(quick) == before
     free = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--plain')
     ok(*args, *free, '--dtype=bfloat16', '--activation_checkpointing', '--eval_interval=1', cwd=quick)
@@ -307,11 +306,8 @@ def test_other_data_is_refused(quick):
     write_jsonl(quick / 'more.jsonl', [t[:1000] for t in real_documents()[10:14]])
     data = ('cfg.py', '--dataset=more.jsonl', '--data_dir=more', '--max_steps=26')
     ok('prepare.py', *data[:3], cwd=quick)
-    refused = run('train.py', *data, '--init_from=resume', cwd=quick)
-    assert refused.returncode == 1 and re.search(
-        r'trained with train_sha256=\w{20} \(now \w{20}\), which', refused.stderr
-    )
-    assert '--init_from=out and another --out_dir' in refused.stderr
+    line = refused('train.py', *data, '--init_from=resume', says='--init_from=out and another --out_dir', cwd=quick)
+    assert re.search(r'trained with train_sha256=\w{20} \(now \w{20}\), which', line)
     ok('train.py', *data, '--init_from=out', '--out_dir=b', cwd=quick)
 
 
@@ -320,15 +316,14 @@ def test_a_resumed_run_takes_its_architecture_from_its_checkpoint(quick):
     (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\n')
     command = ('train.py', 'cfg.py', 'three.py', '--out_dir=b')
     stop = IN_FORWARD.format(n=3, do='os.kill(os.getpid(), signal.SIGINT)')
-    refused = run(*command, '--init_from=out', '--num_layers=3', cwd=quick)
-    assert refused.returncode == 1 and 'num_layers=2 (now 3)' in refused.stderr and not (quick / 'b').exists()
+    refused(*command, '--init_from=out', '--num_layers=3', says='num_layers=2 (now 3)', cwd=quick)
+    assert not (quick / 'b').exists()
     stopped = run(*command, '--init_from=out', cwd=quick, patch=stop)
     assert stopped.returncode == 130 and 'Traceback' not in stopped.stderr
     assert 'stopped by signal 2; b/ckpt.pt contains step 2; resume with --init_from=resume' in stopped.stderr
     assert 'resumed at step 2' in ok(*command, '--init_from=resume', cwd=quick).stdout
     assert weights(quick, 'b')['model_config']['num_layers'] == 2
-    refused = run(*command, '--init_from=resume', '--max_steps=30', '--num_layers=3', cwd=quick)
-    assert refused.returncode == 1 and 'num_layers=2 (now 3)' in refused.stderr
+    refused(*command, '--init_from=resume', '--max_steps=30', '--num_layers=3', says='num_layers=2 (now 3)', cwd=quick)
 
 
 def test_a_changed_schedule_is_reported(quick):
@@ -377,9 +372,8 @@ def test_one_run_in_an_out_dir(quick):
     command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
-    second = run(*command, cwd=quick)
-    assert second.returncode == 1 and second.stderr.count('\n') == 1 and snapshot(quick) == before
-    assert f'out_dir=b is in use by process {first.pid} on ' in second.stderr
+    refused(*command, says=f'out_dir=b is in use by process {first.pid} on ', cwd=quick)
+    assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
@@ -393,8 +387,7 @@ def test_wandb_is_not_ready(quick, body, says):
         (quick / 'wandb/__init__.py').write_text(f'def init(**options):\n    {body}\n')
     before = snapshot(quick)
     patch = "import sys; sys.path.append(''); sys.dont_write_bytecode = True"
-    done = run('train.py', 'cfg.py', '--out_dir=b', '--wandb', cwd=quick, patch=patch)
-    assert done.returncode == 1 and done.stderr.count('\n') == 1 and says in done.stderr, done.stderr
+    refused('train.py', 'cfg.py', '--out_dir=b', '--wandb', says=says, cwd=quick, patch=patch)
     assert snapshot(quick) == before
 
 
