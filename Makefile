@@ -18,7 +18,7 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# Benchmarks this GPU (the head's kernels, a training step of 100M) and runs the GPU tests. Prints times, then yes or no.
+# Benchmarks this GPU (the head's kernels, a training step of 100M), runs the GPU tests, and prints whether they pass.
 # PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)

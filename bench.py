@@ -106,7 +106,7 @@ def step_memory(c, parameters, sequences, all_gradients):
         'AdamW': 8 * parameters,
         'gradients': 4 * parameters if all_gradients else 0,
         'activations': tokens * (c.num_layers * kept + encoder + 8 * d) + matrices,
-        'head, or a recomputed block': max(head, tokens * block if activation_checkpointing else 0),
+        'max(head, recomputed block)': max(head, tokens * block if activation_checkpointing else 0),
     }
 
 
@@ -216,7 +216,7 @@ def random_model(c, tok):
     return model
 
 
-def random_tokens(model, *shape):
+def random_signatures(model, *shape):
     """Returns signatures (*shape, H) of random ids in the upper half of the vocabulary, which has no special tokens."""
     V = model.config.vocab_size
     return model.signatures[torch.randint(V // 2, V, shape, device=device)]
@@ -233,7 +233,7 @@ def training_step(c, tok):
     if compile:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    s = random_tokens(model, micro_batch_size, block_size + 1)
+    s = random_signatures(model, micro_batch_size, block_size + 1)
 
     def step():
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == 'bfloat16'):
@@ -303,7 +303,7 @@ def bench_infer(configs, tok):
     normalizations = {}
     for name, c in distinct.items():
         model = random_model(c, tok).to(getattr(torch, dtype)).eval()
-        s = random_tokens(model, 1, block_size + 1)
+        s = random_signatures(model, 1, block_size + 1)
         engine = Engine(model)
         if compile:
             engine.compile(1, prompt.shape[1] + NEW_TOKENS)

@@ -12,6 +12,7 @@ variant of a config starts with `from config.mhf_1b import *`. Unknown names, mi
 """
 
 import ast
+import atexit
 import difflib
 import functools
 import math
@@ -27,7 +28,7 @@ SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand
 
 
 class InputError(ValueError):
-    """A mistake in the user's input. It ends a script with one line, `error: ...`, and exit code 1."""
+    """An error that the user can fix, such as a wrong setting or a full disk: one line `error: ...` and exit code 1."""
 
     def __init__(self, message):
         super().__init__(' '.join(str(message).splitlines()))
@@ -35,12 +36,14 @@ class InputError(ValueError):
 
 def install_excepthook():
     """
-    Makes an uncaught InputError or Ctrl-C print one line and a closed pipe (`| head -1`) end the script silently.
-    Prints each line at once, with a question mark for a character that the output's encoding lacks. configure() calls
-    it, and so do modules that run with -m. Raises InputError for an argument that is not valid text.
+    Prepares a script's input and output: an uncaught InputError or Ctrl-C prints one line, a closed pipe (`| head -1`)
+    ends the script silently, stdout writes each line at once, and a character that its encoding lacks becomes a
+    question mark. configure() calls it, and so do modules that run with -m. Raises InputError for an argument that is
+    not valid text.
     """
     sys.stdout.reconfigure(errors='replace', line_buffering=True)
     sys.excepthook = print_error
+    atexit.register(discard_closed_stdout)
     for argument in sys.argv[1:]:
         if re.search('[\ud800-\udfff]', argument):
             encoding = sys.getfilesystemencoding()
@@ -52,14 +55,14 @@ def print_error(error_class, error, traceback):
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
-    elif not (isinstance(error, BrokenPipeError) and stdout_is_closed()):
+    elif not (isinstance(error, BrokenPipeError) and discard_closed_stdout('\n')):
         sys.__excepthook__(error_class, error, traceback)
 
 
-def stdout_is_closed():
-    """Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
+def discard_closed_stdout(text=''):
+    """Writes `text` to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
     try:
-        print()
+        print(end=text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
@@ -122,7 +125,7 @@ def parse_flag(argument, script, defaults):
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
         owner = next((other for other in SCRIPTS if key in get_defaults(other)), None)
-        hint = f' ({owner} has it)' if owner else did_you_mean(key, defaults)
+        hint = f' (it is a setting of {owner})' if owner else did_you_mean(key, defaults)
         raise InputError(f"unknown setting '--{key}' of {script}{hint}")
     if not equals and isinstance(defaults[key], bool | None):
         return {key: True}

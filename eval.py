@@ -36,7 +36,7 @@ from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
 out_dir = ''  # folder of the checkpoint; '': the newest one up to two folders below the working folder
-released = ''  # instead: a released model, a folder or a hub id[@revision]
+released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
 tasks = 'paper'
@@ -84,7 +84,7 @@ def check_settings():
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
         )
     if text and bos is False:
-        raise InputError('bos=False: bits_per_byte has bos before every document, as in training; omit --bos')
+        raise InputError('bos=False: bits_per_byte has bos before every document, like prepare.py; omit --bos')
     for path in text_paths():
         if not Path(path).exists():
             raise InputError(f'--text={path}: no such file or folder')
@@ -104,7 +104,7 @@ def read_text(path, tok):
     for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
         num_bytes += len(document.encode())
         ids += [tok.bos, *tok.encode([document])[0]]
-    if len(ids) < 2:
+    if set(ids) <= {tok.bos}:
         raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
     lengths = byte_lengths(tok)
     warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
@@ -150,7 +150,7 @@ def calibration_error(is_best, confidence, bins=15):
 
 
 def bits_per_byte(lm, ids, num_bytes):
-    """Returns the scores of packed documents, with bos in front of each, as in training."""
+    """Returns the scores of packed documents, each preceded by bos, as prepare.py packs them."""
     nats, is_best, confidence = score_windows(lm, ids)
     nats_per_token = nats.mean().item()
     T = lm.max_length
@@ -184,7 +184,7 @@ def read_word_pairs(folder):
 
 @torch.no_grad()
 def word_states(lm, word):
-    """Hidden states of a word's last token after the last two layers -> {'last', 'second_to_last'}, (d,) float32."""
+    """A word's states {'last': after the final norm, 'second_to_last': before the last block}, each (d,) float32."""
     ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
     if lm.bos is not None:
         ids = [lm.bos, *ids]

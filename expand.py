@@ -34,14 +34,14 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
-from mhf.data import config_table
+from mhf.data import build_table
 from mhf.released import limit_to_tokenizer, load_model, save_pretrained
-from mhf.sources import read_documents, split_holdout, start_counts
+from mhf.sources import initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # tokenizer
 base_tokenizer = 'mistral'  # the tokenizer to expand: mistral, or a .model file
-corpora = ''  # one data set of prepare.py per language, separated by commas; @5000 after it: 5,000 new tokens
+corpora = ''  # one data set (as in prepare.py) per language, separated by commas; @5000: add 5,000 token ids for it
 num_new_tokens = 5118  # for a corpus without @; three corpora give the paper's 15,354
 max_bytes_per_language = 30000000  # of text to learn from
 tokenizer = 'expanded.model'  # the file to write; with a source_model it is used if it exists
@@ -88,7 +88,7 @@ def read_corpus(corpus):
     documents = []
     held_out = []
     size = 0
-    holdout_counts = start_counts(read_documents(corpus), HELD_OUT)
+    holdout_counts = initial_counts(read_documents(corpus), HELD_OUT)
     for pieces in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, holdout_counts):
         for text, is_held_out in pieces:
             if is_held_out:
@@ -149,7 +149,7 @@ def count_merges(documents, model_proto, rank):
     """Counts how often encoding the documents builds each piece, also on the way to longer ones. Returns a Counter."""
     encode = sentencepiece.SentencePieceProcessor(model_proto=model_proto).encode
     merge_counts = Counter(piece for pieces in encode(split_lines(documents), out_type=str) for piece in pieces)
-    # a piece precedes the pieces that it is built from
+    # in reverse order of learning, a piece comes before the two pieces that it merges
     for piece in sorted(rank, key=rank.get, reverse=True):
         if len(piece) > 1:
             for half in last_merge(piece, rank):
@@ -181,7 +181,7 @@ def rank_candidates(documents, old_pieces, spec, count):
 def append_pieces(model, pieces):
     """Appends pieces to a SentencePiece model (ModelProto) with lower priorities than its merges. Returns bytes."""
     larger = type(model).FromString(model.SerializeToString())
-    # Mistral's runs of spaces have -1e9
+    # excludes Mistral's runs of spaces, whose score is -1e9
     lowest = min(p.score for p in model.pieces if p.type == p.NORMAL and p.score > -1e8)
     for k, piece in enumerate(pieces, 1):
         larger.pieces.add(piece=piece, score=lowest - k)
@@ -263,7 +263,8 @@ def load_source_model(tok):
     # a released table may end with unused rows
     fits = known_sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, len(tok.tokens), [])
     if fits and model.config.num_hashes:
-        fits = (model.signatures[: len(tok.tokens)].numpy() == config_table(vars(model.config), tok)).all()
+        table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
+        fits = (model.signatures[: len(table)].numpy() == table).all()
     if not fits:
         known = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
@@ -283,7 +284,8 @@ def grow(model, tok, larger):
         new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
     # Standard reads only the length of the table
-    model.replace_vocabulary(config_table(vars(c), larger) if c.num_hashes else larger.tokens, c.pad_id)
+    table = build_table(vars(c), larger.tokens, c.pad_id) if c.num_hashes else larger.tokens
+    model.replace_vocabulary(table, c.pad_id)
 
 
 # -----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def rehash_collisions(table, tokens, registered, B):
                 ids = tuple(map(int, table[i, :-1]))
                 full = f'token {tokens[i]!r} (id {i}): its hash prefix {ids} is full ({B - 1} tokens)'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            # the coordinates use the seeds 0 .. H-1; test_golden_tables[2-1024] and [3-256] fail for another first seed
+            # the seeds 0 .. H-1 are those of the coordinates (test_golden_tables)
             seed = H
             while key in taken:
                 last = mmh3.hash128(tokens[i], seed) % (B - 1) + 1

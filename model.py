@@ -1,13 +1,14 @@
 """
-MultiHashFormer (arXiv 2606.28057): each token has a signature of H hash ids instead of an embedding row of its own.
+MultiHashFormer (arXiv 2606.28057): instead of its own embedding row, each token has a signature: H hash ids, called
+coordinates, each of which is the index of a bucket, 0 to B - 1.
 
     signature (H ids) -> Hash Encoder -> vector -> Qwen3-style decoder -> h -> Hash Decoder -> H x B bucket logits
 
 The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: one coordinate, V
 buckets and the token id as signature, without gate and cascade.
 
-This file is the complete method in plain PyTorch. mhf/fused.py and mhf/generate.py compute the same losses and text
-faster; tests compare both with this file. The README maps the paper's equations to functions.
+This file is the method in plain PyTorch; hashing.py computes the signatures. mhf/fused.py and mhf/generate.py compute
+the same losses and text faster; tests compare both with this file. The README maps the paper's equations to functions.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +41,7 @@ class MHFConfig:
     bottleneck: int = 64  # z, the hidden size of the gate and of the mixers
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
-    encoder_init: str = 'normal'  # of W_s: normal (std 0.02) | orthogonal
+    encoder_init: str = 'normal'  # initialization of W_s (HashEncoder.out): normal (std 0.02) | orthogonal
     embedding_scale: float = 1.0  # MHF: multiplies the initial W_s; Standard: multiplies each embedding row in forward
     pad_id: int = 2  # the token whose signature is all zero
     loss: str = 'product'  # product: the paper's sum over coordinates | exact: -log P(w)
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, N, kv_heads, length, head_dim)
             k = cache[0].index_copy_(2, positions, k)
             v = cache[1].index_copy_(2, positions, v)
-        if T == 1:  # the query heads of a group become positions of its key head, which is faster; all keys are visible
+        if T == 1:  # one query, so no causal mask: fold the query heads of a group into positions, which is faster
             y = F.scaled_dot_product_attention(q.view(N, k.shape[1], -1, self.head_dim), k, v, mask)
             return self.o_proj(y.reshape(N, 1, -1))
         if mask is not None:  # PyTorch has no fast attention kernel for masks and grouped heads together
@@ -240,7 +241,7 @@ def product_loss(o, y):
 def exact_loss(o, y, signatures, token_mask):
     """-log P(y); arguments as above."""
     target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    # normalizes P(w): training with --plain --loss=exact, and validation
+    # normalizes P(w); used with --plain, by training with --loss=exact and by validation
     normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)
     return normalizer - target[:, 0]
 
@@ -392,7 +393,7 @@ class MHF(nn.Module):
     def loss_per_position(self, o, y, loss):
         """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
         if not self.config.num_hashes:
-            # both losses are the cross-entropy; with --plain it normalizes P(w): training and validation of Standard
+            # both losses are the cross-entropy, which normalizes P(w); used with --plain, by training and validation
             return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
         if loss == 'product':
             return product_loss(o, y)
@@ -419,7 +420,7 @@ class MHF(nn.Module):
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
-        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w): evaluation
+        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w); used by evaluation
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -462,7 +463,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     logits = logits / temperature
     if top_k is not None:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    p = logits.softmax(-1)  # normalizes P(w): sampling
+    p = logits.softmax(-1)  # normalizes P(w); used by sampling
     if top_p is not None:
         ordered, order = p.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is kept even if top_p underflows to 0

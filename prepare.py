@@ -9,7 +9,8 @@ interruption; the output is identical.
     $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
-skips finished units and repeats an interrupted one, so split a very large file. mhf/data.py describes the output.
+skips finished units and starts an interrupted one over; split a very large file to lose less. mhf/data.py describes
+the output.
 
 From a document to its loss:
 
@@ -48,7 +49,7 @@ from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lo
 # .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-# mistral | tekken | gpt2 or another of tiktoken's | a file *.model or tokenizer.json | a hub id user/name[@revision]
+# mistral | tekken | gpt2 or another of tiktoken | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
 # looks up signatures of any num_hashes and num_buckets. A Standard model needs ids
@@ -57,14 +58,14 @@ num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every round(1/val_fraction)-th document until val_bytes; with fewer documents, the tail of each
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; with fewer than n, the tail of each
 val_fraction = 0.005
 val_bytes = 4000000
 part = ''  # i/n: prepares every n-th file, starting at file i (from 0); parts may run at the same time
 
 config = configure(globals())
 
-UNIT_BYTES = 1_000_000_000  # of the small files in one unit, at most
+UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
 FLUSH_TOKENS = 1 << 20  # per write to a shard
 
@@ -239,7 +240,7 @@ def prepare_unit(job, source, number, unit, counts):
                     break
         for split, writer in writers.items():
             if len(meta['sources']) == len(source['units']) == 1:  # Bins checks the sum over several units
-                data.check_amount(writer.tokens, split, job.folder)
+                data.check_enough_tokens(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
     finally:
@@ -252,7 +253,7 @@ def prepare_source(job, source):
     parts = job.meta['parts']
     units = source['units'][job.part :: parts]
     counts = None
-    for number, unit in zip(data.part_units(source, job.part, parts), units, strict=True):
+    for number, unit in zip(data.unit_numbers(source, job.part, parts), units, strict=True):
         path = job.folder / f'{number:06}.json'
         if path.exists():
             finished = json.loads(path.read_bytes())
@@ -261,7 +262,7 @@ def prepare_source(job, source):
         else:
             if counts is None:
                 texts = sources.read_files(path for unit in units for path, _ in unit)
-                counts = sources.start_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
+                counts = sources.initial_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
             prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break
@@ -289,12 +290,13 @@ def locked(folder, meta, part):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
+            is_first = not (folder / 'meta.json').exists()
             try:
-                if not (folder / 'meta.json').exists():
+                if is_first:
                     data.write_json(folder / 'meta.json', meta, part)
                 yield
             finally:
-                if meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+                if is_first and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
                     for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
                         (folder / name).unlink(missing_ok=True)
                 Path(lock.lock_file).unlink()
@@ -336,12 +338,12 @@ def main(config):
     part, parts = parse_part(config['part'])
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
-    table = data.config_table(config, tok) if data.holds_signatures(config) else None
-    # lists shards before it reads meta.json: another part that starts now writes meta.json first
+    table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
+    # list shards before reading meta.json, because a part that starts in between writes meta.json first
     shards = [path for name in ('*_[0-9]*.bin', '*_[0-9]*.bin.tmp', '[0-9]*.json') for path in folder.glob(name)]
     existing = data.parse_meta(folder)
     if shards and not existing:
-        raise InputError(f'{min(shards)} was not written by prepare.py, which may overwrite it; change --data_dir')
+        raise InputError(f'{min(shards)} was not written by prepare.py and could be overwritten; change --data_dir')
     meta = describe(config, parts, tok, table, existing)
     if existing:
         check_same(folder, existing, meta)
@@ -355,7 +357,7 @@ def main(config):
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, meta, part), bar:
-        check_same(folder, data.parse_meta(folder), meta)  # of another part that has started at the same time
+        check_same(folder, data.parse_meta(folder), meta)  # another part may have written meta.json since it was read
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [prepare_source(job, source) for source in meta['sources']]
     report(job, counts)

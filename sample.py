@@ -21,7 +21,7 @@ from mhf.runtime import pick_compile, pick_device, pick_dtype
 from model import sample_token
 
 out_dir = ''  # the folder of the checkpoint; '': the newest one in the working folder
-released = ''  # or a released model: a folder, or a hub id[@revision]
+released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 start = ''  # the prompt, or FILE:path; '' starts a new document
 num_samples = 3
 max_new_tokens = 200
@@ -41,7 +41,7 @@ config = configure(globals())
 if out_dir and released:
     raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
 if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
-    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: top_k must be a whole number, top_p a number')
+    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: top_k must be an integer, top_p a number')
 check_numbers(config, 'num_samples max_new_tokens', low=1)
 check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)

@@ -53,7 +53,8 @@ data_dir = ''
 tokenizer = 'mistral'
 data_format = 'signatures'  # signatures | ids
 # initialization
-init_from = 'scratch'  # scratch | resume (the newest checkpoint in out_dir) | an out_dir, released folder or hub id
+# scratch | resume: the newest checkpoint in out_dir | only the weights of an out_dir, released folder or hub id
+init_from = 'scratch'
 auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for clusters that requeue jobs
 seed = 42  # of weight initialization and data order
 # batch
@@ -73,7 +74,7 @@ num_lsh = 0
 single_id = False
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
-encoder_init = 'normal'  # of W_s: normal, std 0.02 | orthogonal
+encoder_init = 'normal'  # initialization of W_s (HashEncoder.out): normal, std 0.02 | orthogonal
 embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
 # optimizer: AdamW, linear warm-up, cosine decay to 0
 learning_rate = 5e-4  # the maximum
@@ -92,13 +93,14 @@ dtype = None  # bfloat16 | float32, of matrix products; None: the faster one. Pa
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
 kernels = False  # Triton kernels of the exact loss, not yet measured on a GPU
 deterministic = False  # bit-reproducible on a GPU, slower
-plain = False  # train model.MHF, slower and with more memory, instead of FusedMHF: for changes of the method
+plain = False  # train model.MHF instead of FusedMHF: slower and with more memory, but simpler to modify
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
 # The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may change
 # only if the data are identical. dtype=None keeps the checkpoint's. A resumed run, and a run with --init_from=MODEL,
-# keeps the architecture of the loaded model: another value in a config file is ignored, on the command line an error.
+# keeps the architecture of the loaded model: another value in a config file is ignored; on the command line it is an
+# error.
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
@@ -139,7 +141,7 @@ model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
 source = out_dir if resume else init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
-# a loaded model keeps its architecture: the settings of MHFConfig except these two
+# settings that a loaded model determines: the fields of MHFConfig except these two
 model_settings = MHFConfig.__annotations__.keys() & config.keys() - {'block_size', 'loss'} if model else set()
 run_config = config | {name: getattr(model.config, name) for name in model_settings}
 
@@ -162,7 +164,7 @@ data = data_identity(meta, table, train_bins)
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
 fixed = new.keys() - FREE_ON_RESUME if ckpt else model_settings
-fixed = fixed - (model_settings - command_line_names())  # those of a config file are ignored
+fixed = fixed - (model_settings - command_line_names())  # settings of a config file are ignored
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:
@@ -277,13 +279,13 @@ def evaluate():
     sums = torch.zeros(len(losses), dtype=torch.float64)
     for batch in tqdm(batches[rank::world_size], desc='validate', leave=False, disable=None if master else True):
         x, y = get_batch(val_bins, batch)
-        # smaller batches are too few to be worth a compilation
+        # the few smaller batches run eagerly, because compiling their shapes would take longer
         eager = compile and x.shape[:2] != (micro_batch_size, block_size)
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
             token_losses = raw_model.token_losses(x, y, losses)
         sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
     means = (runtime.all_reduce(sums) / n).tolist()
-    nats = means[-1]  # -log P(w), the same value unless the run trains the product loss
+    nats = means[-1]  # -log P(w); equals val_loss unless the run trains the product loss
     return dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
 
 
@@ -343,7 +345,7 @@ received_signals = []
 
 
 def request_stop(signum, frame):
-    """Ends the loop after its step. A second Ctrl-C ends a single process at once; torchrun may forward one twice."""
+    """Stops the loop after its step. A second Ctrl-C kills a single process; torchrun may send one Ctrl-C twice."""
     received_signals.append(signum)
     if signum == signal.SIGINT and world_size == 1:
         signal.signal(signum, signal.SIG_DFL)
@@ -353,7 +355,7 @@ def check_finite(**values):
     """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
     if not all(map(math.isfinite, values.values())):
         checkpoints.wait()
-        runtime.barrier()  # torchrun would end rank 0 during its write
+        runtime.barrier()  # rank 0 waits for its write first: torchrun kills it when another rank exits
         if not master:
             sys.exit(1)
         shown = ', '.join(f'{key} {value}' for key, value in values.items())
@@ -364,9 +366,9 @@ def check_finite(**values):
 def print_setup():
     """Prints the model, the batch and the schedule."""
     c = raw_model.config
-    interface, decoder = raw_model.num_params()
+    interface, layers = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
-    print(f'{name}: {interface:,} parameters of embedding and hash modules + {decoder:,} of the decoder')
+    print(f'{name}: {interface:,} parameters in E and hash modules + {layers:,} in layers and final norm')
     if trains_product:
         print('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
@@ -458,7 +460,7 @@ for step in range(first_step, max_steps):
             add_bos=True,  # prepare.py puts bos before each document
         )
         checkpoints.save(state, is_best)
-        runtime.barrier()  # rank 0 may have waited for the previous write
+        runtime.barrier()  # waits up to an hour: rank 0 may still have been writing the previous checkpoint
     if stop_signal:
         break
 

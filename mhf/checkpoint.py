@@ -65,7 +65,7 @@ class Checkpoints:
     """
     The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the newest
     KEEP_CHECKPOINTS also exist as ckpt_000123.pt, named by their step. All ranks call save(); a thread of the rank with
-    writes=True writes the files. There, last_path and last_step describe the last one that was loaded or written.
+    writes=True writes the files. On it, last_path and last_step describe the last one loaded or written.
     """
 
     def __init__(self, out_dir, writes=True):

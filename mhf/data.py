@@ -10,12 +10,12 @@ A folder contains token ids or signatures:
 It contains these files, three for each unit:
 
     meta.json         settings, tokenizer, and the input files of every unit with their sizes; written first
-    train_000012.bin  HEADER bytes of .npy, then the tokens of all documents, each document after bos
+    train_000012.bin  a .npy file: a header of HEADER bytes, then the tokens of all documents, each document after bos
     val_000012.bin    the same for the held-out documents
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
                       written last
 
-A folder is complete when each unit's json exists or the part has reached its share of the source's token limit.
+A folder is complete when, for each source and part, every unit's json exists or the part has reached its token limit.
 """
 
 import hashlib
@@ -97,9 +97,12 @@ def write_json(path, value, part):
 def parse_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
     path = Path(folder) / 'meta.json'
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises an error for a folder that cannot be read
         return None
-    meta = json.loads(path.read_bytes())
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError:  # of another program
+        meta = {}
     if 'parts' not in meta:
         raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
     return meta
@@ -111,7 +114,7 @@ def read_units(folder, meta):
     incomplete = set()
     for source in meta['sources']:
         for part in range(meta['parts']):
-            for number in part_units(source, part, meta['parts']):
+            for number in unit_numbers(source, part, meta['parts']):
                 path = Path(folder) / f'{number:06}.json'
                 if not path.exists():
                     incomplete.add(part)
@@ -122,7 +125,7 @@ def read_units(folder, meta):
     return dict(sorted(finished.items())), incomplete
 
 
-def part_units(source, part, parts):
+def unit_numbers(source, part, parts):
     """Returns the numbers of the units of a source that one part prepares, in order."""
     first = source['first_unit']
     return range(first + part, first + len(source['units']), parts)
@@ -153,7 +156,7 @@ class Bins:
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
         self.bytes = sum(shard['bytes'] for shard in shards)
-        check_amount(self.tokens, split, folder)
+        check_enough_tokens(self.tokens, split, folder)
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         self.shards = [open_shard(folder, shard) for shard in shards if shard['tokens']]
@@ -174,7 +177,7 @@ class Bins:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self.shards[0][:0]])
 
 
-def check_amount(tokens, split, folder):
+def check_enough_tokens(tokens, split, folder):
     """Raises InputError if a split has too few tokens to train or to validate on."""
     if tokens < 2:
         fix = 'delete the folder, then prepare more text, or change --val_fraction'
@@ -225,10 +228,10 @@ def no_bins(config, folder):
 # the tokenizer and the signature table of a folder
 
 
-def config_table(config, tok):
+def build_table(config, tokens, pad_id):
     """Returns the signatures (V, H) uint16 of a tokenizer. `config` is a config or the contents of meta.json."""
     sizes = (config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh'))
-    return signature_table(tok.tokens, *sizes, tok.pad, unique=not config['single_id'])
+    return signature_table(tokens, *sizes, pad_id, unique=not config['single_id'])
 
 
 def get_table(config, meta):
@@ -249,12 +252,12 @@ def get_table(config, meta):
         if meta[key] != value:
             differs = f'{key}={str(meta[key]):.20}, now {str(value):.20}'
             raise InputError(f"{folder} was prepared with another '{config['tokenizer']}' tokenizer: {differs}")
-    table = config_table(config, tok)
-    check_table(folder, meta, table)
+    table = build_table(config, tok.tokens, tok.pad)
+    check_table_sha256(folder, meta, table)
     return table
 
 
-def check_table(folder, meta, table):
+def check_table_sha256(folder, meta, table):
     """Raises InputError if the signatures in a folder are not those of a table."""
     if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
         raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
@@ -278,8 +281,8 @@ def held_out_ids(folder, tok):
         raise InputError(f"{folder} was prepared with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
     if meta['data_format'] == 'ids':
         return val[:].tolist(), val.bytes
-    table = config_table(meta, tok)
-    check_table(folder, meta, table)
+    table = build_table(meta, tok.tokens, tok.pad)
+    check_table_sha256(folder, meta, table)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):
         raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')
@@ -295,9 +298,9 @@ def block_indices(step, batch_size, num_blocks, seed):
     Returns the indices of the blocks of a step (from 0), (batch_size,) int64. Block b contains the T + 1 tokens from
     token b * T on: T inputs and their targets.
 
-    Sequence k of a run is block k % num_blocks in the shuffled order of epoch k // num_blocks, which depends only on
-    (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on, so its batch depends only on
-    (seed, i), and a run can resume on a different number of GPUs.
+    Sequence k of a run is element k % num_blocks of the shuffled list of blocks of epoch k // num_blocks. The order
+    depends only on (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on. So its batch
+    depends only on (seed, i), and a run can resume on a different number of GPUs.
 
     train.py distributes them: rank `rank` takes blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank].
     For example, batch_size=16 and micro_batch_size=4 on 2 GPUs need 2 accumulation steps; at step 17 rank 1 trains on

@@ -7,8 +7,8 @@ chunk_gradients), so only dL/dh and dL/dE are kept between chunks. test_fused_eq
 float64: losses and every gradient.
 
 Tensors are (n, B) or (n, V), one row per position, because CUDA's softmax over columns runs on one multiprocessor. The
-exact loss's sums over the vocabulary are faster with one row per bucket, so they transpose a few positions at a time
-("columns"). On a GPU with use_kernels, the Triton kernels of kernels.py compute these sums.
+exact loss sums over the vocabulary faster with one row per bucket, so it transposes a few positions at a time, into
+columns. On a GPU with use_kernels, the Triton kernels of kernels.py compute these sums.
 """
 
 import functools
@@ -234,7 +234,7 @@ def exact_nll_in_columns(o, y, index, gradient):
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
-    P.div_(total)  # normalizes P(w): training with --loss=exact, and validation
+    P.div_(total)  # normalizes P(w); used by training with --loss=exact and by validation
     if gradient:
         columns = P.T.contiguous()
         # (m, H*B): for bucket b of coordinate i the sum of P(w) over all w with s_i(w) = b
@@ -274,7 +274,7 @@ def cross_entropies(o, y, index, sizes, gradient=False):
         total = 0
         for block, y_i in zip(part, y_part.split(1, dim=1), strict=True):
             scores = mask_unused(block, index.unused_ids) if index.standard else block
-            # for Standard this normalizes P(w): training and validation; for MultiHashFormer it is log p_i
+            # log p_i; for Standard it normalizes P(w); used by training and validation
             logp = scores.log_softmax(-1, dtype=torch.promote_types(block.dtype, torch.float32))
             target = logp.gather(1, y_i)
             total -= target[:, 0]
@@ -294,7 +294,7 @@ def predictions(o, targets, index, sizes):
         scores = token_scores(part, index)  # (m, V)
         target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
-        total = scores.sub_(top[:, None]).exp_().sum(-1)  # normalizes P(w): evaluation
+        total = scores.sub_(top[:, None]).exp_().sum(-1)  # normalizes P(w); used by evaluation
         results.append(torch.stack([target - top - total.log(), likeliest == ids, 1 / total]))
     return torch.cat(results, dim=1)
 
@@ -401,7 +401,7 @@ def add_products(total, pairs):
         products = a.T @ b
         for a, b in more:
             products.addmm_(a.T, b)
-        # += first converts products; with 1,024 rows at a time the copies stay in the cache (16.8 -> 2.5 ms)
+        # += makes a converted copy of products; with 1,024 rows at a time it stays in the cache (16.8 -> 2.5 ms)
         for total_rows, rows in zip(total.split(1024), products.split(1024), strict=True):
             total_rows += rows
 

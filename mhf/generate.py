@@ -3,7 +3,7 @@ Generation with a KV cache. model.MHF.generate is the plain version, which recom
 
     for tokens in Engine(model, temperature=0.8).stream(ids, max_new_tokens=200): ...
 
-An Engine accepts prompts of different lengths and can run each step, from one token to the next, as a CUDA graph.
+An Engine accepts prompts of different lengths and can run each decoding step as a CUDA graph.
 """
 
 import torch
@@ -29,7 +29,7 @@ class Engine:
         whose replay replaces 700 kernel launches. All streams then share one cache: finish one before starting another.
         """
         self.cache = self.new_cache(N, length)
-        # without this, CUDA graphs skip a step that writes to its arguments
+        # without this, torch.compile captures no CUDA graph of a step that changes its inputs
         torch._dynamo.mark_static_address(self.cache)
         self.compiled_step = torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False)
 

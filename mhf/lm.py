@@ -210,7 +210,7 @@ class MHFLM(TemplateLM):
                 raise InputError(f'{name}: {len(continuation)} tokens to score exceed the context of {T}')
             context = self.fit_context(context, T + 1 - len(continuation), document)
             if not context or not continuation:
-                raise InputError(f'{name}: context or choice has no tokens of its own; set target_delimiter to " "')
+                raise InputError(f'{name}: context or choice encodes to no tokens; set target_delimiter to " "')
             pairs.append((context, continuation))
         results = [None] * len(requests)
         for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
@@ -278,7 +278,7 @@ class MHFLM(TemplateLM):
         return ids[-room:]
 
     def with_oom_retry(self, compute, batch):
-        """Returns compute(batch); computes a batch that does not fit memory in halves."""
+        """Returns compute(batch). If the batch does not fit in memory, computes its halves."""
         try:
             return compute(batch) if batch else []
         except RuntimeError as e:
@@ -286,7 +286,7 @@ class MHFLM(TemplateLM):
             if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
                 raise
             if len(batch) == 1:
-                raise InputError(f'a single sequence does not fit the memory of {self.device}; use bfloat16') from None
+                raise InputError(f'one sequence does not fit in the memory of {self.device}; use bfloat16') from None
         half = len(batch) // 2
         return self.with_oom_retry(compute, batch[:half]) + self.with_oom_retry(compute, batch[half:])
 
@@ -442,10 +442,15 @@ PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for ro
 
 
 def local_files(folder, prefix):
-    """{split: files} folder/<prefix>_<split>*.jsonl, compressed or not."""
-    splits = ('train', 'validation', 'test')
-    files = {split: sorted(map(str, Path(folder).resolve().glob(f'{prefix}_{split}*.jsonl*'))) for split in splits}
-    return {split: paths for split, paths in files.items() if paths}
+    """{split: file} of folder/<prefix>_<split>*.jsonl, compressed or not."""
+    files = {}
+    for split in ('train', 'validation', 'test'):
+        found = sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*'))
+        if len(found) > 1:
+            raise InputError(f'{folder} has several files for {prefix}, {split}: {found[0].name}, {found[1].name}')
+        if found:
+            files[split] = str(found[0].resolve())
+    return files
 
 
 def local_config(name, config, folder):
@@ -459,7 +464,7 @@ def local_config(name, config, folder):
     shots_from = 'train' if 'train' in files else scored
     notes = []
     if scored != hub_split:
-        notes.append(f'{scored} split for {hub_split}')
+        notes.append(f'{scored} split instead of {hub_split}')
     if config['num_fewshot'] and shots_from != 'train':
         notes.append(f'shots from {shots_from}, not train')
     data_files = {split: files[split] for split in (scored, shots_from)}
@@ -494,18 +499,20 @@ def load_tasks(names, folder=''):
         if folder:
             changes, notes[name] = local_config(name, config, folder)
             config |= changes
-        loaded |= load_one(manager, name, config)
+        loaded |= load_task(manager, name, config)
         loaded[name].set_fewshot_seed(1234)
     return loaded, notes
 
 
-def load_one(manager, name, config):
+def load_task(manager, name, config):
     """{name: lm-eval's task}, with its data, from its config."""
     try:
         return manager.load([config])['tasks']
     # no network; a truncated, empty or malformed file; a missing field
     except Exception as e:
-        data = f'{config["dataset_path"]} {config.get("dataset_kwargs") or ""}'
+        data = config['dataset_path']
+        if data == 'json':
+            data = ', '.join(config['dataset_kwargs']['data_files'].values())
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
         hint = 'files of --benchmark_dir need the field names of the hub'
         raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None

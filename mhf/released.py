@@ -24,7 +24,7 @@ from configurator import InputError
 from hashing import signature_table
 from mhf.checkpoint import build_on_meta, load_checkpoint, load_weights
 from mhf.fused import FusedMHF
-from mhf.tokenizers import JSON_FILES, from_hub, get_tokenizer, tokenizer_facts
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts
 from model import MHF, MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
@@ -181,7 +181,7 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
             raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
-        tie_embeddings(weights, config_json)
+        drop_tied_head(weights, config_json)
         model = build_on_meta(config, Model)
         load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
     except (ValueError, RuntimeError, IndexError) as e:
@@ -205,7 +205,7 @@ def resolve_path(path_or_hub_id):
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
     files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
-    return from_hub(str(path_or_hub_id), files)
+    return download_from_hub(str(path_or_hub_id), files)
 
 
 def flatten_rope(config_json):
@@ -274,7 +274,7 @@ def parse_eos_ids(config_json):
     return ids
 
 
-def tie_embeddings(weights, config_json):
+def drop_tied_head(weights, config_json):
     """Merges the two embeddings. Raises ValueError unless they are equal."""
     head = weights.pop('lm_head.weight', None)
     if head is None and config_json.get('tie_word_embeddings') is False:
@@ -342,7 +342,7 @@ def load_model(source, Model=FusedMHF):
         eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
     # the authors trained without bos
     add_bos = config_json.get('add_bos') is True
-    return LoadedModel(model, str(source), f'{source}, a released model', tokenizer, None, add_bos, eos_ids)
+    return LoadedModel(model, str(source), str(source), tokenizer, None, add_bos, eos_ids)
 
 
 def init_model(init_from, checkpoints, Model):
@@ -373,7 +373,7 @@ def limit_to_tokenizer(model, V, unused_ids):
     token_mask[unused_ids] = False
     model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
     if model.config.num_hashes == 0:
-        # tables are rounded up: the authors' to a multiple of 128; Qwen3 has 151,936 rows for 151,669 tokens
+        # embedding tables are padded: the authors' to a multiple of 128; Qwen3 has 151,936 rows for 151,669 tokens
         return beyond < max(128, V // 100)
     return not model.signatures[V:].any()
 
@@ -398,7 +398,9 @@ def open_model(out_dir='', released='', tokenizer=''):
     if not (out_dir or released):
         paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
         if not paths:
-            raise InputError('no ckpt.pt in this folder; train a model with: python train.py config/mhf_tiny.py')
+            raise InputError(
+                'no ckpt.pt here or up to two folders below; train one: python train.py config/mhf_tiny.py'
+            )
         out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
     if not released and not (Path(out_dir) / 'ckpt.pt').exists():
         raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or train a model with train.py')

@@ -82,7 +82,7 @@ def measure_dtype():
     rates = {name: matmul_flops(getattr(torch, name)) for name in ('bfloat16', 'float32')}
     dtype = 'bfloat16' if rates['bfloat16'] > 1.2 * rates['float32'] else 'float32'
     measured = ', '.join(f'{rate / 1e9:,.0f} GFLOP/s in {name}' for name, rate in rates.items())
-    print(f'dtype={dtype}: a core multiplies at {measured}', file=sys.stderr)
+    print(f'dtype={dtype}: matrix products on one core: {measured}', file=sys.stderr)
     return dtype
 
 
@@ -112,7 +112,7 @@ def pick_compile(compile, device):
     if compile and missing:
         raise InputError(f'compile=True: {missing}; or omit --compile')
     if on_gpu and missing and is_rank0():
-        print(f'not compiled: {missing}', file=sys.stderr)
+        print(f'torch.compile is off: {missing}', file=sys.stderr)
     return on_gpu and not missing if compile is None else compile
 
 
@@ -121,7 +121,7 @@ def no_compiler(variable, *names):
     compilers = os.environ.get(variable, '').split()[:1] or names
     if any(map(shutil.which, compilers)):
         return ''
-    return f'no C compiler: install {" or ".join(names)}, or name one in ${variable}'
+    return f'no C{"++" if variable == "CXX" else ""} compiler: install {" or ".join(names)}, or name one in ${variable}'
 
 
 @functools.cache

@@ -34,7 +34,7 @@ HUB = {
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
-LOOKAHEAD_CHARS = 1 << 26  # maximum read by start_counts
+LOOKAHEAD_CHARS = 1 << 26  # maximum read by initial_counts
 
 # -----------------------------------------------------------------------------
 # files
@@ -45,7 +45,7 @@ def hub_folder(dataset):
     name, _, language = dataset.partition(':')
     folder = HUB.get(dataset) or HUB.get(f'{name}:LANGUAGE', '')
     if 'LANGUAGE' in folder and not re.fullmatch(r'\w+', language):
-        raise InputError(f"dataset '{dataset}': append one language, such as {name}:arb_Arab; or mix with @2e9")
+        raise InputError(f"dataset '{dataset}': append one language, like {name}:arb_Arab; mix several by @2e9")
     return folder.replace('LANGUAGE', language)
 
 
@@ -57,7 +57,7 @@ def parse_mixture(dataset):
     for item in dataset.split(','):
         match = re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item)
         if not match or not 1 <= float(match[2]) < 1e15:
-            raise InputError(f"dataset '{item}': end each part of a mixture with @ and its number of tokens, like @2e9")
+            raise InputError(f"dataset '{item}': append @ and its number of tokens to each source, like @2e9")
         sources.append((match[1], int(float(match[2]))))
     return sources
 
@@ -82,8 +82,10 @@ def input_files(dataset):
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
-            # a symbolic link does not add a second copy
-            files.setdefault(path.resolve(), str(path))
+            # a symbolic or hard link does not add a second copy
+            target = path.resolve()
+            file = target.stat() if target.exists() else None
+            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
     for path in files.values():
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')
@@ -209,7 +211,7 @@ def split_long_text(text):
 # held-out text
 
 
-def start_counts(texts, val_fraction):
+def initial_counts(texts, val_fraction):
     """
     Returns the initial counts of a source with these documents: documents, bytes of held-out text, and `few`, whether
     the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
@@ -222,22 +224,22 @@ def start_counts(texts, val_fraction):
         documents += 1
         if documents == every or chars > LOOKAHEAD_CHARS:
             break
-    return dict(documents=0, held_out=0, few=documents < every)
+    return dict(documents=0, held_out_bytes=0, hold_out_tails=documents < every)
 
 
 def split_holdout(texts, val_fraction, val_bytes, counts):
     """
     Yields the pieces of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
-    held out until val_bytes are reached, or the tail of each document if counts['few']. Updates `counts`, which come
-    from start_counts or from the source's previous unit.
+    held out until val_bytes are reached, or the tail of each document if counts['hold_out_tails']. Updates `counts`,
+    which come from initial_counts or from the source's previous unit.
     """
     every = round(1 / val_fraction)
     for text in texts:
         counts['documents'] += 1
-        pieces = [(text, counts['documents'] % every == 0 and counts['held_out'] < val_bytes)]
-        if counts['few'] and counts['held_out'] < val_bytes:
+        pieces = [(text, counts['documents'] % every == 0 and counts['held_out_bytes'] < val_bytes)]
+        if counts['hold_out_tails'] and counts['held_out_bytes'] < val_bytes:
             cut = int(len(text) * (1 - val_fraction))
             cut = text.find('\n', cut) + 1 or cut  # at a line end if there is one
             pieces = [(text[:cut].strip(), False), (text[cut:].strip(), True)]
-        counts['held_out'] += sum(len(piece.encode()) for piece, is_held_out in pieces if is_held_out)
+        counts['held_out_bytes'] += sum(len(piece.encode()) for piece, is_held_out in pieces if is_held_out)
         yield [(piece, is_held_out) for piece, is_held_out in pieces if piece]

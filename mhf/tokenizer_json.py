@@ -44,9 +44,10 @@ def write_tokenizer(tok, folder, add_bos):
     # text that looks like a special token is encoded as plain text
     settings |= dict(tokenizer_class='PreTrainedTokenizerFast', split_special_tokens=True, **roles)
     settings['add_bos_token'] = add_bos
-    bos = roles['bos_token']
-    template = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
-    converted.post_processor = template if add_bos else None
+    converted.post_processor = None
+    if add_bos:
+        bos = roles['bos_token']
+        converted.post_processor = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
     converted.save(str(folder / 'tokenizer.json'))
     write_json(folder / 'tokenizer_config.json', settings)
     return name

@@ -143,7 +143,7 @@ class JsonTokenizer:
         return self.json.decode([int(i) for i in ids if int(i) not in special])
 
 
-def from_hub(name, files):
+def download_from_hub(name, files):
     """
     Returns a local folder with those of `files` that the hub's user/name[@revision] contains. What the cache contains
     is not downloaded again. Raises InputError.
@@ -181,7 +181,7 @@ def get_tokenizer(name):
         if '/' not in name:
             choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
-        file = from_hub(name, JSON_FILES) / JSON_FILES[0]
+        file = download_from_hub(name, JSON_FILES) / JSON_FILES[0]
     try:
         if name == 'mistral':
             return SentencePieceTokenizer(name, model_file=str(folder / 'mistral_instruct_tokenizer_240323.model.v3'))

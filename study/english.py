@@ -15,7 +15,7 @@ DATA = {
     'data/study_english_10m': dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
     ),
-    # all of what is read is held out
+    # every document is held out, up to val_bytes; no run trains on the rest
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', corpora=dict(english='data/study_english', fineweb='data/study_fineweb'))
@@ -38,7 +38,7 @@ _LONGEST |= dict(dtype='bfloat16', max_steps=5000, eval_interval=1000, warmup_st
 
 _LEARNING_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
 _STANDARD = dict(name='Standard', learning_rates=_LEARNING_RATES, num_hashes=0)
-# about the time that MHF takes on a CPU
+# takes about as long as MHF's run on a CPU
 _MORE_TOKENS = _STANDARD | dict(name='Standard, 1.5 x the tokens')
 _MHF = dict(name='MHF H4 B7,966', learning_rates=_LEARNING_RATES, num_hashes=4, num_buckets=7966)
 _VARIANTS = [

@@ -11,7 +11,7 @@ DATA = {
     _ENGLISH: dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
     ),
-    # all of what is read is held out
+    # every document is held out, up to val_bytes; no run trains on the rest
     _FINEWEB: dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000, tokenizer='tekken'),
 }
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB))

@@ -12,7 +12,7 @@ _ENGLISH = 'data/paper100m'
 _FINEWEB = 'data/paper100m_fineweb'
 DATA = {
     _ENGLISH: dict(dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.05, val_bytes=1e7),
-    # all of what is read is held out
+    # every document is held out, up to val_bytes; no run trains on the rest
     _FINEWEB: dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB), loss='exact', seeds=(1,))

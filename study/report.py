@@ -119,7 +119,7 @@ def claims_table(studies):
             if not pairs:
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
             lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    heads = ['claim', 'model', 'compared with', 'trained on', *list_corpora(studies), 'in', 'seeds', 'verdict']
+    heads = ['claim', 'model', 'compared with', 'trained on', *list_corpora(studies), 'unit', 'seeds', 'verdict']
     return table(heads, filter(None, lines))
 
 

@@ -41,8 +41,8 @@ REPO = Path(__file__).resolve().parent.parent
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
-# keys of a config or an entry that the key of a run or the list's DATA decides
-LIST_KEYS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer'}
+# settings that sweep.py sets itself, from the run's key or from DATA
+SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer'}
 
 
 class Study:
@@ -65,7 +65,7 @@ class Study:
             # keys, then folders that DATA does not define
             missing = ENTRY_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
             if missing:
-                raise InputError(f'{path}: entry {entry} lacks {missing}')
+                raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
             self.lr_sweep(entry)
             if 'source' in entry and entry['source'] not in [e['name'] for e in self.entries]:
                 raise InputError(f'{entry["name"]}: source={entry["source"]!r} names no entry')
@@ -89,7 +89,7 @@ class Study:
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
         config = {k: v for k, v in read_config(entry['config']).items() if k in get_defaults('train.py')}
         settings = config | entry
-        return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - LIST_KEYS - {'source'})}
+        return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - SWEEP_SETTINGS - {'source'})}
 
     def key(self, entry, learning_rate, seed):
         """What identifies a run and its row."""
@@ -174,7 +174,7 @@ class Study:
             # train.py writes it last
             if not (folder / 'loss.png').exists():
                 self.train(scripts, key, entry)
-            row |= keep_weights_only(folder)
+            row |= strip_checkpoint(folder)
             row |= self.evaluate(scripts, entry, row['dtype'])
             add_row(self.csv, row)
         nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
@@ -241,7 +241,7 @@ class Scripts:
             raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
 
 
-def keep_weights_only(folder):
+def strip_checkpoint(folder):
     """Removes the optimizer, 2/3 of it, from a finished run's checkpoint; returns columns from checkpoint and log."""
     state = torch.load(folder / 'ckpt.pt', weights_only=True)
     state['optimizer'] = dict(state={}, param_groups=[{}])

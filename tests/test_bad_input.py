@@ -114,7 +114,7 @@ PIQA = EVAL + '--tasks=piqa --benchmark_dir=.'
 BAD = [
     # settings
     Bad('unknown config', PREPARE + 'config/mhf_tini.py', says="did you mean 'config/mhf_tiny.py'"),
-    Bad('setting of another script', TRAIN + '--temperature=1', says='sample.py has it'),
+    Bad('setting of another script', TRAIN + '--temperature=1', says='it is a setting of sample.py'),
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", tokenizer_json(cut=99)),
@@ -130,6 +130,7 @@ BAD = [
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
     Bad('too small a val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=1e-320', says='val_fraction=1e-320'),
+    Bad('no number of hashes', PREPARE + '--dataset=docs.jsonl --num_hashes=-1', says='num_hashes=-1'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     # train.py
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
@@ -147,7 +148,7 @@ BAD = [
     Bad('a device without its type', TRAIN + '--device=1', says='use cuda, cuda:1, cpu or mps'),
     Bad('no value for the device', TRAIN + '--device', says='device=True is not available'),
     Bad('no such dtype', TRAIN + '--dtype=float8', says='dtype=float8'),
-    Bad('compile without a compiler', TRAIN + '--compile', 'no C compiler', lambda f: dict(CXX='nothing-like-g++')),
+    Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
     Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
@@ -179,6 +180,7 @@ BAD = [
     Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', default_sentencepiece),
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('expand another table', GROW + '--source_model=small', '--base_tokenizer', released(vocab_size=32768)),
+    Bad('expand into an existing folder', DOCS + '--source_model=out --output_dir=bins', says='bins already exists'),
     Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", tokenizer_with(without=1)),
     # eval.py and bench.py

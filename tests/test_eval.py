@@ -62,8 +62,10 @@ TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n'
 
 def test_a_text_without_tokens(tmp_path):
     """A text that the tokenizer drops completely is an error."""
-    write_jsonl(tmp_path / 'a.jsonl', ['x'])
-    tok = types.SimpleNamespace(name='t', bos=1, unk=None, tokens=['<unk>', '<s>'], encode=lambda texts: [[]])
+    write_jsonl(tmp_path / 'a.jsonl', ['x', 'y'])
+    tok = types.SimpleNamespace(
+        name='t', bos=1, unk=None, tokens=['<unk>', '<s>'], encode=lambda texts: [[] for _ in texts]
+    )
     with pytest.raises(InputError, match='no text in it that the tokenizer can encode'):
         evaluation.read_text(tmp_path / 'a.jsonl', tok)
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import expand
 from configurator import InputError, get_defaults, read_config
 from hashing import signature_table
 from mhf.checkpoint import load_checkpoint
-from mhf.data import Bins, config_table
+from mhf.data import Bins, build_table
 from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
@@ -208,7 +207,7 @@ def test_tables_of_ablations_grow(H, num_lsh, single_id):
     new = [f'new{k}' for k in range(50)]
     c = MHFConfig(num_hashes=H, num_buckets=300, num_lsh=num_lsh, single_id=single_id)
     table = signature_table(old, H, 300, num_lsh, pad_id=2, unique=not single_id)
-    grown = config_table(vars(c), SimpleNamespace(tokens=old + new, pad=2))
+    grown = build_table(vars(c), old + new, 2)
     assert (grown[:200] == table).all() and grown[200:].all()
 
 

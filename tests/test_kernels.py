@@ -17,10 +17,12 @@ from conftest import REPO
 
 from hashing import signature_table
 from mhf import fused, kernels
+from mhf.fused import ChunkSizes
 from mhf.runtime import no_triton
 from model import exact_loss
 from study.kernels import CHANGES, KERNELS, measure, random_inputs, signature_index
 
+ON_CPU = ChunkSizes(chunk=512, block=64, columns=32)
 # the interpreter warns about a block of 64 unused ids
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
@@ -69,6 +71,26 @@ def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
 
     again = fused.exact_nll(unchanged, y, index, KERNELS, gradient=True)
     assert torch.equal(nll, again) and all(map(torch.equal, o, unchanged))
+
+
+@pytest.mark.parametrize('name', ['long lists', 'unused ids'])
+def test_kernels_in_bfloat16(name):
+    """
+    Sums over bfloat16 logits are float32, and the target's -1 is not lost in rounding. Triton's interpreter truncates
+    float32 to bfloat16, where a GPU rounds to nearest, so the gradient equals the truncated float32 gradient.
+    """
+    index = make_index(**VOCABULARIES[name])
+    o, y = random_inputs(index, 70, torch.bfloat16)
+    in_columns = [o_i.clone() for o_i in o]
+    in_float32 = [o_i.float() for o_i in o]
+    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
+    assert torch.equal(nll, fused.exact_nll(in_float32, y, index, KERNELS, gradient=True))
+    assert torch.allclose(nll, fused.exact_nll(in_columns, y, index, ON_CPU, gradient=True), rtol=1e-6)
+    for g, g_float32, g_columns in zip(o, in_float32, in_columns, strict=True):
+        truncated = (g_float32.view(torch.int32) & -(2**16)).view(torch.float32)
+        assert torch.equal(g.float(), truncated)
+        # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
+        assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
 
 
 def test_a_large_vocabulary():

@@ -72,7 +72,7 @@ def test_scores_equal_log_probs(num_hashes):
         assert np.allclose([logp for logp, _ in scores], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
     assert score(wrap_for_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
-    for continuation, message in (([], 'no tokens of its own'), ([7] * 25, '25 tokens')):
+    for continuation, message in (([], 'encodes to no tokens'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=f'task task, document 1: .*{message}'):
             score(wrap_for_lm_eval(m), [([5], [7]), ([5], continuation)])
 
@@ -110,7 +110,7 @@ def test_out_of_memory(monkeypatch, on_gpu):
     monkeypatch.setattr(m, 'hidden_states', limited)
     assert np.allclose([logp for logp, _ in score(wrap_for_lm_eval(m), requests)], expected)
     room = 0
-    with pytest.raises(InputError, match='a single sequence does not fit'):
+    with pytest.raises(InputError, match='one sequence does not fit'):
         score(wrap_for_lm_eval(m), requests)
     monkeypatch.setattr(m, 'hidden_states', lambda x, **options: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match='size'):

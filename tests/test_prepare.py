@@ -214,7 +214,8 @@ def test_a_file_is_read_once(tmp_path):
     for name in 'ab':
         (tmp_path / f'{name}.txt').write_text(name)
     (tmp_path / 'self').symlink_to('.')
-    (tmp_path / 'e.txt').symlink_to('a.txt')
+    os.link(tmp_path / 'a.txt', tmp_path / 'c.txt')
+    (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in (f'{tmp_path}/**/*.txt', f'{tmp_path}/a.txt,{tmp_path}/*.txt,{tmp_path}/self/b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
     (tmp_path / 'd.txt').symlink_to('nowhere')
@@ -251,14 +252,14 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
 def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
     """Every k-th document of a source is held out, up to val_bytes; with few documents, the tail of each is."""
     texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
-    parts = list(sources.split_holdout(texts, 0.1, 900, sources.start_counts(texts, 0.1)))
+    parts = list(sources.split_holdout(texts, 0.1, 900, sources.initial_counts(texts, 0.1)))
     held_out = [part[0][0] for part in parts if part[0][1]]
     assert [part[0][0] for part in parts] == texts and held_out == texts[9::10][: len(held_out)]
     assert 900 <= sum(map(len, held_out)) < 900 + 500
-    few = list(sources.split_holdout(texts, 0.01, 900, sources.start_counts(texts, 0.01)))
+    few = list(sources.split_holdout(texts, 0.01, 900, sources.initial_counts(texts, 0.01)))
     assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
     assert sum(len(part) == 2 for part in few) > 40
-    few = list(sources.split_holdout(texts, 0.01, 50, sources.start_counts(texts, 0.01)))
+    few = list(sources.split_holdout(texts, 0.01, 50, sources.initial_counts(texts, 0.01)))
     assert 50 <= sum(len(part[1][0]) for part in few if len(part) == 2) < 100
 
     # many small units: the source has enough documents, although its first unit has one
@@ -479,7 +480,7 @@ def test_other_settings_or_files(tmp_path):
     for name, message in (foreign | {'meta.json': 'is not of this version'}).items():
         folder = tmp_path / name.replace('.', '-')
         folder.mkdir()
-        (folder / name).write_text('{"complete": true}')
+        (folder / name).write_text('not JSON')
         (folder / 'train_1.bin').write_text('precious')
         before = snapshot(folder)
         with pytest.raises(InputError, match=f'{name} {message}'):
@@ -498,6 +499,7 @@ def test_a_part_that_starts_at_the_same_time_has_the_same_settings(tmp_path):
     late = 'from mhf import data\nparse = data.parse_meta\nanswers = iter([None])\n'
     late += 'data.parse_meta = lambda folder: next(answers) if answers.__length_hint__() else parse(folder)'
     refused(*args, '--val_fraction=0.1', says='val_fraction=0.005, now it is 0.1', cwd=tmp_path, patch=late)
+    assert (tmp_path / 'd/meta.json').exists()
 
 
 def test_unusable_bins_are_not_already_prepared(tmp_path):

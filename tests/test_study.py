@@ -328,7 +328,7 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     [
         ('learning_rates=(1e-3, 1e-2)', "learning_rates='H9'", 'names no entry'),
         ("name='H3'", "name='H3', source='H9'", "source='H9' names no entry"),
-        ("docs='data'", "docs='other'", "lacks {'other'}"),
+        ("docs='data'", "docs='other'", "not in DATA: {'other'}"),
         (
             "='docs.jsonl'",
             "='{corpus_dir}/english_edu.jsonl.xz@5e6'",

@@ -42,7 +42,7 @@ def test_known_answers(tmp_path, mistral):
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
     assert Counter(got['n-shot'].values()) == {0: 8, 5: 3} and got['n-shot']['social_iqa'] == 5
     assert got['versions']['race_v2'] == 2
-    assert got['notes']['sciq'] == ['validation split for test', '4 of 1,000 documents']
+    assert got['notes']['sciq'] == ['validation split instead of test', '4 of 1,000 documents']
     assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
 
 
