@@ -73,6 +73,10 @@ class TiktokenTokenizer:
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
+        texts = list(texts)
+        # the usual case; Python code here would slow down the thread that reads documents
+        if max(map(len, texts), default=0) <= LONGEST_PIECE:
+            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         pieces = [split_spaces(text) for text in texts]
         flat = [piece for text in pieces for piece in text]
         encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
