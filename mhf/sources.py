@@ -213,7 +213,7 @@ def split_long_text(text):
 
 def initial_counts(texts, val_fraction):
     """
-    Returns the initial counts of a source with these documents: documents, bytes of held-out text, and `few`, whether
+    Returns the initial counts of a source with these documents: documents, held_out_bytes, and hold_out_tails, whether
     the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
     """
     every = round(1 / val_fraction)
