@@ -1,20 +1,20 @@
 """
 Adds tokens for new languages to a tokenizer and to a trained model. A MultiHashFormer gets no new parameters.
 
-    $ python expand.py config/expand_tiny.py     # learns the tokens; writes the tokenizer and the grown model
+    $ python expand.py config/expand_tiny.py     # learns the tokens; writes the tokenizer and the expanded model
     $ python prepare.py config/expand_tiny.py    # tokenizes text of all languages with the larger tokenizer
-    $ python train.py config/expand_tiny.py      # trains the grown model
+    $ python train.py config/expand_tiny.py      # trains the expanded model
     $ python eval.py config/expand_tiny.py       # bits per byte of held-out text
     $ python eval.py config/expand_tiny.py --out_dir=out/mhf_tiny --tokenizer=      # bits per byte before the expansion
 
     $ python expand.py --corpora=ar.jsonl,zh.jsonl@8000,en.jsonl@0 --tokenizer=a.model     # only a tokenizer
     $ python expand.py --corpora=hi.jsonl --base_tokenizer=a.model --tokenizer=b.model     # one more language
-    $ python expand.py --source_model=out/standard --output_dir=grown --tokenizer=a.model  # with an existing tokenizer
+    $ python expand.py --source_model=out/standard --output_dir=new --tokenizer=a.model    # with an existing tokenizer
 
 SentencePiece learns pieces from each corpus. Pieces that the base tokenizer lacks are ranked by the tokens they save in
 the corpus, and the best are appended to the base tokenizer. Their merges have the lowest priority, so text without
-these pieces is tokenized as before. A grown MultiHashFormer has a longer signature table and the same parameters. A
-grown Standard model has one new row per token: the mean of the rows of the token's old pieces.
+these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters. An
+expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
 training data must not contain these documents: prepare.py also holds them out if it reads the same corpora with
@@ -46,8 +46,8 @@ num_new_tokens = 5118  # for a corpus without @; three corpora give the paper's 
 max_bytes_per_language = 30000000  # of text to learn from
 tokenizer = 'expanded.model'  # the file to write; with a source_model it is used if it exists
 # model
-source_model = ''  # the model to grow: an out_dir, a folder in the released format, or a hub id[@revision]; '': none
-output_dir = ''  # the folder for the grown model, in the released format
+source_model = ''  # the model to expand: an out_dir, a folder in the released format, or a hub id[@revision]; '': none
+output_dir = ''  # the folder for the expanded model, in the released format
 
 config = configure(globals())
 
@@ -254,7 +254,7 @@ def learn_tokenizer(tok, languages, counts):
 
 
 def load_source_model(tok):
-    """Loads the model to grow -> LoadedModel. Raises InputError if it was not trained with tok."""
+    """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
     model = loaded.model
     known_sha256 = loaded.tokenizer_sha256
@@ -272,7 +272,7 @@ def load_source_model(tok):
     return loaded
 
 
-def grow(model, tok, larger):
+def expand_model(model, tok, larger):
     """Adds the tokens that `larger` has beyond tok to the model. Raises InputError if it does not extend tok."""
     V = len(tok.tokens)
     c = model.config
@@ -300,7 +300,7 @@ def held_out_file(name):
 
 def write_outputs(larger, held_out, source):
     """
-    Writes the learned tokenizer and held_out, {language: documents}, unless held_out is None; and the grown model,
+    Writes the learned tokenizer and held_out, {language: documents}, unless held_out is None; and the expanded model,
     source.model, unless source is None. Removes the files that it wrote if an error stops it.
     """
     files = {}
@@ -330,7 +330,7 @@ def check_settings(languages, use_existing):
     if Path(tokenizer).suffix != '.model':
         raise InputError(f"tokenizer='{tokenizer}': the name of the file must end with .model")
     if source_model and not output_dir:
-        raise InputError('output_dir is empty; name a folder for the grown model: --output_dir=FOLDER')
+        raise InputError('output_dir is empty; name a folder for the expanded model: --output_dir=FOLDER')
 
 
 def main():
@@ -360,7 +360,7 @@ def main():
     new_parameters = ''
     if source_model:
         before = sum(source.model.num_params())
-        grow(source.model, tok, larger)
+        expand_model(source.model, tok, larger)
         new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
     write_outputs(larger, held_out, source)
     print(f'{len(tok.tokens):,} -> {len(larger.tokens):,} tokens{new_parameters}', *outputs, sep='\n')

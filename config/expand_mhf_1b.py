@@ -5,7 +5,7 @@ from config.mhf_1b import *
 
 # trained here; released: --source_model=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
 source_model = 'out/mhf_1b'
-# expand.py writes the grown model and the tokenizer; train.py starts from them
+# expand.py writes the expanded model and the tokenizer; train.py starts from them
 output_dir = 'out/mhf_1b_grown'
 init_from = output_dir
 tokenizer = 'out/tokenizer/ar_zh_hi.model'
