@@ -13,8 +13,8 @@ Adds tokens for new languages to a tokenizer and to a trained model. A MultiHash
 
 SentencePiece learns pieces from each corpus. Pieces that the base tokenizer lacks are ranked by the tokens they save in
 the corpus, and the best are appended to the base tokenizer. Their merges have the lowest priority, so text without
-these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters. An
-expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
+these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
+An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
 training data must not contain these documents: prepare.py also holds them out if it reads the same corpora with
