@@ -84,7 +84,7 @@ def check_settings():
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
         )
     if text and bos is False:
-        raise InputError('bos=False: bits_per_byte has bos before every document, like prepare.py; omit --bos')
+        raise InputError('bos=False: bits_per_byte has bos before every document; omit --bos')
     for path in text_paths():
         if not Path(path).exists():
             raise InputError(f'--text={path}: no such file or folder')

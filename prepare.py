@@ -49,7 +49,7 @@ from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lo
 # .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-# mistral | tekken | gpt2 or another of tiktoken | a file *.model or tokenizer.json | a hub id user/name[@revision]
+# mistral | tekken | a tiktoken encoding such as gpt2 | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
 # looks up signatures of any num_hashes and num_buckets. A Standard model needs ids
@@ -290,13 +290,13 @@ def locked(folder, meta, part):
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
-            is_first = not (folder / 'meta.json').exists()
+            creates_meta = not (folder / 'meta.json').exists()
             try:
-                if is_first:
+                if creates_meta:
                     data.write_json(folder / 'meta.json', meta, part)
                 yield
             finally:
-                if is_first and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+                if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
                     for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
                         (folder / name).unlink(missing_ok=True)
                 Path(lock.lock_file).unlink()

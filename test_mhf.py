@@ -28,6 +28,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
@@ -570,6 +571,33 @@ def test_kernels_are_off_by_default():
     assert default_chunk_sizes('cuda', TINY, use_kernels=True).use_kernels
     for script in ('train.py', 'bench.py'):
         assert configurator.get_defaults(script)['kernels'] is False
+
+
+class SoftmaxStrides(TorchDispatchMode):
+    """Records the strides of large softmaxes over the dimension that they normalize."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__ in ('_softmax', '_log_softmax') and args[0].numel() > 2**20:
+            x, dim, _ = args
+            self.strides.add(x.stride(dim))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)])
+def test_softmaxes_over_rows(changes):
+    """With a GPU's chunk sizes, softmaxes run over rows: over columns, CUDA's softmax uses one multiprocessor."""
+    m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
+    m.chunk_sizes = default_chunk_sizes('cuda', m.config)
+    ids = torch.randint(0, 5000, (2, 256))
+    x = m.signatures[ids]
+    with SoftmaxStrides() as mode:
+        mode.strides = set()
+        m(x, x).backward()
+        m.token_losses(x, x)
+        h = m.hidden_states(x).flatten(0, 1)
+        m.predict(h, ids.flatten())
+        sample_token(m.next_token_logits(h), top_k=9, top_p=0.9)
+    assert mode.strides == {1}
 
 
 def test_activation_checkpointing():

@@ -164,7 +164,7 @@ data = data_identity(meta, table, train_bins)
 old = ckpt['config'] | ckpt['data'] if ckpt else run_config
 new = config | data
 fixed = new.keys() - FREE_ON_RESUME if ckpt else model_settings
-fixed = fixed - (model_settings - command_line_names())  # settings of a config file are ignored
+fixed = fixed - (model_settings - command_line_names())  # a config file's are ignored
 changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
 changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
 if changes:

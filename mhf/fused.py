@@ -415,7 +415,11 @@ class FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gradients_fn, chunk_size, h, y, E, *mixers):
-        """gradients_fn: chunk_gradients as a function of (h, y, E, mixers); E (H*B, d); mixers: the parameters."""
+        """
+        Args: gradients_fn, chunk_gradients as a function of (h, y, E, mixers); chunk_size, in positions; h (n, d);
+            y (n, H); E (H*B, d); the parameters of the Hash Decoder.
+        Returns: the sum of the loss, a scalar.
+        """
         H = y.shape[1]
         gradients = [torch.zeros_like(tensor) for tensor in (h, E, *mixers)]
         dh, dE, *dmixers = gradients

@@ -93,7 +93,7 @@ def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
     logsumexp_kernel[grid](
         transposed, rows, token_mask, logits, lse, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps
     )
-    return logits, lse.logsumexp(0)  # normalizes P(w); used with --kernels
+    return logits, lse.logsumexp(0)  # normalizes P(w); used with --kernels by --loss=exact and validation
 
 
 def backward(o, y, logits, lse, inverse, sizes=SIZES):

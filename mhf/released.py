@@ -398,9 +398,8 @@ def open_model(out_dir='', released='', tokenizer=''):
     if not (out_dir or released):
         paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
         if not paths:
-            raise InputError(
-                'no ckpt.pt here or up to two folders below; train one: python train.py config/mhf_tiny.py'
-            )
+            found = 'no ckpt.pt here or up to two folders below'
+            raise InputError(f'{found}; train a model with: python train.py config/mhf_tiny.py')
         out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
     if not released and not (Path(out_dir) / 'ckpt.pt').exists():
         raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or train a model with train.py')

@@ -45,7 +45,7 @@ def hub_folder(dataset):
     name, _, language = dataset.partition(':')
     folder = HUB.get(dataset) or HUB.get(f'{name}:LANGUAGE', '')
     if 'LANGUAGE' in folder and not re.fullmatch(r'\w+', language):
-        raise InputError(f"dataset '{dataset}': append one language, like {name}:arb_Arab; mix several by @2e9")
+        raise InputError(f"dataset '{dataset}': append one language, like {name}:arb_Arab; to mix, add @2e9 to each")
     return folder.replace('LANGUAGE', language)
 
 

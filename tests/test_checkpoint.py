@@ -115,11 +115,27 @@ def test_disk_full_while_training(quick):
     patch = 'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))'
     done = run('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=400', '--max_steps=400', cwd=quick, patch=patch)
     assert done.returncode == 1 and 'Traceback' not in done.stderr, done.stderr[-2000:]
-    assert 'b/log.jsonl cannot be written ([Errno 27] File too large); no checkpoint was' in done.stderr
+    message = 'b/log.jsonl cannot be written ([Errno 27] File too large); no checkpoint was written yet; start again'
+    assert message in done.stderr
 
 
 # -----------------------------------------------------------------------------
 # damaged and malicious
+
+
+def test_a_malicious_checkpoint_is_not_run(quick):
+    """Loading a malicious checkpoint does not execute its code."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f'touch {quick}/owned',)
+
+    torch.save(Evil(), quick / 'out/ckpt.pt')
+    for path in (quick / 'out').glob('ckpt_0*'):
+        path.unlink()
+    for command in (('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')):
+        done = run(*command, cwd=quick)
+        assert done.returncode == 1 and 'not a checkpoint' in done.stderr and not (quick / 'owned').exists()
 
 
 def test_no_compiler_for_a_checkpoint(few):

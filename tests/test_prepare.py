@@ -476,11 +476,12 @@ def test_other_settings_or_files(tmp_path):
     write_jsonl(tmp_path / 'b.jsonl', ['more'])
     with pytest.raises(InputError, match='input file .*/b.jsonl is new, missing or has another size; delete'):
         prepared(tmp_path / 'd', **same)
-    foreign = dict.fromkeys(('train_000007.bin', 'train_000000.bin.tmp'), 'was not written by')
-    for name, message in (foreign | {'meta.json': 'is not of this version'}).items():
-        folder = tmp_path / name.replace('.', '-')
+    cases = [(name, 'x', 'was not written by') for name in ('train_000007.bin', 'train_000000.bin.tmp')]
+    cases += [('meta.json', content, 'is not of this version') for content in ('{"complete": true}', 'not JSON')]
+    for number, (name, content, message) in enumerate(cases):
+        folder = tmp_path / f'foreign{number}'
         folder.mkdir()
-        (folder / name).write_text('not JSON')
+        (folder / name).write_text(content)
         (folder / 'train_1.bin').write_text('precious')
         before = snapshot(folder)
         with pytest.raises(InputError, match=f'{name} {message}'):

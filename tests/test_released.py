@@ -256,8 +256,10 @@ def test_unused_ids_and_embedding_scale_are_exported(tmp_path):
     ids = torch.tensor([[1, 7, 9]])
     assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
-    save_pretrained(random_model(num_hashes=0, embedding_scale=4.0), tmp_path / 'scaled', 'mistral')
-    assert from_pretrained(tmp_path / 'scaled').config.embedding_scale == 4
+    scaled = random_model(num_hashes=0, embedding_scale=4.0, dtype=torch.float32)
+    save_pretrained(scaled, tmp_path / 'scaled', 'mistral')
+    exported = from_pretrained(tmp_path / 'scaled')
+    assert exported.config == scaled.config and torch.equal(exported.log_probs(ids), scaled.log_probs(ids))
     for name in ('export', 'scaled'):
         with pytest.raises(ValueError, match='mhf_standard'):
             AutoConfig.from_pretrained(tmp_path / name)

@@ -188,7 +188,8 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     ok(*args, '--max_steps=1', cwd=quick)
     broken = (f'--eval_interval={eval_interval}', '--learning_rate=1e30', '--grad_clip=0', '--init_from=resume')
     done = run(*args, *broken, cwd=quick)
-    message = rf'error: step {step}: a value is not finite \({number} .*contains step 1; resume with .* a smaller'
+    advice = r'b/ckpt.pt contains step 1; resume with --init_from=resume and a smaller learning_rate'
+    message = rf'error: step {step}: a value is not finite \({number} .*{advice}'
     assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
     processes = ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
     errors = [process.communicate(timeout=60)[1] for process in processes]
@@ -207,6 +208,7 @@ def test_advice_works(quick):
     advice('resume it with --init_from=resume')
     advice('raise max_steps=24', resume)
     more = (resume, '--max_steps=25')
+    advice('num_layers=2 (now 3), which must not change; undo the change', *more, '--num_layers=3')
     advice('use a smaller micro_batch_size', *more, '--micro_batch_size=16')
     ok('train.py', 'cfg.py', *more, cwd=quick)
     command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
