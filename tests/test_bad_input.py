@@ -114,11 +114,7 @@ BAD = [
     Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
     Bad('unknown subset', PREPARE + '--dataset=fineweb-edu:sample-11BT', says="did you mean 'fineweb-edu:sample-10BT'"),
-    Bad(
-        'two languages',
-        PREPARE + '--dataset=fineweb-2:arb_Arab,fineweb-2:hin_Deva',
-        says='append one language',
-    ),
+    Bad('two languages', PREPARE + '--dataset=fineweb-2:arb_Arab,fineweb-2:hin_Deva', says='append one language'),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
