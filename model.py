@@ -329,7 +329,8 @@ class MHF(nn.Module):
     def estimate_flops(self):
         """
         Training FLOPs per token at full context: 2 per multiply-add of the matrix products, x 3 for forward and
-        backward. Causal attention counts half. Recomputation and table lookups do not count.
+        backward. Causal attention counts half. Recomputation, table lookups and the gradients of frozen matrices do not
+        count.
         """
         c = self.config
         matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
@@ -338,7 +339,8 @@ class MHF(nn.Module):
         soft_embeddings = len(self.hash_decoder) * c.num_buckets * c.hidden_size
         # each matrix is applied once per token, the gate H times; E counts as the head
         multiply_adds = sum(matrices.values()) + (c.num_coordinates - 1) * gate + attention + soft_embeddings
-        return 3 * 2 * multiply_adds
+        frozen = sum(p.numel() for p in self.parameters() if p.dim() == 2 and not p.requires_grad)
+        return 3 * 2 * multiply_adds - 2 * frozen
 
     # ---- vocabulary
 

@@ -501,9 +501,11 @@ def test_init_weights(encoder_init):
         assert W.std().item() == pytest.approx(4 * 0.02, rel=0.05)
 
 
-def test_estimated_flops():
+@pytest.mark.parametrize('frozen', [False, True])
+def test_estimated_flops(frozen):
     """estimate_flops equals the counted FLOPs of a training step, less the masked half of attention."""
     m = plain_twin(random_model(dtype=torch.float32, loss='product'))
+    m.layers[1].requires_grad_(not frozen)
     T = m.config.block_size
     x = m.signatures[torch.randint(0, 300, (1, T))]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
