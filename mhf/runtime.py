@@ -108,7 +108,8 @@ def pick_compile(compile, device):
     if compile not in (None, True, False):
         raise InputError(f'compile={compile}: must be True or False')
     on_gpu = torch.device(device).type == 'cuda'
-    missing = no_triton() if on_gpu else no_compiler('CXX', 'g++', 'clang++')
+    # the only compilers that torch.compile tries
+    missing = no_triton() if on_gpu else no_compiler('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
     if compile and missing:
         raise InputError(f'compile=True: {missing}; or omit --compile')
     if on_gpu and missing and is_rank0():

@@ -155,7 +155,7 @@ BAD = [
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
     Bad('foreign checkpoint', 'sample.py cfg.py', 'not a checkpoint', file('out/ckpt.pt', b'hello')),
     Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
-    Bad('no compiler', 'sample.py cfg.py --compile', 'install g++ or clang++', lambda f: dict(CXX='nowhere/g++')),
+    Bad('no compiler', 'sample.py cfg.py --compile', 'install g++', lambda f: dict(CXX='nowhere/g++')),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
     Bad('a negative seed', 'sample.py cfg.py --seed=-1', says='seed=-1: must be at least 0 and below'),
