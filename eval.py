@@ -30,12 +30,14 @@ from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_na
 from configurator import InputError, configure, did_you_mean
 from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
+from mhf.released import checkpoint_file
 from mhf.runtime import all_gather_object, cleanup
 from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
-out_dir = ''  # folder of the checkpoint; '': the newest one up to two folders below the working folder
+# an out_dir, whose newest checkpoint it is, or a file *.pt; '': the newest up to two folders below the working folder
+out_dir = ''
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
@@ -77,8 +79,9 @@ def check_settings():
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
-    if out_dir and not (Path(out_dir) / 'ckpt.pt').exists():
-        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or name a released model by --released')
+    if out_dir and not checkpoint_file(out_dir).exists():
+        file = checkpoint_file(out_dir)
+        raise InputError(f'no checkpoint at {file}; check the path, or name a released model by --released')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"

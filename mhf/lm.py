@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from configurator import InputError, did_you_mean, install_excepthook
 from mhf.generate import Engine
-from mhf.released import open_model
+from mhf.released import checkpoint_file, open_model
 from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_device, pick_dtype
 from mhf.tokenizers import tokenizer_fingerprint
 from model import sample_token
@@ -409,7 +409,7 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
-    if not revision and (not path or (Path(path) / 'ckpt.pt').exists()):
+    if not revision and (not path or checkpoint_file(path).exists()):
         opened = open_model(out_dir=path, tokenizer=tokenizer)
     else:
         opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
