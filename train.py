@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from configurator import InputError, check_numbers, command_line_names, configure
+from configurator import InputError, check_numbers, command_line_names, configure, print_error
 from mhf import runtime
 from mhf.checkpoint import Checkpoints
 from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
@@ -53,7 +53,7 @@ data_dir = ''
 tokenizer = 'mistral'
 data_format = 'signatures'  # signatures | ids
 # initialization
-# scratch | resume: the newest checkpoint in out_dir | only the weights of an out_dir, released folder or hub id
+# scratch | resume: the newest checkpoint in out_dir | only the weights of an out_dir, *.pt, released folder or hub id
 init_from = 'scratch'
 auto_resume = False  # resume if out_dir has a checkpoint, else init_from: for clusters that requeue jobs
 seed = 42  # of weight initialization and data order
@@ -89,9 +89,10 @@ grad_clip = 1.0  # norm over all parameters; 0: off
 unfrozen_end_layers = 0  # train the first and last n layers and the parameters outside layers; 0: all layers
 # system
 device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
-dtype = None  # bfloat16 | float32, of matrix products; None: the faster one. Parameters and optimizer are float32
+# bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
+dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-kernels = False  # Triton kernels of the exact loss, not yet measured on a GPU
+kernels = False  # Triton kernels of FusedMHF's exact loss, for a GPU, where they are not yet measured
 deterministic = False  # bit-reproducible on a GPU, slower
 plain = False  # train model.MHF instead of FusedMHF: slower and with more memory, but simpler to modify
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
@@ -129,7 +130,8 @@ if kernels and device_type == 'cuda' and runtime.no_triton():
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
-    raise InputError(f'batch_size={batch_size}: must be a multiple of {product}; use a smaller micro_batch_size')
+    fix = 'use a smaller micro_batch_size or another batch_size'
+    raise InputError(f'batch_size={batch_size}: must be a multiple of {product}; {fix}')
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
@@ -137,7 +139,7 @@ tokens_per_step = batch_size * block_size
 
 Model = MHF if plain else FusedMHF
 resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
-model, ckpt = init_model('resume' if resume else init_from, checkpoints, Model)
+model, ckpt, tokenizer_sha256 = init_model('resume' if resume else init_from, checkpoints, Model)
 source = out_dir if resume else init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
@@ -145,7 +147,7 @@ best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
 model_settings = MHFConfig.__annotations__.keys() & config.keys() - {'block_size', 'loss'} if model else set()
 run_config = config | {name: getattr(model.config, name) for name in model_settings}
 
-train_bins, val_bins, meta = open_bins(run_config)
+train_bins, val_bins, meta = open_bins(run_config, config)
 num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'
@@ -179,7 +181,7 @@ if ckpt and first_step >= max_steps and not auto_resume:
 # setup: model
 
 if model:
-    check_vocabulary(model, source, meta, table)
+    check_vocabulary(model, tokenizer_sha256, source, meta, table)
     model.config.block_size = block_size
     model.config.loss = loss
 else:
@@ -198,13 +200,15 @@ if unfrozen_end_layers:
 if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-model = runtime.wrap_ddp(raw_model) if world_size > 1 else raw_model
-accumulates_in_buckets = world_size > 1 and accumulation > 1
-if accumulates_in_buckets:
-    # a backward pass on zeros makes every .grad a view of a bucket of DDP, which avoids a second copy of the gradients
-    zeros = torch.zeros(micro_batch_size, block_size, raw_model.config.num_coordinates, dtype=int, device=device)
+model = raw_model
+if world_size > 1:
+    model = runtime.wrap_ddp(raw_model)
+    # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
+    # the first step, so that a resumed run sums in the order of an uninterrupted one. It makes every .grad a view of a
+    # bucket, which avoids a second copy of the gradients.
+    zeros = torch.zeros(micro_batch_size, block_size + 1, raw_model.config.num_coordinates, dtype=int, device=device)
     with autocast:
-        model(zeros, zeros).backward()
+        model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
     model.zero_grad(set_to_none=False)
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
@@ -300,18 +304,35 @@ def open_wandb():
     try:
         import wandb as weights_and_biases
 
-        return weights_and_biases.init(config=run_config)
+        run = weights_and_biases.init(config=run_config)
     except Exception as e:  # not installed, a folder of this name, not logged in, no network
         fix = 'pip install wandb, run `wandb login`, or set WANDB_MODE=offline'
         raise InputError(f'wandb=True: {e}; {fix}') from None
 
+    def report(*error):
+        run.finish(exit_code=1)
+        print_error(*error)
+
+    sys.excepthook = report  # wandb's hook prints a traceback
+    return run
+
 
 def open_log():
-    """Opens log.jsonl in append mode and drops the lines after first_step, because a resumed run rewrites them."""
+    """
+    Opens log.jsonl in append mode. Drops the lines after first_step, which a resumed run writes again, and all lines
+    from a damaged one on.
+    """
     log_path.touch()
-    lines = log_path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b'\n') and json.loads(line)['step'] <= first_step]
-    os.truncate(log_path, sum(map(len, kept)))
+    size = 0
+    for line in log_path.read_bytes().splitlines(keepends=True):
+        try:
+            is_kept = line.endswith(b'\n') and json.loads(line)['step'] <= first_step
+        except (ValueError, TypeError, KeyError):  # a crash of the machine
+            is_kept = False
+        if not is_kept:
+            break
+        size += len(line)
+    os.truncate(log_path, size)
     return open(log_path, 'a', buffering=1)
 
 
@@ -338,7 +359,11 @@ def plot_loss():
     ax.set(xlabel='tokens', ylabel='nats per token', title=f'{sum(raw_model.num_params()):,} parameters')
     ax.grid(alpha=0.3)
     ax.legend()
-    figure.savefig(Path(out_dir) / 'loss.png', dpi=120, bbox_inches='tight')
+    path = Path(out_dir) / 'loss.png'
+    try:
+        figure.savefig(path, dpi=120, bbox_inches='tight')
+    except OSError as e:  # a full disk
+        raise InputError(f'{path} cannot be written ({e}); the checkpoints are complete') from None
 
 
 received_signals = []
@@ -405,7 +430,7 @@ for step in range(first_step, max_steps):
     loss_sum = torch.zeros((), device=device)
     for k in range(accumulation):
         x, y = next(batches)
-        if accumulates_in_buckets:  # gradients are exchanged once per step
+        if world_size > 1:  # gradients are exchanged once per step
             model.require_backward_grad_sync = k == accumulation - 1
         with autocast:  # all micro-batches have the same size, so this sums to the mean over all tokens
             micro_loss = model(x, y) / accumulation
@@ -419,7 +444,7 @@ for step in range(first_step, max_steps):
         stop_signal = signal.SIGTERM  # another rank received it
     check_finite(loss=mean_loss, grad_norm=grad_norm)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not accumulates_in_buckets)
+    optimizer.zero_grad(set_to_none=world_size == 1)
     step_seconds.append(time.perf_counter() - start)
 
     done = step + 1

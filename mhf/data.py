@@ -196,11 +196,14 @@ def open_shard(folder, shard):
     return tokens
 
 
-def open_bins(config):
-    """Returns the Bins of train and val, and meta.json, of a config. Raises InputError."""
+def open_bins(config, given=None):
+    """
+    Returns the Bins of train and val, and meta.json, of a config. `given` are the settings that the user gave, if those
+    of a loaded model replace them in `config`. Raises InputError.
+    """
     folder = data_folder(config)
     if parse_meta(folder) is None:
-        raise no_bins(config, folder)
+        raise no_bins(config, folder, given or config)
     train = Bins(folder, 'train')
     meta = train.meta
     if meta['tokenizer'] != config['tokenizer']:
@@ -212,7 +215,7 @@ def open_bins(config):
     return train, Bins(folder, 'val'), meta
 
 
-def no_bins(config, folder):
+def no_bins(config, folder, given):
     """Returns the InputError for a folder without data; its message contains the setting or command that fixes it."""
     ids_folder = data_folder(config | dict(data_format='ids'))
     if ids_folder != folder and (ids_folder / 'meta.json').exists():
@@ -220,6 +223,7 @@ def no_bins(config, folder):
     # keep config files and the settings of prepare.py
     names = get_defaults('prepare.py')
     args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
+    args += [f'--{key}={config[key]}' for key in SIGNATURE_SETTINGS if config[key] != given[key]]
     command = shlex.join(['python', 'prepare.py', *args])
     return InputError(f'{folder} has no prepared data; make it with: {command}')
 

@@ -319,9 +319,18 @@ class LoadedModel(NamedTuple):
         return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
 
 
+def checkpoint_file(source):
+    """Returns the path of the checkpoint that `source` names: an out_dir, whose newest it is, or a file *.pt."""
+    path = Path(source)
+    return path if path.suffix == '.pt' else path / 'ckpt.pt'
+
+
 def load_model(source, Model=FusedMHF):
-    """Loads a run's out_dir, or the released format from a folder or the hub -> LoadedModel. Raises InputError."""
-    path = Path(source) / 'ckpt.pt'
+    """
+    Loads an out_dir or one of its checkpoints, or the released format from a folder or the hub -> LoadedModel. Raises
+    InputError.
+    """
+    path = checkpoint_file(source)
     if path.exists():
         model, ckpt = load_checkpoint(path, Model)
         data = ckpt['data']
@@ -347,17 +356,20 @@ def load_model(source, Model=FusedMHF):
 
 def init_model(init_from, checkpoints, Model):
     """
-    Returns the model and the checkpoint's dict that train.py starts from, or None in their place. init_from is
-    'scratch', 'resume' or a source for load_model; checkpoints are those in out_dir. Raises InputError.
+    Returns the model, the checkpoint's dict and the fingerprint of the model's tokenizer that train.py starts from, or
+    None in place of each. init_from is 'scratch', 'resume' or a source for load_model; checkpoints are those in
+    out_dir. Raises InputError.
     """
     if init_from == 'resume':
-        return checkpoints.load_latest(Model)
+        model, ckpt = checkpoints.load_latest(Model)
+        return model, ckpt, ckpt['data']['tokenizer_sha256']
     if checkpoints.list():
         exists = f'{checkpoints.folder} already has a checkpoint'
         raise InputError(f'{exists}; resume it with --init_from=resume, or choose another --out_dir')
     if init_from == 'scratch':
-        return None, None
-    return load_model(init_from, Model).model, None
+        return None, None, None
+    loaded = load_model(init_from, Model)
+    return loaded.model, None, loaded.tokenizer_sha256
 
 
 def limit_to_tokenizer(model, V, unused_ids):
@@ -378,12 +390,14 @@ def limit_to_tokenizer(model, V, unused_ids):
     return not model.signatures[V:].any()
 
 
-def check_vocabulary(model, source, meta, table):
+def check_vocabulary(model, tokenizer_sha256, source, meta, table):
     """
     Raises InputError if a model loaded from `source` does not fit the bins of `meta`, whose signature table is `table`
     (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
     """
     V = meta['vocab_size']
+    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
+        raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
     if not limit_to_tokenizer(model, V, meta['unused_ids']):
         raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
     if table is not None and (model.signatures[:V].numpy() != table).any():
@@ -401,8 +415,8 @@ def open_model(out_dir='', released='', tokenizer=''):
             found = 'no ckpt.pt here or up to two folders below'
             raise InputError(f'{found}; train a model with: python train.py config/mhf_tiny.py')
         out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
-    if not released and not (Path(out_dir) / 'ckpt.pt').exists():
-        raise InputError(f'no checkpoint at {out_dir}/ckpt.pt; check the path, or train a model with train.py')
+    if not released and not checkpoint_file(out_dir).exists():
+        raise InputError(f'no checkpoint at {checkpoint_file(out_dir)}; check the path, or train a model with train.py')
     loaded = load_model(released or out_dir)
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -151,6 +151,10 @@ def test_standard_and_bfloat16(quick):
     last = events(quick, 'std')[-1]
     assert last['val_loss'] == last['val_nats'] < math.log(32768) - 1
     assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=quick).stderr
+    meta = json.loads((quick / 'ids/meta.json').read_text())
+    (quick / 'ids/meta.json').write_text(json.dumps(meta | dict(tokenizer_sha256='0')))
+    other = ('--num_hashes=0', '--data_dir=ids', '--out_dir=b', '--init_from=std')
+    refused('train.py', 'cfg.py', *other, says="std: its tokenizer is not 'mistral', that of the bins", cwd=quick)
 
 
 def test_the_plain_model_trains_alike(quick):
@@ -209,12 +213,19 @@ def test_advice_works(quick):
     advice('raise max_steps=24', resume)
     more = (resume, '--max_steps=25')
     advice('num_layers=2 (now 3), which must not change; undo the change', *more, '--num_layers=3')
-    advice('use a smaller micro_batch_size', *more, '--micro_batch_size=16')
+    advice('use a smaller micro_batch_size or another batch_size', *more, '--micro_batch_size=16')
     ok('train.py', 'cfg.py', *more, cwd=quick)
     command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
     ok(*command.split('make it with: python ')[1].split(), cwd=quick)
     advice('use a smaller block_size', '--data_dir=new', '--out_dir=b', '--block_size=100000')
     ok('train.py', 'cfg.py', '--data_dir=new', '--out_dir=b', *until(5), cwd=quick)
+    # the model's signatures are not those of the config
+    (quick / 'four.py').write_text('num_hashes = 4\n')
+    of_another_model = ('four.py', '--init_from=out', '--data_dir=newer', '--out_dir=c', *until(1), '--warmup_steps=0')
+    command = advice('make it with: python prepare.py ', *of_another_model)
+    assert command.endswith(' four.py --data_dir=newer --num_hashes=3')
+    ok(*command.split('make it with: python ')[1].split(), cwd=quick)
+    ok('train.py', 'cfg.py', *of_another_model, cwd=quick)
 
 
 # -----------------------------------------------------------------------------
@@ -244,17 +255,18 @@ def test_resume_is_exact(quick, compiled):
         uninterrupted = 'a'
         args += ['--compile', '--num_layers=1', *until(borders[0] + 3)]
         ok('train.py', *args, '--out_dir=a', cwd=quick)
+    log = quick / 'b/log.jsonl'
     first = 0
-    for border in borders:
+    # a crash leaves a damaged line, or steps after the checkpoint and an incomplete line
+    damages = ('\0\n', '{"step": 999, "loss": 9.0}\n{"step": 1000, "lo')
+    for border, damage in zip(borders, damages, strict=False):
         # during the first of two micro-batches
         stop = IN_FORWARD.format(n=2 * (border - first) + 1, do='os.kill(os.getpid(), signal.SIGTERM)')
         done = run('train.py', *args, cwd=quick, patch=stop)
         first = border + 1
         assert done.returncode == 143 and weights(quick, 'b')['step'] == first, done.stderr[-3000:]
-    log = quick / 'b/log.jsonl'
-    before = log.read_text()
-    # a crash leaves steps after the checkpoint and an incomplete line
-    log.write_text(before + json.dumps(dict(step=first + 1, loss=9.0)) + '\n{"step": 13, "lo')
+        before = log.read_text()
+        log.write_text(before + damage)
     ok('train.py', *args, cwd=quick)
     assert log.read_text().startswith(before)
     assert steps(quick, 'b') == steps(quick, uninterrupted)
@@ -262,6 +274,16 @@ def test_resume_is_exact(quick, compiled):
     b = weights(quick, 'b')
     for key in ('model', 'optimizer', 'step', 'best_val_loss'):
         assert_same(a[key], b[key])
+
+
+def test_resume_is_exact_on_three_processes(quick):
+    """Three processes without gradient accumulation, resumed, end with the bits of an uninterrupted run."""
+    args = ('train.py', 'cfg.py', '--batch_size=6', '--micro_batch_size=2', '--lr_decay_steps=24', '--auto_resume')
+    for out, last in (('a', 3), ('b', 1), ('b', 3)):
+        done = run_ranks(3, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick)
+        assert [code for code, *_ in done] == [0, 0, 0], done
+    for key in ('model', 'optimizer'):
+        assert_same(weights(quick, 'a')[key], weights(quick, 'b')[key])
 
 
 def test_what_a_resumed_run_may_change(quick):
@@ -393,6 +415,29 @@ def test_wandb_is_not_ready(quick, body, says):
     assert snapshot(quick) == before
 
 
+WANDB = """
+import sys, traceback
+class Run:
+    def log(self, values, step):
+        print('logged step', step)
+    def finish(self, exit_code):
+        print('finished with', exit_code)
+def init(config):
+    sys.excepthook = traceback.print_exception
+    return Run()
+"""
+
+
+def test_wandb(quick):
+    """Weights & Biases receives every step, and a failure; the error is still one line."""
+    (quick / 'wandb.py').write_text(WANDB)
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--wandb', '--learning_rate=1e30', '--grad_clip=0', '--warmup_steps=1')
+    patch = "import sys; sys.path.append('')"
+    done = run(*args, cwd=quick, patch=patch)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr and 'a value is not finite' in done.stderr
+    assert 'logged step 1\n' in done.stdout and done.stdout.endswith('finished with 1\n')
+
+
 # -----------------------------------------------------------------------------
 # signals and kills
 
@@ -494,14 +539,17 @@ def test_any_world_size_sees_the_same_batches(quick):
     assert [s['loss'] for s in resumed] == pytest.approx([s['loss'] for s in alone], abs=1e-3)
 
 
-# records the addresses of the gradients before each forward pass; compiles quickly, fails if DDP splits a graph
+# records the addresses of the gradients before each forward pass, and compiled graphs; fails if DDP splits a graph
 BUCKETS = """
 import json, os, torch
 from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 DDPOptimizer.compile_fn = None
 real = torch.compile
-torch.compile = lambda f, **options: real(f, backend='eager')
+def count(graph, inputs):
+    print('compiled a graph')
+    return graph.forward
+torch.compile = lambda f, **options: real(f, backend=count)
 def compile(self):
     self._compiled_call_impl = torch.compile(self._call_impl)
 torch.nn.Module.compile = compile
@@ -516,10 +564,12 @@ DDP.forward = noted
 
 
 def test_gradients_stay_in_ddp_s_buckets(quick):
-    """With accumulation, gradients stay in the buckets of DDP from the first step on; DDP splits no compiled graph."""
+    """Gradients stay in the buckets of DDP from the first step on, and one graph is compiled for training."""
     args = ('cfg.py', '--out_dir=b', '--micro_batch_size=2', '--eval_interval=24', '--compile', *until(3))
     done = run_ranks(2, 'train.py', *args, cwd=quick, patch=BUCKETS, CXX='sh')
     assert [code for code, *_ in done] == [0, 0] and 'FutureWarning' not in done[1][2], done
+    # one for training, one for validation
+    assert done[1][1].count('compiled a graph') == 2
     # one pass on zeros, after which DDP rebuilds its buckets, and three steps of two passes
     places = json.loads((quick / 'places1').read_text())
     assert len(places) == 7 and None not in places[2] and all(p == places[2] for p in places[2:])
