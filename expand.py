@@ -17,12 +17,14 @@ these pieces is tokenized as before. An expanded MultiHashFormer has a longer si
 An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
-training data must not contain these documents: prepare.py also holds them out if it reads the same corpora with
-val_fraction=0.05, the default val_bytes, at most 10 sources and without --part, as config/expand_*.py do.
+training data must not contain these documents: prepare.py also holds them out if each corpus is one of at most 10
+sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05, the default val_bytes and without --part, as in
+config/expand_*.py.
 """
 
 import contextlib
 import io
+import itertools
 import json
 import re
 from collections import Counter
@@ -80,7 +82,7 @@ def name_corpus(corpus, taken):
     for name in names[:-3:-1]:
         if name and name not in taken:
             return name
-    return f'text{len(taken)}'
+    return next(f'text{k}' for k in itertools.count(len(taken)) if f'text{k}' not in taken)
 
 
 def read_corpus(corpus):
@@ -257,11 +259,9 @@ def load_source_model(tok):
     """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
     model = loaded.model
-    known_sha256 = loaded.tokenizer_sha256
-    if loaded.tokenizer and not known_sha256:
-        known_sha256 = tokenizer_fingerprint(get_tokenizer(loaded.tokenizer))
+    fits = loaded.tokenizer_fingerprint() in (None, tokenizer_fingerprint(tok))
     # a released table may end with unused rows
-    fits = known_sha256 in (None, tokenizer_fingerprint(tok)) and limit_to_tokenizer(model, len(tok.tokens), [])
+    fits = fits and limit_to_tokenizer(model, len(tok.tokens), [])
     if fits and model.config.num_hashes:
         table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
         fits = (model.signatures[: len(table)].numpy() == table).all()
@@ -331,6 +331,8 @@ def check_settings(languages, use_existing):
         raise InputError(f"tokenizer='{tokenizer}': the name of the file must end with .model")
     if source_model and not output_dir:
         raise InputError('output_dir is empty; name a folder for the expanded model: --output_dir=FOLDER')
+    if output_dir and not source_model:
+        raise InputError(f'output_dir={output_dir}: name the model to expand with --source_model, or omit --output_dir')
 
 
 def main():

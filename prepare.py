@@ -29,6 +29,7 @@ From a document to its loss:
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 from array import array
@@ -93,10 +94,15 @@ def describe_sources(config, parts, existing):
         pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
     described = []
     first_unit = 0
+    source_of = {}
     for name, limit in sources.parse_mixture(config['dataset']):
         units = pinned.get(name) or group_files(sources.input_files(name), parts)
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
+        for path, _ in itertools.chain(*units):
+            if source_of.setdefault(path, name) != name:
+                both = f"'{source_of[path]}' and '{name}' both contain {path}"
+                raise InputError(f'{both}, and would hold out different documents; name each file once')
         limit = limit and limit // parts
         described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
         first_unit += len(units)
@@ -262,7 +268,7 @@ def prepare_source(job, source):
         else:
             if counts is None:
                 texts = sources.read_files(path for unit in units for path, _ in unit)
-                counts = sources.initial_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
+                counts = sources.initial_counts(texts, job.meta['val_fraction'], source['limit']) | dict(tokens=0)
             prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break
@@ -287,6 +293,7 @@ def locked(folder, meta, part):
     Creates the folder and meta.json, and locks the part against another prepare.py. A run without --part that fails
     before its first unit is finished leaves no files. Raises InputError.
     """
+    creates_folder = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
@@ -305,8 +312,9 @@ def locked(folder, meta, part):
     except OSError as e:
         raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
     finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # only if it is empty
+        if creates_folder:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if it is empty
 
 
 def report(job, counts):

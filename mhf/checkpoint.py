@@ -90,10 +90,11 @@ class Checkpoints:
             return
         path = self.folder / '.lock'
         file_lock = FileLock(path, timeout=0)
+        creates_folder = not self.folder.exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file_lock.acquire()
-            atexit.register(self.unlock, path, file_lock)
+            atexit.register(self.unlock, path, file_lock, creates_folder)
             path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
             # a killed run may have left these files
             self.temporary.unlink(missing_ok=True)
@@ -104,11 +105,12 @@ class Checkpoints:
         except OSError as e:
             raise InputError(f'out_dir={self.folder} cannot be written ({e}); choose another') from None
 
-    def unlock(self, path, file_lock):
-        """Releases out_dir, and deletes it if it is empty."""
+    def unlock(self, path, file_lock, creates_folder):
+        """Releases out_dir, and deletes it if this process created it and it is empty."""
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        if creates_folder:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
         file_lock.release()
 
     def numbered(self):

@@ -24,7 +24,7 @@ from configurator import InputError
 from hashing import signature_table
 from mhf.checkpoint import build_on_meta, load_checkpoint, load_weights
 from mhf.fused import FusedMHF
-from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 from model import MHF, MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
@@ -183,8 +183,8 @@ def from_pretrained(path_or_hub_id, Model=FusedMHF):
         config = convert_config(config_json, weights.get('model.hash_map'))
         drop_tied_head(weights, config_json)
         model = build_on_meta(config, Model)
-        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids', ())))
-    except (ValueError, RuntimeError, IndexError) as e:
+        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids') or ()))
+    except (TypeError, ValueError, RuntimeError, IndexError) as e:
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 
@@ -313,6 +313,12 @@ class LoadedModel(NamedTuple):
     eos_ids: list  # ids that end a document according to the files of a released model
     tok: object = None  # the tokenizer itself; open_model loads it
 
+    def tokenizer_fingerprint(self):
+        """Returns a SHA-256 of the model's tokenizer, or None if it is unknown."""
+        if self.tokenizer_sha256 or not self.tokenizer:
+            return self.tokenizer_sha256
+        return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
+
     @property
     def stop_ids(self):
         """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
@@ -369,7 +375,7 @@ def init_model(init_from, checkpoints, Model):
     if init_from == 'scratch':
         return None, None, None
     loaded = load_model(init_from, Model)
-    return loaded.model, None, loaded.tokenizer_sha256
+    return loaded.model, None, loaded.tokenizer_fingerprint()
 
 
 def limit_to_tokenizer(model, V, unused_ids):
@@ -396,7 +402,8 @@ def check_vocabulary(model, tokenizer_sha256, source, meta, table):
     (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
     """
     V = meta['vocab_size']
-    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
+    # the table of a MultiHashFormer determines its tokenizer
+    if table is None and tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
         raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
     if not limit_to_tokenizer(model, V, meta['unused_ids']):
         raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')

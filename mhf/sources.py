@@ -78,17 +78,18 @@ def input_files(dataset):
     for pattern in [dataset] if os.path.isfile(dataset) else dataset.split(','):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
+        if not paths and (pattern == 'stdlib' or hub_folder(pattern)):
+            raise InputError(f"dataset '{dataset}': to mix data sets, append @ and tokens to each, like {pattern}@2e9")
         if not paths:
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
+            if not path.exists():
+                raise InputError(f'{path} is a broken link')
             # a symbolic or hard link does not add a second copy
-            target = path.resolve()
-            file = target.stat() if target.exists() else None
-            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
+            file = path.stat()
+            files.setdefault((file.st_dev, file.st_ino) if file.st_nlink > 1 else path.resolve(), str(path))
     for path in files.values():
-        if not os.path.exists(path):
-            raise InputError(f'{path} is a broken link')
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
             raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
     return {path: os.path.getsize(path) for path in files.values()}
@@ -211,18 +212,20 @@ def split_long_text(text):
 # held-out text
 
 
-def initial_counts(texts, val_fraction):
+def initial_counts(texts, val_fraction, limit=None):
     """
     Returns the initial counts of a source with these documents: documents, held_out_bytes, and hold_out_tails, whether
-    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
+    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents. With a `limit` of
+    tokens, as many characters: these are fewer tokens.
     """
     every = round(1 / val_fraction)
+    max_chars = min(LOOKAHEAD_CHARS, limit or LOOKAHEAD_CHARS)
     chars = 0
     documents = 0
     for text in texts:
         chars += len(text)
         documents += 1
-        if documents == every or chars > LOOKAHEAD_CHARS:
+        if documents == every or chars > max_chars:
             break
     return dict(documents=0, held_out_bytes=0, hold_out_tails=documents < every)
 

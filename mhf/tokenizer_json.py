@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -26,7 +25,7 @@ def write_tokenizer(tok, folder, add_bos):
     if isinstance(tok, JsonTokenizer):
         name = 'tokenizer.json'
         converted = tok.json
-        config_file = Path(tok.name).with_name('tokenizer_config.json')
+        config_file = tok.file.with_name('tokenizer_config.json')
         if config_file.exists():
             settings = json.loads(config_file.read_text(encoding='utf-8-sig'))
     elif isinstance(tok, SentencePieceTokenizer):
@@ -73,7 +72,8 @@ def convert_sentencepiece(tok):
         options = dict(unk_token=trained.unk_piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
         converted = Tokenizer(models.BPE(ids, find_merges(rank, ids), **options))
     else:
-        scores = [(p.piece, p.score) for p in proto.pieces]
+        # text that looks like a control piece is encoded as plain text
+        scores = [(p.piece, -1e6 if p.type in (p.CONTROL, p.UNKNOWN) else p.score) for p in proto.pieces]
         converted = Tokenizer(models.Unigram(scores, trained.unk_id, trained.byte_fallback))
     before = []
     after = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]

@@ -104,13 +104,15 @@ JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.jso
 class JsonTokenizer:
     """
     A Hugging Face tokenizer.json: a token's string is its key in the vocabulary ('▁the', 'Ġthe', '<0x0A>'). The files
-    next to it name bos, eos and pad; pad defaults to eos. Special tokens in a text are encoded as plain text.
+    next to it name bos, eos and pad; bos and pad default to eos. Special tokens in a text are encoded as plain text,
+    except by a Unigram model whose vocabulary contains them.
     """
 
     def __init__(self, name, file):
         import tokenizers
 
         self.name = name
+        self.file = Path(file)
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
         # the file may enable truncation and padding
@@ -119,11 +121,12 @@ class JsonTokenizer:
         ids = self.json.get_vocab()
         self.tokens = [self.json.id_to_token(i) for i in range(max(ids.values(), default=-1) + 1)]
         names = {}
-        for path in map(Path(file).with_name, JSON_FILES[1:]):
+        for path in map(self.file.with_name, JSON_FILES[1:]):
             if path.exists():
                 config = json.loads(path.read_text(encoding='utf-8-sig'))
                 names |= {key: value for key, value in config.items() if value is not None}
-        names.setdefault('pad_token', names.get('eos_token'))
+        for role in ('bos_token', 'pad_token'):
+            names.setdefault(role, names.get('eos_token'))
         for role in ('bos', 'eos', 'pad'):
             token = names.get(f'{role}_token')
             token = token['content'] if isinstance(token, dict) else token

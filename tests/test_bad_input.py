@@ -109,7 +109,7 @@ BAD = [
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", tokenizer_json(cut=99)),
-    Bad('a tokenizer.json without bos', PREPARE + '--tokenizer=x.json', 'it has no bos; name a', tokenizer_json()),
+    Bad('a tokenizer.json without eos', PREPARE + '--tokenizer=x.json', 'it has no eos; name a', tokenizer_json()),
     Bad('a tokenizer on no hub', PREPARE + '--tokenizer=user/name@v1', says="'user/name@v1' does not exist here, and"),
     Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
@@ -117,6 +117,15 @@ BAD = [
     Bad('two languages', PREPARE + '--dataset=fineweb-2:arb_Arab,fineweb-2:hin_Deva', says='append one language'),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
+    Bad(
+        'a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and tokens to each, like stdlib'
+    ),
+    Bad(
+        'a file in two sources',
+        PREPARE + '--dataset=docs.jsonl@9,*.jsonl@9',
+        'name each file once',
+        file('a.jsonl', b'{}'),
+    ),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
@@ -165,6 +174,7 @@ BAD = [
     Bad('prompt of no user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says='~nobody-here/x'),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
+    Bad('a folder without a model', DOCS + '--output_dir=grown', says='name the model to expand with --source_model'),
     Bad('expand by too many tokens', EXPAND + '--corpora=docs.jsonl@2000000000', says='at most 1,000,000'),
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
