@@ -108,9 +108,12 @@ def child(script, args, cwd, environment, patch, output):
 
 
 class Forked:
-    """A script in a forked child, with the interface of subprocess.Popen, but not thread-safe."""
+    """
+    A script, 'train.py' or a module like 'study.sweep', in a process group of its own. The child first runs `patch`,
+    Python that changes our modules. Has pid, returncode and communicate() of subprocess.Popen.
+    """
 
-    def __init__(self, script, args, cwd, environment, patch):
+    def __init__(self, script, *args, cwd, patch='', **environment):
         self.output = tempfile.TemporaryDirectory()
         for name in ('stdout', 'stderr'):
             Path(self.output.name, name).touch()
@@ -125,50 +128,27 @@ class Forked:
     def returncode(self):
         return self.process.exitcode
 
-    def poll(self):
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
     def communicate(self, timeout=None):
         self.process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired('', timeout)
         return tuple(Path(self.output.name, name).read_text(encoding='utf-8') for name in ('stdout', 'stderr'))
 
-    def wait(self, timeout=None):
-        self.communicate(timeout)
-        return self.returncode
-
-
-def start(script, *args, cwd, torchrun=None, patch='', **environment):
-    """
-    Starts a script, 'train.py' or a module like 'study.sweep', in a process group of its own. The child first runs
-    `patch`, Python that changes our modules. With `torchrun`, a list of torchrun's arguments, only torchrun is forked.
-    """
-    if torchrun is not None:
-        command = [*torchrun, str(REPO / script), *args]
-        patch = f'import sys; from torch.distributed.run import main; sys.exit(main({command!r}))'
-        # otherwise restarted workers may connect to the addresses of dead ones
-        environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1') | environment
-    return Forked(script, args, cwd, environment, patch)
-
 
 def started(script, *args, cwd, wait_for, **options):
-    """Calls start() and waits until the script has written the file `wait_for` or has ended."""
-    process = start(script, *args, cwd=cwd, **options)
+    """Starts a script and waits until it has written the file `wait_for` or has ended. Returns a Forked."""
+    process = Forked(script, *args, cwd=cwd, **options)
     deadline = time.monotonic() + 120
-    while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (cwd / wait_for).exists() and time.monotonic() < deadline and process.returncode is None:
         time.sleep(0.02)
     return process
 
 
-def run(script, *args, cwd, timeout=300, **options):
-    """Runs a script to its end; the arguments are those of start(). Returns a subprocess.CompletedProcess."""
-    process = start(script, *args, cwd=cwd, **options)
+def run(script, *args, **options):
+    """Runs a script to its end; the arguments are those of Forked. Returns a subprocess.CompletedProcess."""
+    process = Forked(script, *args, **options)
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -200,12 +180,12 @@ def rank_variables(number):
 def ranks(number, script, *args, **options):
     """Starts `number` processes of one run as torchrun would. Returns a list of Forked."""
     variables = rank_variables(number)
-    return [start(script, *args, **variables, **options, RANK=str(rank)) for rank in range(number)]
+    return [Forked(script, *args, **variables, **options, RANK=str(rank)) for rank in range(number)]
 
 
-def wait_all(processes, timeout=200):
+def wait_all(processes):
     """Waits for processes. Returns [(returncode, stdout, stderr)]."""
-    outputs = [process.communicate(timeout=timeout) for process in processes]
+    outputs = [process.communicate(timeout=200) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 

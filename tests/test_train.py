@@ -4,10 +4,10 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from dataclasses import asdict
 
@@ -17,6 +17,8 @@ import pytest
 import torch
 from conftest import (
     IN_FORWARD,
+    REPO,
+    Forked,
     assert_same,
     events,
     free_port,
@@ -28,7 +30,6 @@ from conftest import (
     run,
     run_ranks,
     snapshot,
-    start,
     started,
     steps,
     wait_all,
@@ -40,6 +41,7 @@ from conftest import (
 from hashing import signature_table
 from mhf.checkpoint import load_checkpoint
 from mhf.data import Bins, block_indices
+from mhf.runtime import no_compiler
 
 
 def until(step):
@@ -69,13 +71,21 @@ def test_training_learns_and_reports(few):
     assert (few / 'out/loss.png').read_bytes()[:4] == b'\x89PNG' and (few / 'out/ckpt_best.pt').exists()
 
 
-def test_a_redirected_log_is_readable(quick):
-    """A file receives a line every log_interval steps, a warning for the product loss, and no progress bar."""
-    args = ('--out_dir=o$a_{$b', '--loss=product', '--log_interval=2')  # no TeX in the picture
-    done = ok('train.py', 'cfg.py', *args, *until(5), cwd=quick)
+def test_the_product_loss_in_a_redirected_log(quick):
+    """
+    A file receives a line every log_interval steps, a warning for the product loss, which is a sum over H ids, and no
+    progress bar.
+    """
+    out = 'o$a_{$b'  # no TeX in the picture
+    args = (f'--out_dir={out}', '--loss=product', '--log_interval=2', *until(5))
+    done = ok('train.py', 'cfg.py', *args, cwd=quick)
     lines = re.findall(r'^step (\d)/5: loss [\d.]+, lr \S+, norm [\d.]+, \d+ ms, [\d,]+ tokens/s$', done.stdout, re.M)
     assert lines == ['2', '4', '5'] and '%|' not in done.stdout + done.stderr
     assert 'P(w) will be overconfident' in done.stdout and '--loss=exact' in done.stdout
+    # at initialization all buckets are equally likely
+    assert abs(steps(quick, out)[0]['loss'] - 3 * math.log(256)) < 0.5
+    last = events(quick, out)[-1]
+    assert last['val_loss'] > last['val_nats'] + 3
 
 
 def test_optimizer_groups(quick):
@@ -115,34 +125,6 @@ def test_validation_is_the_normalized_likelihood(few):
     assert last['val_bpb'] == pytest.approx(total / math.log(2) / size, rel=1e-5)
 
 
-# saves the first batch that the model receives
-FIRST_BATCH = """
-import torch
-from model import MHF
-forward = MHF.forward
-def saving(self, x, y):
-    MHF.forward = forward
-    torch.save((x, y), 'first.pt')
-    return forward(self, x, y)
-MHF.forward = saving
-"""
-
-
-def test_product_loss_and_first_batch(quick, mistral):
-    """The product loss is a sum over H ids, and the first batch contains the signatures of block_indices' blocks."""
-    ok('train.py', 'cfg.py', '--out_dir=b', '--loss=product', *until(6), patch=FIRST_BATCH, cwd=quick)
-    # at initialization all buckets are equally likely
-    assert abs(steps(quick, 'b')[0]['loss'] - 3 * math.log(256)) < 0.5
-    last = events(quick, 'b')[-1]
-    assert last['val_loss'] > last['val_nats'] + 3
-    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
-    ids = np.load(quick / 'ids/train_000000.bin')
-    table = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
-    first = block_indices(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
-    expected = torch.tensor(np.stack([table[ids[16 * b : 16 * b + 17]] for b in first]), dtype=torch.int64)
-    assert_same(torch.load(quick / 'first.pt'), (expected[:, :-1], expected[:, 1:]))
-
-
 def test_standard_and_bfloat16(quick):
     """The Standard model trains in bfloat16, and sample.py reads its checkpoint."""
     ok('prepare.py', 'cfg.py', '--num_hashes=0', '--data_dir=ids', cwd=quick)
@@ -176,10 +158,17 @@ def test_a_resumed_run_keeps_its_precision(quick):
         assert printed in done.stdout, dtype
 
 
-def test_both_data_formats_train_alike(quick):
-    """Bins of signatures and bins of token ids give the same bits."""
-    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
-    ok('train.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', '--out_dir=b', cwd=quick)
+def test_both_data_formats_train_alike(quick, mistral):
+    """Bins of token ids and of signatures give the same bits; the first batch has the blocks of block_indices."""
+    args = ('cfg.py', '--data_format=ids', '--data_dir=ids')
+    ok('prepare.py', *args, cwd=quick)
+    save_targets = IN_FORWARD.format(n=1, do="torch.save(y, 'targets.pt')")
+    ok('train.py', *args, '--out_dir=b', cwd=quick, patch=save_targets)
+    ids = np.load(quick / 'ids/train_000000.bin')
+    table = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
+    first = block_indices(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
+    expected = np.concatenate([table[ids[16 * b + 1 : 16 * b + 17]] for b in first])
+    assert_same(torch.load(quick / 'targets.pt'), torch.tensor(expected, dtype=torch.int64))
     assert steps(quick, 'b') == steps(quick)
     for key in ('model', 'optimizer', 'best_val_loss'):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
@@ -195,9 +184,8 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     advice = r'b/ckpt.pt contains step 1; resume with --init_from=resume and a smaller learning_rate'
     message = rf'error: step {step}: a value is not finite \({number} .*{advice}'
     assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
-    processes = ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert re.search(message, errors[0]) and not errors[1] and [process.returncode for process in processes] == [1, 1]
+    (code, _, errors), other = run_ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
+    assert code == 1 and re.search(message, errors) and other == (1, '', ''), (errors, other)
     ok(*args, '--init_from=resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
@@ -232,10 +220,6 @@ def test_advice_works(quick):
 # resuming
 
 
-def compiles():
-    return shutil.which('g++') and not subprocess.run(['g++', '-x', 'c++', '-fsyntax-only', os.devnull]).returncode
-
-
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 def test_resume_is_exact(quick, compiled):
     """
@@ -249,7 +233,7 @@ def test_resume_is_exact(quick, compiled):
     uninterrupted = 'out'
     args = ['cfg.py', '--out_dir=b', '--auto_resume']
     if compiled:
-        if not compiles():
+        if no_compiler('CXX', 'g++', 'clang++'):
             pytest.skip('torch.compile needs a C++ compiler')
         borders = borders[:1]
         uninterrupted = 'a'
@@ -347,7 +331,8 @@ def test_a_resumed_run_takes_its_architecture_from_its_checkpoint(quick):
     assert 'stopped by signal 2; b/ckpt.pt contains step 2; resume with --init_from=resume' in stopped.stderr
     assert 'resumed at step 2' in ok(*command, '--init_from=resume', cwd=quick).stdout
     assert weights(quick, 'b')['model_config']['num_layers'] == 2
-    refused(*command, '--init_from=resume', '--max_steps=30', '--num_layers=3', says='num_layers=2 (now 3)', cwd=quick)
+    says = 'num_layers=2 (now 3), which must not change; undo the change'
+    refused(*command, '--init_from=resume', '--max_steps=30', '--num_layers=3', says=says, cwd=quick)
 
 
 def test_a_changed_schedule_is_reported(quick):
@@ -399,7 +384,7 @@ def test_one_run_in_an_out_dir(quick):
     refused(*command, says=f'out_dir=b is in use by process {first.pid} on ', cwd=quick)
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first.communicate()
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
 
 
@@ -442,38 +427,31 @@ def test_wandb(quick):
 # signals and kills
 
 
-@pytest.mark.parametrize('case', ['echo', 'one', 'ctrl-c'])
-def test_a_second_signal(quick, case):
+@pytest.mark.parametrize('number, receivers', [(2, [0, 1]), (2, [1]), (1, [0])], ids=['echo', 'one', 'ctrl-c'])
+def test_a_second_signal(quick, number, receivers):
     """
     A signal that torchrun repeats, or that only one rank receives, saves a checkpoint, and all ranks wait for it. A
     second Ctrl-C ends a single process at once.
     """
+    signum = signal.SIGTERM if number == 2 else signal.SIGINT
     # a slow step and a slow write
     slow = IN_FORWARD.format(n=9, do="open(f'slow{os.getpid()}', 'w').close(); time.sleep(3)")
     slow = f'import time\nfrom mhf import checkpoint\n{slow}\nwrite = checkpoint.Checkpoints._write\n'
     slow += 'checkpoint.Checkpoints._write = lambda *args: (time.sleep(2), write(*args))\n'
-    command = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=24')
-    signum = signal.SIGTERM
-    if case == 'ctrl-c':
-        processes = [start(*command, cwd=quick, patch=slow)]
-        signum = signal.SIGINT
-    else:
-        processes = ranks(2, *command, '--micro_batch_size=2', cwd=quick, patch=slow)
-    while len(list(quick.glob('slow*'))) < len(processes) and processes[0].poll() is None:
+    args = ('cfg.py', '--out_dir=b', '--eval_interval=24', f'--micro_batch_size={4 // number}')
+    processes = ranks(number, 'train.py', *args, cwd=quick, patch=slow)
+    while len(list(quick.glob('slow*'))) < number and processes[0].returncode is None:
         time.sleep(0.02)
     for _ in range(2):
-        for process in processes[case == 'one' :]:
-            process.send_signal(signum)
+        for rank in receivers:
+            os.kill(processes[rank].pid, signum)
         time.sleep(0.8)
-    if case in ('echo', 'one'):
-        processes[1].communicate(timeout=60)
-        # rank 1 waited for rank 0's write
-        assert (quick / 'b/ckpt.pt').exists()
-        assert [code for code, *_ in wait_all(processes)] == [143, 143]
+    processes[-1].communicate(timeout=60)
+    # rank 1 waited for rank 0's write
+    assert (quick / 'b/ckpt.pt').exists() == (number == 2)
+    assert [code for code, *_ in wait_all(processes)] == ([143, 143] if number == 2 else [-signum])
+    if number == 2:
         assert weights(quick, 'b')['step'] == steps(quick, 'b')[-1]['step'] < 24
-    else:
-        assert [code for code, *_ in wait_all(processes)] == [-signum] * len(processes)
-        assert not (quick / 'b/ckpt.pt').exists()
 
 
 def test_kill_train(quick):
@@ -482,19 +460,16 @@ def test_kill_train(quick):
     MHF_KILLS=30 kills thirty times.
     """
     kills = int(os.environ.get('MHF_KILLS', 3))
-    seed = int(os.environ.get('MHF_SEED', 0)) or time.time_ns() % 10**6
     command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
-    draw = np.random.default_rng(seed)
     killed = 0
     writing = quick / 'killed/ckpt.pt.tmp'
     expected = {k: weights(quick)[k] for k in ('model', 'optimizer', 'step')}
     while killed < kills:
         process = started(*command, cwd=quick, wait_for='killed/ckpt.pt')
-        moment = draw.uniform(0, 1)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=moment)
+        moment = random.uniform(0, 1)
+        time.sleep(moment)
         # every second kill happens while a checkpoint is written
-        while killed % 2 and not writing.exists() and process.poll() is None:
+        while killed % 2 and not writing.exists() and process.returncode is None:
             pass
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
@@ -509,7 +484,7 @@ def test_kill_train(quick):
         assert killed or 'step 2: validation loss' in process.communicate()[0]
         killed += 1
         _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt')
-        print(f'seed {seed}, killed {moment:.2f} s after the first checkpoint; the newest is of step {ckpt["step"]}')
+        print(f'killed {moment:.2f} s after the first checkpoint; the newest is of step {ckpt["step"]}')
     ok(*command, cwd=quick)
     assert_same({k: weights(quick, 'killed')[k] for k in expected}, expected)
     assert steps(quick, 'killed') == steps(quick) and not writing.exists()
@@ -521,11 +496,11 @@ def test_kill_train(quick):
 
 def test_any_world_size_sees_the_same_batches(quick):
     """Runs with any number of processes and machines and any micro_batch_size train on the same data, also resumed."""
-    short = ('train.py', 'cfg.py', *until(4), '--eval_interval=4')
+    short = (str(REPO / 'train.py'), 'cfg.py', *until(4), '--eval_interval=4')
     ok(*short, '--out_dir=micro', '--micro_batch_size=2', cwd=quick)
     val = events(quick, 'micro')[-1]
-    nodes = ['--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={free_port()}']
-    agents = [start(*short, '--out_dir=nodes', cwd=quick, torchrun=[*nodes, f'--node_rank={k}']) for k in (0, 1)]
+    nodes = ('torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', f'--master_port={free_port()}')
+    agents = [Forked(*nodes, f'--node_rank={k}', *short, '--out_dir=nodes', cwd=quick) for k in (0, 1)]
     more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--auto_resume', '--out_dir=micro')
     done = wait_all([*agents, *ranks(2, *short, '--out_dir=two', cwd=quick), *ranks(4, *more, cwd=quick)])
     assert [code for code, *_ in done] == 8 * [0], [errors for _, _, errors in done]
@@ -578,11 +553,10 @@ def test_gradients_stay_in_ddp_s_buckets(quick):
 
 def test_rank_0_chooses_the_precision(quick):
     """Without --dtype only rank 0 measures its CPU, and all ranks use its choice."""
-    rates = 'from mhf import runtime\nruntime.matmul_flops = lambda dtype: {}'
-    args = ('train.py', 'cfg.py', '--out_dir=b', '--dtype=None', '--compile=False', *until(2))
-    variables = rank_variables(2)
-    patches = [rates.format('dtype.itemsize % 4 + 1.0'), rates.format('1 / 0')]
-    done = wait_all([start(*args, cwd=quick, RANK=str(k), patch=patches[k], **variables) for k in (0, 1)])
+    measure = 'import os\nfrom mhf import runtime\n'
+    measure += "runtime.matmul_flops = lambda dtype: dtype.itemsize % 4 + 1.0 if os.environ['RANK'] == '0' else 1 / 0"
+    args = ('cfg.py', '--out_dir=b', '--dtype=None', '--compile=False', *until(2))
+    done = run_ranks(2, 'train.py', *args, cwd=quick, patch=measure)
     assert [code for code, *_ in done] == [0, 0] and done[0][2].count('dtype=bfloat16: ') == 1, done
     assert weights(quick, 'b')['config']['dtype'] == 'bfloat16' and 'dtype' not in done[1][2]
 
@@ -598,13 +572,13 @@ def test_ranks_must_agree(quick, tmp_path):
     args = ('train.py', 'cfg.py', '--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
     variables = rank_variables(2)
     old = "import torch; torch.__version__ = '2.0.1'"
-    first = start(*args, cwd=quick, RANK='0', **variables)
-    (code, _, errors), second = wait_all([first, start(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)])
+    first = Forked(*args, cwd=quick, RANK='0', **variables)
+    second = Forked(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)
+    (code, _, errors), silent = wait_all([first, second])
     assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
     expected = ('seed=7 (rank 0: 42)', 'checkpoint step=16 (rank 0: 24)', 'training data=', 'torch version=2.0.1')
     assert all(difference in errors for difference in expected), errors
-    # rank 1 prints nothing
-    assert second == (1, '', '') and snapshot(tmp_path) == before
+    assert silent == (1, '', '') and snapshot(tmp_path) == before
 
 
 def test_a_slow_write_is_not_a_failure(quick):
@@ -623,18 +597,19 @@ checkpoint.Checkpoints._write = lambda *args: (time.sleep(4), write(*args))
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
     """When a rank dies, the other ranks end, and torchrun --max-restarts resumes from the newest checkpoint."""
-    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume', '--max_steps=60', '--lr_decay_steps=60')
+    args = ('cfg.py', '--out_dir=b', '--auto_resume', '--max_steps=60', '--lr_decay_steps=60')
+    command = (str(REPO / 'train.py'), *args)
     master, other = ranks(2, *command, cwd=quick)
-    while not (quick / 'b/ckpt_000008.pt').exists() and master.poll() is None:
+    while not (quick / 'b/ckpt_000008.pt').exists() and master.returncode is None:
         time.sleep(0.02)
     os.kill(other.pid, signal.SIGKILL)
-    master.communicate(timeout=60)
-    assert master.returncode == 1
-    other.communicate()
+    assert [code for code, *_ in wait_all([master, other])] == [1, -signal.SIGKILL]
     at = weights(quick, 'b')['step']
     assert 8 <= at < 60
-    torchrun = ['--standalone', '--nproc_per_node=2', '--max-restarts=1']
-    process = started(*command, cwd=quick, wait_for=f'b/ckpt_{at + 8:06}.pt', torchrun=torchrun)
+    torchrun = ('torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1')
+    # otherwise the restarted workers may connect to the addresses of dead ones
+    options = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1', wait_for=f'b/ckpt_{at + 8:06}.pt')
+    process = started(*torchrun, *command, cwd=quick, **options)
     children = psutil.Process(process.pid).children(recursive=True)
     [p for p in children if 'train.py' in ' '.join(p.cmdline())][-1].kill()
     stdout, stderr = process.communicate(timeout=120)
