@@ -33,11 +33,6 @@ def file(path, data):
     return lambda folder: (folder / path).write_bytes(data)
 
 
-def damage(path, edit):
-    """Returns a setup that replaces the bytes of a file by edit(bytes)."""
-    return lambda folder: (folder / path).write_bytes(edit((folder / path).read_bytes()))
-
-
 def bad_parquet(folder):
     pq.write_table(pa.table(dict(content=['x'], url=['y'])), folder / 'x.parquet')
 
@@ -83,12 +78,7 @@ def prepare_ids(folder):
     shutil.copytree(folder / 'bins', folder / 'data/x_mistral')
 
 
-def piqa(data, suffix=''):
-    """Returns a setup that writes a local file of the task piqa."""
-    return file(f'piqa_validation.jsonl{suffix}', data)
-
-
-noise = random.Random(0).randbytes(9999)
+truncated = file('piqa_validation.jsonl.gz', gzip.compress(random.Random(0).randbytes(9999))[:500])
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
@@ -100,7 +90,6 @@ GROW = DOCS + '--output_dir=grown '
 SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=x.model'
 EVAL = 'eval.py --out_dir=out '
 TEXT = EVAL + '--tasks=bits_per_byte --text='
-PIQA = EVAL + '--tasks=piqa --benchmark_dir=.'
 
 BAD = [
     # settings
@@ -202,7 +191,7 @@ BAD = [
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="is not the model's, 'mistral'"),
     Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
     Bad('benchmarks without the hub', EVAL + '--tasks=piqa', says='files of --benchmark_dir'),
-    Bad('a truncated benchmark', PIQA, 'piqa_validation.jsonl.gz', piqa(gzip.compress(noise)[:500], '.gz')),
+    Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),
     Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
     # study/tfree.py

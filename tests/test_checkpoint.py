@@ -117,10 +117,6 @@ def test_the_picture_cannot_be_written(quick):
     assert weights(quick, 'b')['step'] == 1
 
 
-# -----------------------------------------------------------------------------
-# damaged and malicious
-
-
 def test_a_malicious_checkpoint_is_not_run(quick):
     """Loading a malicious checkpoint does not execute its code."""
 

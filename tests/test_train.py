@@ -72,10 +72,7 @@ def test_training_learns_and_reports(few):
 
 
 def test_the_product_loss_in_a_redirected_log(quick):
-    """
-    A file receives a line every log_interval steps, a warning for the product loss, which is a sum over H ids, and no
-    progress bar.
-    """
+    """A file has a line every log_interval steps and no progress bar. The product loss is a sum over H ids."""
     out = 'o$a_{$b'  # no TeX in the picture
     args = (f'--out_dir={out}', '--loss=product', '--log_interval=2', *until(5))
     done = ok('train.py', 'cfg.py', *args, cwd=quick)
@@ -222,10 +219,7 @@ def test_advice_works(quick):
 
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 def test_resume_is_exact(quick, compiled):
-    """
-    A run that was stopped within gradient accumulation and within an epoch, twice, and resumed ends with the weights,
-    optimizer state and log of an uninterrupted one.
-    """
+    """A run stopped twice, within a step and an epoch, ends with weights, optimizer and log of an uninterrupted one."""
     blocks = (Bins(quick / 'bins', 'train').tokens - 1) // 16
     # the steps whose batches contain the end of the first and of the second of three epochs
     assert 3 < 24 * 8 / blocks and blocks % 8
@@ -455,10 +449,7 @@ def test_a_second_signal(quick, number, receivers):
 
 
 def test_kill_train(quick):
-    """
-    A run that is killed at any moment leaves a checkpoint that loads, and ends with the bits of an uninterrupted one.
-    MHF_KILLS=30 kills thirty times.
-    """
+    """A run killed at any moment, MHF_KILLS times, leaves a usable checkpoint and ends with the bits of `quick`."""
     kills = int(os.environ.get('MHF_KILLS', 3))
     command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
     killed = 0
