@@ -4,7 +4,6 @@ import copy
 import json
 import logging
 import shutil
-import types
 
 import lm_eval
 import numpy as np
@@ -17,7 +16,8 @@ from lm_eval.models.dummy import DummyLM
 
 from configurator import InputError
 from mhf.lm import MHFLM, decode_continuation, load_tasks
-from mhf.released import from_pretrained
+from mhf.released import save_pretrained
+from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
 
 # with test_eval.py, whose small runs they share
@@ -134,57 +134,34 @@ def test_scores_are_cached_as_soon_as_known(mistral, words_model, tmp_path):
 
 
 def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
-    """With the same Standard weights, MHFLM and lm-eval's Hugging Face model give the same scores."""
-    import tokenizers
+    """A Standard model has the scores of its export in lm-eval's Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    class HuggingFace(HFLM):
-        """Reads the same ids: bos, then the context."""
-
-        def tok_encode(self, string, *args, **kwargs):
-            return list(mistral.encode([string])[0])
-
-        def _loglikelihood_tokens(self, requests, *args, **kwargs):
-            # windows of a text have no key, and their own prefix
-            bos = [mistral.bos]
-            with_bos = [(key, bos * bool(key and key[0]) + context, ids) for key, context, ids in requests]
-            return super()._loglikelihood_tokens(with_bos, *args, **kwargs)
-
-    torch.manual_seed(0)
-    reference = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=32768, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
-        initializer_range=0.2,
-    )).eval()  # fmt: skip
-    reference.save_pretrained(tmp_path)
-    model = from_pretrained(tmp_path).eval()
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'<s>': mistral.bos}, unk_token='<s>'))
-    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token='<s>', pad_token='<s>')
+    model = random_model(num_hashes=0, vocab_size=32768, block_size=512, dtype=torch.float32)
+    save_pretrained(model, tmp_path / 'export', 'mistral', add_bos=True)
+    reference = HFLM(pretrained=str(tmp_path / 'export'), add_bos_token=True, batch_size=16, device='cpu')
+    both = MHFLM(model, mistral, mistral.bos), reference
     small_tasks(tmp_path)
+    scores = []
+    for lm in both:
+        loaded, _ = load_tasks(['piqa', 'arc_easy'], tmp_path)
+        results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
+        scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
+    assert scores[0] == scores[1] and len(scores[0]) == 2
+    with pytest.raises(InputError, match='--apply_chat_template'):
+        lm_eval.evaluate(MHFLM(model, mistral), dict(tasks=loaded), limit=1, apply_chat_template=True)
     # less than a window, a window, a window and a token, and several windows
     ids = mistral.encode([real_documents()[0]])[0]
     texts = ['a few words', *(mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300))]
     # contexts that are empty, end with spaces, or are too long; a choice that changes the context's tokens
     pairs = [('', text) for text in ('A cat sleeps.', 'A cat sleep.', ' a')]
     pairs += [('two ', 'words'), ('some', 'thing else'), (texts[-1], ' a'), (texts[-1], ' b')]
-    scores = []
-    rolling = []
-    single = []
-    for lm in (
-        MHFLM(model, mistral, mistral.bos),
-        HuggingFace(pretrained=reference, backend='causal', tokenizer=words, batch_size=16, max_length=512),
-    ):
-        loaded, _ = load_tasks(['piqa', 'arc_easy'], tmp_path)
-        results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
-        scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
-        single.append([logp for logp, _ in lm.loglikelihood([instance(*pair) for pair in pairs])])
-        rolling.append(lm.loglikelihood_rolling([types.SimpleNamespace(args=(text,)) for text in texts]))
-    assert scores[0] == scores[1] and len(scores[0]) == 2
-    assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
-    with pytest.raises(InputError, match='--apply_chat_template'):
-        lm_eval.evaluate(MHFLM(model, mistral), dict(tasks=loaded), limit=1, apply_chat_template=True)
+    single = [[logp for logp, _ in lm.loglikelihood([instance(*pair) for pair in pairs])] for lm in both]
     assert single[0] == pytest.approx(single[1], rel=1e-5)
+    # the first window of a text has a bos of its own
+    reference.add_bos_token = False
+    rolling = [lm.loglikelihood_rolling([instance(text) for text in texts]) for lm in both]
+    assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
 
 
 def test_cache_belongs_to_one_model(mistral, tmp_path):
@@ -278,45 +255,35 @@ def test_truncation(mistral, words_model, caplog):
     assert [r.getMessage() for r in caplog.records] == ['task: contexts over 24 tokens are truncated on the left']
 
 
-def test_first_space_of_a_continuation(mistral):
+@pytest.fixture(params=['mistral', 'tekken', 'json'])
+def tok(request, tmp_path, mistral):
+    """A tokenizer that encodes rare characters in bytes."""
+    if request.param == 'json':
+        write_tokenizer(mistral, tmp_path, add_bos=True)
+    return get_tokenizer(f'{tmp_path}/tokenizer.json' if request.param == 'json' else request.param)
+
+
+def test_first_space_of_a_continuation(tok):
     """A generated text keeps its first spaces, such as an indentation."""
-    for text in ('import', 'class A(object):\n', 'ünïcode 日本', 'x  '):
-        ids = mistral.encode([text])[0]
+    for text in ('import', 'class A(object):\n', 'ünïcode 日本', 'x  ', ''):
+        ids = tok.encode([text])[0]
         for answer in (' a', '   a a', 'a'):
-            together = mistral.encode([text + answer])[0]
+            together = tok.encode([text + answer])[0]
             # where the prompt is tokenized as it is alone
             if together[: len(ids)] == ids:
-                assert decode_continuation(mistral, [mistral.bos, *ids], together[len(ids) :]) == answer
-    assert decode_continuation(mistral, [mistral.bos], mistral.encode(['a'])[0]) == 'a'
+                assert decode_continuation(tok, [tok.bos, *ids], together[len(ids) :]) == answer
 
 
-def byte_fallback(folder):
-    """A tokenizer.json that encodes all but 'a' in bytes."""
-    import tokenizers
-
-    vocab = {'<s>': 0, 'a': 1} | {f'<0x{byte:02X}>': 2 + byte for byte in range(256)}
-    model = tokenizers.models.BPE(vocab, [], byte_fallback=True)
-    tokenizer = tokenizers.Tokenizer(model)
-    decoders = tokenizers.decoders
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.save(str(folder / 'tokenizer.json'))
-    (folder / 'tokenizer_config.json').write_text(json.dumps(dict(bos_token='<s>', eos_token='<s>')))
-    return str(folder / 'tokenizer.json')
-
-
-@pytest.mark.parametrize('name', ['byte_fallback', 'mistral', 'tekken'])
-def test_characters_of_several_tokens(name, tmp_path):
+def test_characters_of_several_tokens(tok):
     """A generated text has no replacement character unless the model wrote one."""
-    tok = get_tokenizer(byte_fallback(tmp_path) if name == 'byte_fallback' else name)
     prompt = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ'])[0]
     answer = 'ᏣᎳᎩ𐴀'
     ids = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ' + answer])[0]
     assert ids[: len(prompt)] == prompt
+    ends = range(len(prompt), len(ids))
     # truncated prompts, which may begin inside a character
     for start in range(len(prompt)):
-        texts = [
-            decode_continuation(tok, prompt[start:], ids[len(prompt) : end]) for end in range(len(prompt), len(ids))
-        ]
+        texts = [decode_continuation(tok, prompt[start:], ids[len(prompt) : end]) for end in ends]
         assert all(answer.startswith(text) for text in texts) and answer[:3] in texts, (start, texts)
         assert decode_continuation(tok, prompt[start:], ids[len(prompt) :]) == answer
     # bytes that are no text
