@@ -1,6 +1,5 @@
 """eval.py: bits per byte, one process and several, bos."""
 
-import json
 import math
 import shutil
 import types
@@ -8,24 +7,14 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    events,
-    newest,
-    ok,
-    random_model,
-    real_documents,
-    run,
-    run_ranks,
-    small_tasks,
-    wrap_for_lm_eval,
-    write_jsonl,
-)
+from conftest import events, newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_jsonl
 
 import eval as evaluation
 from configurator import InputError
 from mhf.checkpoint import load_checkpoint
 from mhf.lm import MHFLM
 from mhf.released import save_pretrained
+from test_mhf import write_released
 
 pytestmark = pytest.mark.xdist_group('eval')
 
@@ -34,12 +23,12 @@ pytestmark = pytest.mark.xdist_group('eval')
 # text
 
 
-def test_windows():
+def test_windows(mistral):
     """Each token is scored once, in windows that overlap by half, with at least half a context from the second on."""
     m = random_model()  # a context of 24
     for n in (1, 23, 24, 25, 36, 37, 100):
         ids = [1, *np.random.default_rng(n).integers(3, 300, n).tolist()]
-        nats, is_best, confidence = evaluation.score_windows(wrap_for_lm_eval(m), ids)
+        nats, is_best, confidence = evaluation.score_windows(MHFLM(m, mistral), ids)
         assert len(nats) == n
         for i in range(n):
             # windows of 24 inputs start at 0, 12, 24, ...
@@ -60,16 +49,6 @@ def test_calibration_error():
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
 
 
-def test_a_text_without_tokens(tmp_path):
-    """A text that the tokenizer drops completely is an error."""
-    write_jsonl(tmp_path / 'a.jsonl', ['x', 'y'])
-    tok = types.SimpleNamespace(
-        name='t', bos=1, unk=None, tokens=['<unk>', '<s>'], encode=lambda texts: [[] for _ in texts]
-    )
-    with pytest.raises(InputError, match='no text in it that the tokenizer can encode'):
-        evaluation.read_text(tmp_path / 'a.jsonl', tok)
-
-
 def test_text_formats(tmp_path, mistral):
     """A file and the bins of the same documents give the same ids: bos in front of each, as in training."""
     write_jsonl(tmp_path / 't.jsonl', TEXTS)
@@ -81,11 +60,13 @@ def test_text_formats(tmp_path, mistral):
     num_bytes = sum(len(text.encode()) for text in texts)
     for name in ('t.jsonl', 'd'):
         assert evaluation.read_text(tmp_path / name, mistral) == (ids, num_bytes), name
-    # bins of another tokenizer, and a folder without bins
+    # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
     other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
-    for folder, tok in ((tmp_path / 'd', other), (tmp_path, mistral)):
-        with pytest.raises(InputError):
-            evaluation.read_text(folder, tok)
+    drops = types.SimpleNamespace(bos=1, encode=lambda texts: [[] for _ in texts])
+    nothing = 'no text in it that the tokenizer can encode'
+    for name, tok, says in (('d', other, "is 'other'"), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
+        with pytest.raises(InputError, match=says):
+            evaluation.read_text(tmp_path / name, tok)
     # a .txt is one document
     (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
     assert evaluation.read_text(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
@@ -148,12 +129,10 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
 def test_bos(trained, tmp_path, monkeypatch):
     """A model trained here gets bos in front of every context, a released one none, unless --bos is given."""
     small_tasks(tmp_path)
-    save_pretrained(load_checkpoint(trained / 'out/ckpt.pt')[0], tmp_path / 'export', 'mistral', add_bos=True)
+    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    save_pretrained(model, tmp_path / 'export', 'mistral', add_bos=True)
     # the authors' config.json does not say how a model was trained
-    shutil.copytree(tmp_path / 'export', tmp_path / 'authors')
-    fields = json.loads((tmp_path / 'export/config.json').read_text())
-    del fields['add_bos']
-    (tmp_path / 'authors/config.json').write_text(json.dumps(fields))
+    write_released(tmp_path / 'authors', model)
     (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     monkeypatch.chdir(trained)
     settings = dict(benchmark_dir=str(tmp_path), tasks='lambada_openai,card660', device='cpu', dtype='float32')
