@@ -22,7 +22,7 @@ from hashing import signature_table
 from mhf.lm import open_lm
 from mhf.released import from_pretrained, open_model, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
-from mhf.tokenizers import TiktokenTokenizer, get_tokenizer
+from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
 from test_mhf import SAYINGS
 
@@ -75,14 +75,19 @@ def test_stop_ids(tmp_path):
             open_small(tmp_path / str(wrong), eos_token_id=wrong, pad_token_id=2)
 
 
-def test_from_the_hub(tmp_path, monkeypatch):
+def test_from_the_hub(tmp_path, monkeypatch, mistral):
     """A hub id is fetched at its revision, without code or pickles; an unreachable hub is an error of one line."""
-    download = Mock(return_value=str(write_released(tmp_path / 'm', random_model())))
+    folder = write_released(tmp_path / 'm', random_model())
+    write_tokenizer(mistral, folder, add_bos=True)
+    download = Mock(return_value=str(folder))
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     from_pretrained('klein9692/some-model@checkpoint-20000')
     [(args, options)] = download.call_args_list
     assert args == ('klein9692/some-model',) and options['revision'] == 'checkpoint-20000'
     assert not [p for p in options['allow_patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
+    # of a tokenizer, only the JSON files are downloaded
+    assert get_tokenizer('user/name@v1').tokens == mistral.tokens
+    download.assert_called_with('user/name', revision='v1', allow_patterns=list(JSON_FILES))
     download.side_effect = OSError('no\nnetwork')
     with pytest.raises(InputError, match=r'could not be downloaded from the hub \(OSError: no network\)'):
         from_pretrained('klein9692/some-model')
@@ -127,18 +132,6 @@ def test_single_id_survives_an_export(tmp_path, H, single_id):
     assert from_pretrained(tmp_path / 'five').config.single_id == single_id
 
 
-@pytest.mark.parametrize('shards', [1, 3])
-def test_sharded_models(tmp_path, shards):
-    """A released model of one file or several, with its RoPE base in either place, has the logits of its weights."""
-    m = random_model(rope_theta=1e4, num_lsh=1)
-    nested = dict(rope_theta=None, rope_parameters=dict(rope_theta=1e4)) if shards > 1 else {}
-    loaded = from_pretrained(write_released(tmp_path / 'm', m, shards, **nested))
-    # the authors train with the product loss
-    assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
-    ids = torch.randint(0, 300, (2, 7))
-    assert torch.equal(bucket_logits(loaded, ids), bucket_logits(m.float(), ids))
-
-
 # -----------------------------------------------------------------------------
 # an export
 
@@ -158,7 +151,7 @@ def learned_model(folder, **options):
 
 
 def byte_level_json(folder):
-    """Returns a tokenizer.json like Qwen's, next to a tokenizer_config.json that names a class of transformers."""
+    """Returns a tokenizer.json like Qwen's. It adds bos by itself, and its config names a class of transformers."""
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = tokenizers.decoders.ByteLevel()
@@ -168,9 +161,12 @@ def byte_level_json(folder):
         vocab_size=500, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     tok.train_from_iterator(real_documents()[:3], trainer)
+    tok.post_processor = tokenizers.processors.TemplateProcessing('<|begin|> $A', special_tokens=[('<|begin|>', 0)])
     tok.save(str(folder / 'tokenizer.json'))
     roles = dict(bos_token='<|begin|>', eos_token='<|end|>', pad_token=dict(content='<|pad|>'))
-    (folder / 'tokenizer_config.json').write_text(json.dumps(dict(tokenizer_class='Qwen2Tokenizer', **roles)))
+    # with a byte order mark
+    config = '\ufeff' + json.dumps(dict(tokenizer_class='Qwen2Tokenizer', add_bos_token=True, **roles))
+    (folder / 'tokenizer_config.json').write_text(config, encoding='utf-8')
     return str(folder / 'tokenizer.json')
 
 
@@ -187,8 +183,8 @@ TOKENIZERS = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize('kind', TOKENIZERS)
-def test_transformers_reads_an_export(tmp_path, kind):
+@pytest.mark.parametrize('kind, add_bos', [*((kind, True) for kind in TOKENIZERS), ('json', False), ('learned', False)])
+def test_transformers_reads_an_export(tmp_path, kind, add_bos):
     """transformers opens the folder of a Standard model: the same log P, the same ids, and the same special tokens."""
     name = TOKENIZERS[kind](tmp_path)
     tok = get_tokenizer(name)
@@ -196,7 +192,6 @@ def test_transformers_reads_an_export(tmp_path, kind):
     changes |= dict(vocab_size=len(tok.tokens), pad_id=tok.pad, num_layers=1, dtype=torch.float32)
     m = random_model(num_hashes=0, **changes)
     folder = tmp_path / 'export'
-    add_bos = kind != 'learned'
     save_pretrained(m, folder, name, add_bos)
     hf_tok = AutoTokenizer.from_pretrained(folder)
     ids = tok.encode(TEXTS)
@@ -213,18 +208,6 @@ def test_transformers_reads_an_export(tmp_path, kind):
     assert (model(x).logits.log_softmax(-1) - m.log_probs(x)).abs().max() < 1e-5
     opened = open_model(released=str(folder))
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
-
-
-def test_an_export_adds_bos_as_in_training(tmp_path, mistral):
-    """A tokenizer.json that adds bos by itself no longer does after the export of a model trained without bos."""
-    (tmp_path / 'given').mkdir()
-    write_tokenizer(mistral, tmp_path / 'given', add_bos=True)
-    config = tmp_path / 'given/tokenizer_config.json'
-    config.write_text('\ufeff' + config.read_text(), encoding='utf-8')
-    tok = get_tokenizer(str(tmp_path / 'given/tokenizer.json'))
-    (tmp_path / 'exported').mkdir()
-    write_tokenizer(tok, tmp_path / 'exported', add_bos=False)
-    assert AutoTokenizer.from_pretrained(tmp_path / 'exported')(TEXTS)['input_ids'] == tok.encode(TEXTS)
 
 
 def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
@@ -317,15 +300,22 @@ def test_config_that_is_refused(tmp_path, changes):
         from_pretrained(folder)
 
 
-def test_config_that_is_accepted(tmp_path):
-    """Fields that leave the computation unchanged are accepted, such as those that transformers 5 writes."""
-    accepted = dict(
-        rope_theta=None, rope_parameters=dict(rope_type='default', rope_theta=1e6), rope_scaling=None,
-        sliding_window=4096, use_sliding_window=False, layer_types=['full_attention'] * 2, max_window_layers=28,
-        attention_dropout=0.1, initializer_range=0.02, pad_token_id=None, use_cache=False, dtype='bfloat16',
-        lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
-    )  # fmt: skip
-    m = random_model(dtype=torch.float32)
-    loaded = from_pretrained(write_released(tmp_path / 'm', m, **accepted))
-    ids = torch.tensor([[1, 7, 9]])
+# fields that leave the computation unchanged, such as those that transformers 5 writes
+ACCEPTED = dict(
+    rope_theta=None, rope_parameters=dict(rope_type='default', rope_theta=1e4), rope_scaling=None,
+    sliding_window=4096, use_sliding_window=False, layer_types=['full_attention'] * 2, max_window_layers=28,
+    attention_dropout=0.1, initializer_range=0.02, pad_token_id=None, use_cache=False, dtype='bfloat16',
+    lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('shards, changes', [(1, {}), (3, ACCEPTED)])
+def test_config_that_is_accepted(tmp_path, shards, changes):
+    """A released model of one file or several, with its RoPE base in either place, has the logits of its weights."""
+    m = random_model(rope_theta=1e4, num_lsh=1)
+    loaded = from_pretrained(write_released(tmp_path / 'm', m, shards, **changes))
+    # the authors train with the product loss
+    assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
+    ids = torch.randint(0, 300, (2, 7))
+    assert torch.equal(bucket_logits(loaded, ids), bucket_logits(m.float(), ids))
     assert torch.equal(loaded.log_probs(ids), m.log_probs(ids))

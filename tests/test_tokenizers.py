@@ -3,9 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from unittest.mock import MagicMock
 
-import huggingface_hub
 import pytest
 import tokenizers
 import torch
@@ -21,30 +19,22 @@ from hashing import signature_table
 from mhf.data import held_out_ids
 from mhf.released import load_model, open_model
 from mhf.tokenizer_json import write_tokenizer
-from mhf.tokenizers import JSON_FILES, byte_lengths, get_tokenizer, tokenizer_fingerprint
+from mhf.tokenizers import byte_lengths, get_tokenizer
 from test_mhf import SAYINGS
-
-
-def write_json(folder, tok):
-    """Writes a SentencePiece tokenizer as a tokenizer.json with its config; returns the path."""
-    folder.mkdir(exist_ok=True)
-    write_tokenizer(tok, folder, add_bos=True)
-    return str(folder / 'tokenizer.json')
 
 
 @pytest.fixture(scope='module')
 def larger(mistral, tmp_path_factory):
     """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
     tok = expand.expand_tokenizer(mistral, dict(some=SAYINGS * 20), dict(some=200))[0]
-    tok.json = write_json(tmp_path_factory.mktemp('larger'), tok)
+    folder = tmp_path_factory.mktemp('larger')
+    write_tokenizer(tok, folder, add_bos=True)
+    tok.json = str(folder / 'tokenizer.json')
     return tok
 
 
 def test_json_equals_sentencepiece(tmp_path, mistral, larger):
-    """
-    A tokenizer.json has the ids, strings and roles of its SentencePiece model. Texts are not truncated and get no bos,
-    special tokens in a text are plain text, and decoding returns the text.
-    """
+    """A tokenizer.json has the ids, strings and roles of its SentencePiece model; it does not truncate or add bos."""
     written = tokenizers.Tokenizer.from_file(larger.json)
     written.enable_truncation(5)
     written.enable_padding(length=5)
@@ -53,13 +43,11 @@ def test_json_equals_sentencepiece(tmp_path, mistral, larger):
     tok = get_tokenizer(f'{tmp_path}/x.json')
     assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
     assert (tok.bos, tok.eos, tok.pad) == (larger.bos, larger.eos, larger.pad) == (1, 2, 2)
-    assert tokenizer_fingerprint(tok) == tokenizer_fingerprint(larger)
+    # special tokens in a text are plain text
     texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
     ids = tok.encode(texts)
     assert ids == larger.encode(texts) and max(map(max, filter(None, ids))) >= len(mistral.tokens)
     assert [tok.decode([tok.bos, *i]) for i in ids] == [text.replace('▁', ' ') for text in texts]
-    table = signature_table(tok.tokens, 3, 256, pad_id=tok.pad)
-    assert (table[: len(mistral.tokens)] == signature_table(mistral.tokens, 3, 256, pad_id=2)).all()
 
 
 def test_byte_level_json(tmp_path):
@@ -90,7 +78,8 @@ def test_byte_level_json(tmp_path):
 
 def test_roles_of_a_json(tmp_path, mistral):
     """The files next to a tokenizer.json name bos, eos and pad; a missing role is an error."""
-    path = write_json(tmp_path, mistral)
+    write_tokenizer(mistral, tmp_path, add_bos=True)
+    path = f'{tmp_path}/tokenizer.json'
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
     bos_and_eos = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
@@ -134,66 +123,49 @@ def test_huge_runs_of_spaces():
     assert encoded[3] == tok.encoding.encode_ordinary(texts[3])
 
 
-def test_json_from_the_hub(tmp_path, monkeypatch, mistral):
-    """Only the JSON files of a hub id are downloaded, at its revision."""
-    write_json(tmp_path, mistral)
-    download = MagicMock(return_value=str(tmp_path))
-    monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
-    assert get_tokenizer('user/name@v1').tokens == mistral.tokens
-    download.assert_called_once_with('user/name', revision='v1', allow_patterns=list(JSON_FILES))
-
-
 # -----------------------------------------------------------------------------
 # next to a released model
 
 
-def released(folder, tok, rows, H, signed=None):
-    """Writes a released model of so many rows, the first of them signed as tok's tokens, or as the tokens `signed`."""
+def released(folder, rows, H, tokens):
+    """Writes a released model of so many rows, whose table has the signatures of the tokens."""
     m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
     if H:
         table = torch.zeros(rows, H, dtype=torch.int64)
-        signed_rows = signature_table(signed or tok.tokens, H, 256, pad_id=2)
-        table[: len(signed_rows)] = torch.tensor(signed_rows.astype('int64'))
+        table[: len(tokens)] = torch.tensor(signature_table(tokens, H, 256, pad_id=2).astype('int64'))
         m.replace_vocabulary(table, pad_id=2)
     return write_released(folder, m)
 
 
 @pytest.mark.parametrize('H', [3, 0])
 def test_released_with_a_json(tmp_path, larger, mistral, H):
-    """
-    An expanded released model is opened with the tokenizer.json next to it; its padding rows have probability 0, and
-    a tokenizer that lacks its tokens is refused.
-    """
-    V = len(larger.tokens)
-    folder = released(tmp_path / 'm', larger, -(-V // 128) * 128, H)
-    for path in Path(larger.json).parent.iterdir():
-        shutil.copy(path, folder)
+    """An expanded released model is opened with the tokenizer.json next to it; ids without a token get P(w) = 0."""
+    # a file that skips three ids
+    written = json.loads(Path(larger.json).read_text(encoding='utf-8'))
+    ids = written['model']['vocab']
+    last = max(ids, key=ids.get)
+    ids[last] += 3
+    tokens = [*larger.tokens[:-1], None, None, None, last]
+    V = len(tokens)
+    folder = released(tmp_path / 'm', -(-V // 128) * 128, H, tokens)
+    (folder / 'tokenizer.json').write_text(json.dumps(written))
+    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), folder)
     # of the model that it was expanded from
     (folder / 'tokenizer.model').write_bytes(mistral.sp.serialized_model_proto())
     opened = open_model(released=str(folder))
-    assert opened.tok.tokens == larger.tokens and opened.tok.name == str(folder / 'tokenizer.json')
+    assert opened.tok.tokens == tokens and opened.tok.name == str(folder / 'tokenizer.json')
     p = opened.model.log_probs(torch.tensor([[1, V - 1]])).exp()[0, -1]
-    assert (p[:V] > 0).all() and not p[V:].any() and len(p) > V
-    # the rest is no rounding
-    folder = released(tmp_path / 'n', larger, V + (1 if H else 400), H, [*larger.tokens, 'one more'])
-    for name in (larger.json, 'mistral'):
-        tokens = V if name == larger.json else 32768
+    assert p.nonzero()[:, 0].tolist() == [*range(V - 4), V - 1] and len(p) > V
+
+
+@pytest.mark.parametrize('H', [3, 0])
+def test_a_tokenizer_that_lacks_tokens_of_the_model(tmp_path, larger, H):
+    """A tokenizer that lacks tokens of a released model is refused; a Standard model may have a few rows of padding."""
+    V = len(larger.tokens)
+    folder = released(tmp_path / 'm', V + (1 if H else 400), H, [*larger.tokens, 'one more'])
+    for name, tokens in ((larger.json, V), ('mistral', 32768)):
         with pytest.raises(InputError, match=rf'{tokens} tokens, expected \d+'):
             open_model(released=str(folder), tokenizer=name)
-
-
-def test_unused_ids_of_a_standard_model(tmp_path, larger):
-    """Ids that the tokenizer.json of a Standard model skips have probability 0."""
-    written = json.loads(open(larger.json).read())
-    last = max(written['model']['vocab'], key=written['model']['vocab'].get)
-    written['model']['vocab'][last] += 3
-    folder = released(tmp_path / 'm', larger, len(larger.tokens) + 50, 0)
-    (folder / 'tokenizer.json').write_text(json.dumps(written))
-    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), folder)
-    opened = open_model(released=str(folder))
-    V = len(larger.tokens)
-    assert opened.tok.tokens[V - 1 :] == [None] * 3 + [last]
-    assert (~opened.model.token_mask).nonzero()[:, 0].tolist() == [*range(V - 1, V + 2), *range(V + 3, V + 50)]
 
 
 def test_json_through_the_scripts(few, tmp_path, larger):
@@ -204,7 +176,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more', '--data_format=ids')
     assert not ok('prepare.py', *args, cwd=folder).stderr
     V = len(larger.tokens)
-    released(folder / 'given', larger, -(-V // 128) * 128, 0)
+    released(folder / 'given', -(-V // 128) * 128, 0, larger.tokens)
     ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
     token_mask = weights(folder, 'grown')['model']['token_mask']
     assert token_mask[:V].all() and not token_mask[V:].any() and len(token_mask) > V
