@@ -163,13 +163,6 @@ def test_tiktoken_path(monkeypatch):
     assert tok.tokens[257] == b'the' and tok.tokens[258:260] == [None, None] and tok.tokens[260] == b'<|endoftext|>'
     assert tok.bos == tok.pad == 260 and tok.encode(['the <|endoftext|>'])[0][:2] == [257, 32]
     assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS
-    table = signature_table(tok.tokens, 2, 64, pad_id=tok.pad)
-    assert not table[258:].any()
-    # the Standard model has no table to read the unused_ids from
-    for H in (2, 0):
-        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, unused_ids=[258, 259])
-        p = m.log_probs(torch.tensor([[1, 2]])).exp()
-        assert (p[..., 258:260] == 0).all() and (p[..., 260] > 0).all() and torch.allclose(p.sum(-1), torch.ones(1, 2))
 
 
 # -----------------------------------------------------------------------------
@@ -475,9 +468,7 @@ def test_embedding_scale_of_standard():
     """embedding_scale multiplies the input rows but not the head."""
     m = random_model(num_hashes=0, embedding_scale=3.0)
     scaled = random_model(num_hashes=0)
-    scaled.load_state_dict(m.state_dict())
-    with torch.no_grad():
-        scaled.embed.weight.mul_(3)
+    scaled.embed.weight.data *= 3
     ids = torch.randint(0, 300, (2, 7))
     h = m.hidden_states(m.signatures[ids])
     assert torch.allclose(h, scaled.hidden_states(m.signatures[ids]), rtol=1e-12)
@@ -559,15 +550,11 @@ def test_fused_head_compiles():
 
 
 def test_chunk_sizes():
-    """A chunk depends on the config and the device type alone."""
+    """A chunk depends on the config and the device type alone. The kernels, which are not measured yet, are off."""
     demo = MHFConfig(num_hashes=3, num_buckets=2048)
     configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
     assert [default_chunk_sizes('cpu', c).chunk for c in configs] == [1024, 512, 512, 1024]
     assert [default_chunk_sizes('cuda', c).chunk for c in configs] == [4096, 4096, 2048, 4096]
-
-
-def test_kernels_are_off_by_default():
-    """A GPU uses the Triton kernels only if they are switched on, because they have not been measured."""
     assert not FusedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
     assert not FusedMHF(TINY).get_chunk_sizes().use_kernels
     assert default_chunk_sizes('cuda', TINY, use_kernels=True).use_kernels
