@@ -87,17 +87,19 @@ def test_a_compiled_chunk(changes):
     assert not ReinplaceCounters.get_total_missed()
 
 
-def random_index(V, H, B):
-    return signature_index(torch.randint(1, B, (V, H), device='cpu').numpy(), B)
+def head_inputs(V, H, B, n, dtype):
+    """Returns the SignatureIndex of a random table, and random bucket logits and targets, on DEVICE."""
+    table = torch.randint(1, B, (V, H)).numpy()
+    with torch.device(DEVICE):
+        index = signature_index(table, B)
+        return index, *random_inputs(index, n, dtype)
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
     """Loss and gradient of the kernels equal those of the sums in columns, and repeat to the bit."""
-    V, H, B, n = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
-    with torch.device(DEVICE):
-        index = random_index(V, H, B)
-        o, y = random_inputs(index, n, dtype)
+    shape = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
+    index, o, y = head_inputs(*shape, dtype)
     again = [o_i.clone() for o_i in o]
     in_columns = [o_i.clone() for o_i in o]
     nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
@@ -110,9 +112,7 @@ def test_kernels_equal_columns(dtype, tolerance):
 @on_a_gpu
 def test_memory_of_the_kernels():
     """The kernels allocate at most 1.1 x the memory of the transposed bucket logits and the token logits."""
-    with torch.device(DEVICE):
-        index = random_index(32768, 4, 16384)
-        o, y = random_inputs(index, 4096, torch.bfloat16)
+    index, o, y = head_inputs(32768, 4, 16384, 4096, torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fused.exact_nll(o, y, index, KERNELS, gradient=True)
@@ -124,9 +124,7 @@ def test_memory_of_the_kernels():
 def test_more_bucket_logits_than_an_int32_counts():
     """The kernels are correct for a chunk with more than 2^31 bucket logits."""
     n = 2**15 + 100
-    with torch.device(DEVICE):
-        index = random_index(1000, 4, 16384)
-        o, y = random_inputs(index, n, torch.bfloat16)
+    index, o, y = head_inputs(1000, 4, 16384, n, torch.bfloat16)
     parts = (slice(0, 100), slice(n - 100, n))
     expected = [[o_i[part].clone() for o_i in o] for part in parts]
     nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)

@@ -29,9 +29,8 @@ pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in lo
 
 def make_index(H, B, V, num_lsh=0, unused_ids=(), unique=True):
     """Returns the SignatureIndex of V tokens."""
-    return signature_index(
-        signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique), B, unused_ids
-    )
+    table = signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique)
+    return signature_index(table, B, unused_ids)
 
 
 def relative(a, b):

@@ -25,17 +25,14 @@ CASES = {
 }
 
 
-def spectrum(m):
-    """The row and the singular values of a model over random contexts, 384 of them."""
-    ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
-    return rank.measure('', '', m, ids)
-
-
 @pytest.mark.parametrize('case', CASES)
 def test_rank(case):
     """The rank equals the reachable bound: z per mixer, 1 for the biases and 1 for the normalizer."""
     settings, expected = CASES[case]
-    row, singular = spectrum(random_model(**SHAPE | settings))
+    m = random_model(**SHAPE | settings)
+    # 384 contexts
+    ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
+    row, singular = rank.measure('', '', m, ids)
     assert row['rank'] == row['reachable'] == expected <= row['bound']
     # the threshold lies within a gap, not somewhere on a slope
     assert expected == len(singular) or singular[expected] < 1e-3 * singular[expected - 1]
