@@ -26,8 +26,6 @@ from triton.runtime import driver
 from mhf import kernels
 
 TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
-
-
 # the parts of a GPU driver that compilation needs
 H100 = SimpleNamespace(
     get_current_target=lambda: GPUTarget('cuda', 90, 32),

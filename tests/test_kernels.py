@@ -121,22 +121,18 @@ def test_compiles_for_an_h100(tmp_path):
     assert len(done.stdout.splitlines()) == 15
 
 
-BROKEN = {
-    'no Triton': (lambda patch: patch.setitem(sys.modules, 'triton', None), 'no package triton'),
-    'no compiler': (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang'),
-    'a wrong CC': (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
-    'no headers': (
-        lambda patch: patch.setattr(sysconfig, 'get_path', lambda *_: '/nowhere'),
-        'no Python.h in /nowhere',
-    ),
-}
+BROKEN = [
+    (lambda patch: patch.setitem(sys.modules, 'triton', None), 'no package triton'),
+    (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang'),
+    (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
+    (lambda patch: patch.setattr(sysconfig, 'get_path', lambda *_: '/nowhere'), 'no Python.h in /nowhere'),
+]
 
 
-@pytest.mark.parametrize('name', BROKEN)
-def test_no_triton(monkeypatch, name):
+@pytest.mark.parametrize('change, reason', BROKEN)
+def test_no_triton(monkeypatch, change, reason):
     """no_triton() names what Triton lacks."""
     monkeypatch.delenv('CC', raising=False)
-    change, reason = BROKEN[name]
     change(monkeypatch)
     assert no_triton.__wrapped__().startswith(reason)
 

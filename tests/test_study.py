@@ -115,7 +115,10 @@ CLAIMS = [('claim', 'A', other) for other in 'BCDEFGH'] + [('claim', 'B', 'A')]
 
 
 def test_verdicts(folder):
-    """A claim is decided where the difference of the means exceeds two standard deviations, on each corpus."""
+    """
+    A claim is decided where the difference of the means exceeds two standard deviations, on each corpus. The table of
+    models has the mean and the standard deviation of their seeds.
+    """
     (folder / 'claims.py').write_text(CLAIMS)
     study = Study('claims.py')
     nats = dict(
