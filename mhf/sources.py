@@ -84,12 +84,13 @@ def input_files(dataset):
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
         for path in paths:
-            if not path.exists():
-                raise InputError(f'{path} is a broken link')
             # a symbolic or hard link does not add a second copy
-            file = path.stat()
-            files.setdefault((file.st_dev, file.st_ino) if file.st_nlink > 1 else path.resolve(), str(path))
+            target = os.path.realpath(path)
+            file = os.stat(target) if os.path.exists(target) else None
+            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
     for path in files.values():
+        if not os.path.exists(path):
+            raise InputError(f'{path} is a broken link')
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
             raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
     return {path: os.path.getsize(path) for path in files.values()}

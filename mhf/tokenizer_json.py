@@ -72,8 +72,8 @@ def convert_sentencepiece(tok):
         options = dict(unk_token=trained.unk_piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
         converted = Tokenizer(models.BPE(ids, find_merges(rank, ids), **options))
     else:
-        # text that looks like a control piece is encoded as plain text
-        scores = [(p.piece, -1e6 if p.type in (p.CONTROL, p.UNKNOWN) else p.score) for p in proto.pieces]
+        # text that looks like a control or byte piece is encoded as plain text
+        scores = [(p.piece, -1e6 if p.type in (p.CONTROL, p.UNKNOWN, p.BYTE) else p.score) for p in proto.pieces]
         converted = Tokenizer(models.Unigram(scores, trained.unk_id, trained.byte_fallback))
     before = []
     after = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()]

@@ -127,7 +127,7 @@ class JsonTokenizer:
                 names |= {key: value for key, value in config.items() if value is not None}
         for role in ('bos_token', 'pad_token'):
             names.setdefault(role, names.get('eos_token'))
-        for role in ('bos', 'eos', 'pad'):
+        for role in ('eos', 'bos', 'pad'):
             token = names.get(f'{role}_token')
             token = token['content'] if isinstance(token, dict) else token
             if token not in ids:

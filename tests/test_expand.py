@@ -256,6 +256,14 @@ safetensors.torch.save_file = save_file
     assert snapshot(expansion) == before
 
 
+def test_names_of_corpora():
+    """Each corpus has a name of its own."""
+    taken = []
+    for corpus in ('a/ar.jsonl', 'zh/*.jsonl', 'text2.txt', '*.jsonl', '*.txt'):
+        taken.append(expand.name_corpus(corpus, taken))
+    assert taken == ['ar', 'zh', 'text2', 'text3', 'text4']
+
+
 def test_expand_overwrites_nothing(tmp_path, monkeypatch):
     """A tokenizer file that appears after the settings were checked is neither overwritten nor deleted."""
     file = tmp_path / 'new.model'

@@ -207,9 +207,11 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in ('**/*.txt', 'a.txt,*.txt,self/b.txt', f'{tmp_path}/*.txt,b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
-    (tmp_path / 'd.txt').symlink_to('nowhere')
-    with pytest.raises(InputError, match='d.txt is a broken link'):
-        sources.input_files('*.txt')
+    for target in ('nowhere', 'd.txt'):
+        (tmp_path / 'd.txt').symlink_to(target)
+        with pytest.raises(InputError, match='d.txt is a broken link'):
+            sources.input_files('*.txt')
+        (tmp_path / 'd.txt').unlink()
 
 
 RUSSIAN = 'Все счастливые семьи похожи друг на друга.\n'
@@ -232,6 +234,7 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     (tmp_path / name).write_bytes(raw)
     good = name.replace('a.', 'b.').removesuffix('.gz').removesuffix('.xz').removesuffix('.zst')
     (tmp_path / good).write_text('{"text": "more text"}\n' * 50)
+    (tmp_path / 'd').mkdir()  # the user's, which is not deleted
     before = snapshot(tmp_path)
     with pytest.raises(InputError, match=f'{name}.*{culprit}'):
         prepared('d', dataset=f'{good},{name}')
@@ -270,6 +273,8 @@ def test_mixtures(tmp_path, mistral, capsys):
     longest = max(map(len, mistral.encode(texts))) + 1
     assert all(wanted <= n < wanted + longest for n, wanted in zip(tokens, (4000, 2000), strict=True))
     assert len(train) == sum(tokens) and not capsys.readouterr().err
+    # the limit allows fewer than 1 / val_fraction documents
+    assert prepared('limited', dataset='0.jsonl@4e3', val_fraction=0.02)[1]
     prepared('short', dataset='2.jsonl@1e9')
     assert capsys.readouterr().err == 'warning: 2.jsonl has fewer tokens than requested\n'
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):

@@ -179,6 +179,7 @@ def expanded_model(folder):
 
 TOKENIZERS = dict(
     mistral=lambda folder: 'mistral', expanded=expanded_model, json=byte_level_json, learned=learned_model,
+    unigram=lambda folder: learned_model(folder, model_type='unigram', character_coverage=1.0),
     spaces=lambda folder: learned_model(folder, normalization_rule_name='identity', remove_extra_whitespaces=False),
 )  # fmt: skip
 
@@ -305,7 +306,7 @@ ACCEPTED = dict(
     rope_theta=None, rope_parameters=dict(rope_type='default', rope_theta=1e4), rope_scaling=None,
     sliding_window=4096, use_sliding_window=False, layer_types=['full_attention'] * 2, max_window_layers=28,
     attention_dropout=0.1, initializer_range=0.02, pad_token_id=None, use_cache=False, dtype='bfloat16',
-    lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
+    unused_ids=None, lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
 )  # fmt: skip
 
 

@@ -132,8 +132,11 @@ def test_standard_and_bfloat16(quick):
     assert 'std/ckpt.pt' in ok('sample.py', 'cfg.py', '--out_dir=std', cwd=quick).stderr
     meta = json.loads((quick / 'ids/meta.json').read_text())
     (quick / 'ids/meta.json').write_text(json.dumps(meta | dict(tokenizer_sha256='0')))
-    other = ('--num_hashes=0', '--data_dir=ids', '--out_dir=b', '--init_from=std')
-    refused('train.py', 'cfg.py', *other, says="std: its tokenizer is not 'mistral', that of the bins", cwd=quick)
+    ok('mhf.released', 'std', 'export', cwd=quick)
+    for source in ('std', 'export'):
+        other = ('--num_hashes=0', '--data_dir=ids', '--out_dir=b', f'--init_from={source}')
+        says = f"{source}: its tokenizer is not 'mistral', that of the bins"
+        refused('train.py', 'cfg.py', *other, says=says, cwd=quick)
 
 
 def test_the_plain_model_trains_alike(quick):
@@ -388,6 +391,7 @@ def test_wandb_is_not_ready(quick, body, says):
     (quick / 'wandb').mkdir()
     if body:
         (quick / 'wandb/__init__.py').write_text(f'def init(**options):\n    {body}\n')
+    (quick / 'b').mkdir()  # the user's, which is not deleted
     before = snapshot(quick)
     patch = "import sys; sys.path.append(''); sys.dont_write_bytecode = True"
     refused('train.py', 'cfg.py', '--out_dir=b', '--wandb', says=says, cwd=quick, patch=patch)
