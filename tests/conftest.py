@@ -34,7 +34,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 def __getattr__(name):
     """Returns a helper of test_mhf.py, imported only when a test uses it, because test_mhf.py imports torch."""
-    helpers = 'SHARED TINY bucket_logits plain_twin random_model relative shared sizes write_released'
+    helpers = 'bucket_logits plain_twin random_model sizes write_released'
     if name in helpers.split():
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)
@@ -86,17 +86,11 @@ def child(script, args, cwd, environment, patch, output):
     try:
         exec(patch, {})
         if script.endswith('.py'):
-            runpy.run_path(script, run_name='__main__')
+            runpy.run_path(str(REPO / script), run_name='__main__')
         else:
             runpy.run_module(script, run_name='__main__', alter_sys=True)
-    except SystemExit:
-        # multiprocessing exits with the same code as Python
-        raise
-    except BaseException as e:
-        frames = e.__traceback__
-        while frames and frames.tb_frame.f_code.co_filename != script:
-            frames = frames.tb_next
-        sys.excepthook(type(e), e.with_traceback(frames), frames)
+    except (Exception, KeyboardInterrupt) as e:
+        sys.excepthook(type(e), e, e.__traceback__)
         if isinstance(e, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -110,15 +104,14 @@ def child(script, args, cwd, environment, patch, output):
 class Forked:
     """
     A script, 'train.py' or a module like 'study.sweep', in a process group of its own. The child first runs `patch`,
-    Python that changes our modules. Has pid, returncode and communicate() of subprocess.Popen.
+    Python that changes our modules.
     """
 
     def __init__(self, script, *args, cwd, patch='', **environment):
         self.output = tempfile.TemporaryDirectory()
         for name in ('stdout', 'stderr'):
             Path(self.output.name, name).touch()
-        path = str(REPO / script) if script.endswith('.py') else script
-        everything = (path, args, str(cwd), environment, patch, self.output.name)
+        everything = (script, args, str(cwd), environment, patch, self.output.name)
         # a daemon does not outlive pytest
         self.process = fork_server().Process(target=child, args=everything, daemon=True)
         self.process.start()
@@ -128,11 +121,14 @@ class Forked:
     def returncode(self):
         return self.process.exitcode
 
-    def communicate(self, timeout=None):
-        self.process.join(timeout)
+    def communicate(self):
+        """Waits for the end of the script. Returns a subprocess.CompletedProcess."""
+        self.process.join(300)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired('', timeout)
-        return tuple(Path(self.output.name, name).read_text(encoding='utf-8') for name in ('stdout', 'stderr'))
+            os.killpg(self.pid, signal.SIGKILL)
+            raise TimeoutError
+        output = (Path(self.output.name, name).read_text(encoding='utf-8') for name in ('stdout', 'stderr'))
+        return subprocess.CompletedProcess('', self.returncode, *output)
 
 
 def started(script, *args, cwd, wait_for, **options):
@@ -144,15 +140,9 @@ def started(script, *args, cwd, wait_for, **options):
     return process
 
 
-def run(script, *args, **options):
+def run(*args, **options):
     """Runs a script to its end; the arguments are those of Forked. Returns a subprocess.CompletedProcess."""
-    process = Forked(script, *args, **options)
-    try:
-        stdout, stderr = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess([script, *args], process.returncode, stdout, stderr)
+    return Forked(*args, **options).communicate()
 
 
 def ok(*args, **options):
@@ -185,29 +175,13 @@ def ranks(number, script, *args, **options):
 
 def wait_all(processes):
     """Waits for processes. Returns [(returncode, stdout, stderr)]."""
-    outputs = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    done = [process.communicate() for process in processes]
+    return [(process.returncode, process.stdout, process.stderr) for process in done]
 
 
 def run_ranks(number, script, *args, **options):
     """Calls ranks() and waits for all processes. Returns [(returncode, stdout, stderr)]."""
     return wait_all(ranks(number, script, *args, **options))
-
-
-# a patch that executes {do} in the {n}-th forward pass of training
-IN_FORWARD = """
-import os, signal, torch
-from mhf.fused import FusedMHF
-passes = []
-head_loss = FusedMHF.head_loss
-@torch.compiler.disable
-def counted(self, h, y):
-    passes.append(len(passes))
-    if len(passes) == {n}:
-        {do}
-    return head_loss(self, h, y)
-FusedMHF.head_loss = counted
-"""
 
 
 def free_port():

@@ -55,10 +55,10 @@ def default_sentencepiece(folder):
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / 'b'), **options)
 
 
-def tokenizer_json(special='<s>', id=1, cut=None):
+def tokenizer_json(cut=None):
     """Returns a setup that writes x.json: a tokenizer of two tokens, or the first `cut` bytes of one."""
-    model = dict(type='WordLevel', vocab={'word': 0, special: id}, unk_token='word')
-    added = dict(id=id, content=special, special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
+    model = dict(type='WordLevel', vocab={'word': 0, '<s>': 1}, unk_token='word')
+    added = dict(id=1, content='<s>', special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
     return file('x.json', json.dumps(dict(version='1.0', added_tokens=[added], model=model)).encode()[:cut])
 
 
@@ -122,6 +122,7 @@ BAD = [
     Bad('no number of hashes', PREPARE + '--dataset=docs.jsonl --num_hashes=-1', says='num_hashes=-1'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     # train.py
+    Bad('other text', TRAIN + '--dataset=x', 'bins was prepared from docs.jsonl, not from x; change --data_dir'),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='signatures of num_buckets=256, the model has'),

@@ -150,8 +150,6 @@ def test_expressions(tmp_path, monkeypatch, capsys):
     assert get_defaults('a.py') == dict(x=40, wide=80, name=None) and run('--x=7')['x'] == 7
     imported = run('--x=7', name='a')
     assert imported['x'] == 40 and imported['config'] == get_defaults('a.py')
-    with pytest.raises(InputError, match="x='seven' is str, expected int"):
-        run('--x=seven')
     with pytest.raises(SystemExit, match='0'):
         run('--help')
     shown = capsys.readouterr().out

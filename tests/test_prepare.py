@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -61,12 +60,6 @@ def write_texts(folder, number):
     for i in range(number):
         write_jsonl(folder / f'{i}.jsonl', texts[i::number])
     return texts
-
-
-@pytest.fixture
-def small_units(monkeypatch):
-    """Makes each file a unit."""
-    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
 
 
 def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
@@ -241,7 +234,7 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     assert snapshot(tmp_path) == before
 
 
-def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
+def test_held_out_documents(tmp_path, mistral, monkeypatch):
     """Every k-th document of a source is held out, up to val_bytes; with few documents, the tail of each is."""
     texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
     parts = list(sources.split_holdout(texts, 0.1, 900, sources.initial_counts(texts, 0.1)))
@@ -254,7 +247,8 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
     few = list(sources.split_holdout(texts, 0.01, 50, sources.initial_counts(texts, 0.01)))
     assert 50 <= sum(len(part[1][0]) for part in few if len(part) == 2) < 100
 
-    # many small units: the source has enough documents, although its first unit has one
+    # a unit per file: the source has enough documents, although its first unit has one
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     for i, text in enumerate(texts):
         (tmp_path / f'{i:02}.txt').write_text(text)
     _, val = prepared('many', dataset='*.txt')
@@ -265,11 +259,17 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, small_units):
     assert len(decoded(train, mistral)) > 40 and len(decoded(val, mistral)) > 50
 
 
-def test_mixtures(tmp_path, mistral, capsys):
-    """A source ends with the document that reaches its token limit, including that document's held-out tail."""
+def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
+    """A source ends with the document, including its tail, that reaches its token limit; later text is not read."""
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
+    monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
     texts = write_texts(tmp_path, 3)
-    train, _ = prepared('m', dataset='0.jsonl@4e3,1.jsonl@2e3', val_fraction=0.3)
-    tokens = [json.loads((tmp_path / f'm/00000{i}.json').read_text())['counts']['tokens'] for i in range(2)]
+    for name in ('0.jsonl', '1.jsonl'):
+        with open(name, 'a') as file:
+            file.write('no JSON')
+    train, _ = prepared('m', dataset='[01].jsonl@4e3,2.jsonl@2e3', val_fraction=0.3)
+    units = [json.loads(path.read_bytes()) for path in sorted(tmp_path.glob('m/[0-9]*.json'))]
+    tokens = [unit['counts']['tokens'] for unit in units]
     longest = max(map(len, mistral.encode(texts))) + 1
     assert all(wanted <= n < wanted + longest for n, wanted in zip(tokens, (4000, 2000), strict=True))
     assert len(train) == sum(tokens) and not capsys.readouterr().err
@@ -285,16 +285,6 @@ def test_mixtures(tmp_path, mistral, capsys):
         (tmp_path / f'{name}.txt').write_text(f'{name} is a word.\n' * 900)
     _, val = prepared('tails', dataset='x.txt@1e3,y.txt@1e3')
     assert [text[0] for text in decoded(val, mistral)] == ['x', 'y']
-
-
-def test_text_beyond_a_limit_is_not_read(tmp_path, monkeypatch, small_units):
-    """Neither the rest of the unit that reaches a source's token limit nor the source's later units are read."""
-    monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
-    write_jsonl(tmp_path / 'b.jsonl', [f'{i} several words' for i in range(300)])
-    for name in ('a0', 'a1'):
-        (tmp_path / f'{name}.jsonl').write_text((tmp_path / 'b.jsonl').read_text() + 'no JSON')
-    prepared('d', dataset='a*.jsonl@700,b.jsonl@900')
-    assert sorted(path.name for path in (tmp_path / 'd').glob('[0-9]*.json')) == ['000000.json', '000002.json']
 
 
 def test_parts(tmp_path, mistral):
@@ -324,8 +314,9 @@ def test_parts(tmp_path, mistral):
     assert snapshot(tmp_path / 'f') == snapshot(tmp_path / 'd')
 
 
-def test_hub(tmp_path, mistral, monkeypatch, small_units):
+def test_hub(tmp_path, mistral, monkeypatch):
     """A hub data set is read at the first run's commit; a rerun after a network failure gives the same bytes."""
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     texts = [f'{i} {t[:400]}' for i, t in enumerate(library_texts(1e6))]
     files = [f'data/arb_Arab/train/{i}.parquet' for i in range(3)]
     Path(files[0]).parent.mkdir(parents=True)
@@ -418,8 +409,9 @@ def test_kills(tmp_path):
     assert snapshot(killed) == expected
 
 
-def test_stopped_runs(tmp_path, monkeypatch, small_units):
+def test_stopped_runs(tmp_path, monkeypatch):
     """An interruption or a full disk keeps the finished units; rerunning the same command gives the same bytes."""
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     for i, texts in enumerate(np.array_split(library_texts(3e5), 4)):
         write_jsonl(tmp_path / f'{i}.jsonl', texts.tolist())
     prepared('good')
@@ -505,18 +497,6 @@ def small(tmp_path_factory, request):
     same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
     prepared(folder / 'bins', **same)
     return folder, configurator.get_defaults('train.py') | same | dict(data_dir=str(folder / 'bins'))
-
-
-def test_another_dataset_on_the_command_line(small, monkeypatch):
-    """A --dataset other than that of data_dir's shards is refused; one in a config file is not compared."""
-    _, config = small
-    other = config | dict(dataset='other.txt')
-    open_bins(other)
-    monkeypatch.setattr(sys, 'argv', ['train.py', 'cfg.py', '--dataset=other.txt'])
-    with pytest.raises(InputError, match='bins was prepared from .*docs.jsonl, not from other.txt; change --data_dir'):
-        open_bins(other)
-    monkeypatch.setattr(sys, 'argv', ['train.py', 'cfg.py', f'--dataset={config["dataset"]}'])
-    open_bins(config)
 
 
 def test_bins_must_fit_the_tokenizer(small, mistral):
