@@ -4,12 +4,14 @@ import copy
 import json
 import logging
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lm_eval
 import numpy as np
 import pytest
 import torch
-from conftest import newest, ok, random_model, real_documents, run, run_ranks, small_tasks, wrap_for_lm_eval, write_rows
+from conftest import newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models.dummy import DummyLM
@@ -24,14 +26,16 @@ from mhf.tokenizers import get_tokenizer
 pytestmark = pytest.mark.xdist_group('eval')
 
 
-@pytest.fixture(scope='module')
-def words_model():
-    """A random model with the size of Mistral's vocabulary and a context of 24 tokens."""
-    return random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+@pytest.fixture
+def lm(mistral):
+    """A random model with Mistral's vocabulary, a context of 24 tokens and bos."""
+    return MHFLM(random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32), mistral, 1)
 
 
-def score(lm, requests):
+def score(model, requests, bos=1, **options):
     """[(context ids, continuation ids)] -> [(log P, is it greedy)]."""
+    # the tokenizer does not matter
+    lm = MHFLM(model, SimpleNamespace(name='none', bos=1), bos, **options)
     lm.documents = [('task', k) for k in range(len(requests))]
     return lm._loglikelihood_tokens([(None, *request) for request in requests])
 
@@ -64,62 +68,60 @@ def test_scores_equal_log_probs(num_hashes):
             expected.append(logp.gather(1, targets[:, None]).sum().item())
             greedy.append(bool((logp.argmax(1) == targets).all()))
         for max_tokens in (10**6, 100, 1):
-            scores = score(wrap_for_lm_eval(m, bos, max_tokens=max_tokens), requests)
+            scores = score(m, requests, bos, max_tokens=max_tokens)
             assert [is_greedy for _, is_greedy in scores] == greedy
             assert np.allclose([logp for logp, _ in scores], expected, atol=1e-9)
         # with one continuation per row there is no mask
-        scores = score(wrap_for_lm_eval(m, bos), requests[3:20:4])
+        scores = score(m, requests[3:20:4], bos)
         assert np.allclose([logp for logp, _ in scores], expected[3:20:4], atol=1e-9)
     likeliest = m.log_probs(torch.tensor([[1, *contexts[1]]]))[0, -1].argmax().item()
-    assert score(wrap_for_lm_eval(m), [(contexts[1], [likeliest])])[0][1] is True
+    assert score(m, [(contexts[1], [likeliest])])[0][1] is True
     for continuation, message in (([], 'encodes to no tokens'), ([7] * 25, '25 tokens')):
         with pytest.raises(InputError, match=f'task task, document 1: .*{message}'):
-            score(wrap_for_lm_eval(m), [([5], [7]), ([5], continuation)])
+            score(m, [([5], [7]), ([5], continuation)])
 
 
-def test_batches_are_bounded(monkeypatch):
+def test_batches_are_bounded():
     """The memory of a batch does not depend on how many continuations share a context."""
     m = random_model()
     shapes = []
-    hidden_states = m.hidden_states
-    monkeypatch.setattr(m, 'hidden_states', lambda x, **o: shapes.append(x.shape[:2]) or hidden_states(x, **o))
+    m.layers[0].register_forward_pre_hook(lambda block, inputs: shapes.append(inputs[0].shape[:2]))
     draw = np.random.default_rng(0)
     requests = [([1], draw.integers(3, 300, 6).tolist()) for _ in range(300)]
-    shared = score(wrap_for_lm_eval(m, max_tokens=1000), requests)
-    assert all(N * T <= 1000 for N, T in shapes)
-    assert np.allclose(shared, [score(wrap_for_lm_eval(m), [request])[0] for request in requests], atol=1e-9)
+    shared = score(m, requests, max_tokens=1000)
+    assert shapes and all(N * T <= 1000 for N, T in shapes)
+    assert np.allclose(shared, [score(m, [request])[0] for request in requests], atol=1e-9)
 
 
-@pytest.mark.parametrize('on_gpu', [False, True])
-def test_out_of_memory(monkeypatch, on_gpu):
+# what a GPU and a CPU do
+@pytest.mark.parametrize('fail', [Mock(side_effect=torch.OutOfMemoryError), lambda: torch.empty(1 << 60)])
+def test_out_of_memory(monkeypatch, fail):
     """A batch that does not fit memory is scored in halves, with the same scores; other errors are not retried."""
     m = random_model()
     draw = np.random.default_rng(0)
     requests = [(draw.integers(3, 300, n).tolist(), [5, 7]) for n in (1, 4, 9, 3, 8)]
-    expected = [logp for logp, _ in score(wrap_for_lm_eval(m), requests)]
+    expected = [logp for logp, _ in score(m, requests)]
     hidden_states = m.hidden_states
     room = 2
 
     def limited(x, **options):
-        if len(x) > room and on_gpu:
-            raise torch.OutOfMemoryError
         if len(x) > room:
-            torch.empty(1 << 60)
+            fail()
         return hidden_states(x, **options)
 
     monkeypatch.setattr(m, 'hidden_states', limited)
-    assert np.allclose([logp for logp, _ in score(wrap_for_lm_eval(m), requests)], expected)
+    assert np.allclose([logp for logp, _ in score(m, requests)], expected)
     room = 0
     with pytest.raises(InputError, match='one sequence does not fit'):
-        score(wrap_for_lm_eval(m), requests)
+        score(m, requests)
     monkeypatch.setattr(m, 'hidden_states', lambda x, **options: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match='size'):
-        score(wrap_for_lm_eval(m), requests)
+        score(m, requests)
 
 
-def test_scores_are_cached_as_soon_as_known(mistral, words_model, tmp_path):
+def test_scores_are_cached_as_soon_as_known(lm, tmp_path):
     """An interrupted evaluation leaves its scores in lm-eval's cache."""
-    lm = MHFLM(words_model, mistral, 1, max_tokens=1)
+    lm.max_tokens = 1
     requests = [instance('a longer context', ' here'), instance('one', ' two')]
     expected = lm.loglikelihood(requests)
     caching = CachingLM(lm, str(tmp_path / 'c.db'))
@@ -128,6 +130,7 @@ def test_scores_are_cached_as_soon_as_known(mistral, words_model, tmp_path):
     with pytest.raises(ZeroDivisionError):
         caching.loglikelihood(requests)
     # scoring fails for a request that is not in the cache
+    lm.score_batch = lambda rows: 1 / 0
     assert caching.loglikelihood(requests[:1]) == expected[:1]
     with pytest.raises(ZeroDivisionError):
         caching.loglikelihood(requests[1:])
@@ -164,32 +167,28 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
 
 
-def test_cache_belongs_to_one_model(mistral, tmp_path):
+def test_cache_belongs_to_one_model(mistral, lm, tmp_path):
     """A score in lm-eval's cache (--use_cache) is read only with the same weights, tokenizer, bos and dtype."""
-    model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
-    scored = []
 
     def use(bos=1, dtype='float32', tok=mistral):
-        lm = MHFLM(model, tok, bos, dtype)
-        score_batch = lm.score_batch
-        lm.score_batch = lambda rows: scored.append(rows) or score_batch(rows)
-        caching = CachingLM(lm, str(tmp_path / 'c.db'))
+        """Returns the score of a request, and how often it was computed."""
+        again = MHFLM(lm.model, tok, bos, dtype)
+        again.score_batch = Mock(wraps=again.score_batch)
+        caching = CachingLM(again, str(tmp_path / 'c.db'))
         score = caching.loglikelihood([instance('one', ' two')])
         caching.dbdict.close()
-        return score
+        return score, again.score_batch.call_count
 
-    first = use()
-    assert use() == first and len(scored) == 1
+    first, computed = use()
+    assert computed == 1 and use() == (first, 0)
     other_tokenizer = copy.copy(mistral)
     other_tokenizer.tokens = [*mistral.tokens[:-1], 'x']
-    for count, options in enumerate((dict(bos=None), dict(dtype='bfloat16'), dict(tok=other_tokenizer)), start=2):
-        use(**options)
-        assert len(scored) == count, options
-    assert use() == first and len(scored) == 4
+    for options in (dict(bos=None), dict(dtype='bfloat16'), dict(tok=other_tokenizer)):
+        assert use(**options)[1] == 1, options
+    assert use() == (first, 0)
     # an embedding that does not change the final norm
-    model.embed.weight.data[7] += 1
-    use()
-    assert len(scored) == 5
+    lm.model.embed.weight.data[7] += 1
+    assert use()[1] == 1
     # nor by another model of lm-eval
     assert CachingLM(DummyLM(), str(tmp_path / 'c.db')).loglikelihood([instance('one', ' two')]) != first
 
@@ -198,12 +197,10 @@ def test_cache_belongs_to_one_model(mistral, tmp_path):
 # generation
 
 
-def test_generation(mistral, words_model):
+def test_generation(mistral, lm):
     """Generated text is that of MHF.generate, up to a stop string, bos or pad, and does not depend on the batch."""
-    m = words_model
-    lm = MHFLM(m, mistral, 1)
     ids = mistral.encode(['a few words'])[0]
-    greedy = m.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
+    greedy = lm.model.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
     assert lm.generate_until([request]) == [text]
@@ -220,9 +217,8 @@ def test_generation(mistral, words_model):
         lm.generate_until([instance('a', dict(until=[], num_beams=4))])
 
 
-def test_sampling(mistral, words_model):
+def test_sampling(lm):
     """Sampled texts differ, repeat with the same seed, and use temperature 1 unless one is given."""
-    lm = MHFLM(words_model, mistral, 1)
 
     def sample(**options):
         torch.manual_seed(0)
@@ -239,11 +235,10 @@ def test_sampling(mistral, words_model):
             sample(**options)
 
 
-def test_truncation(mistral, words_model, caplog):
+def test_truncation(lm, caplog):
     """A context that does not fit loses its start with a warning, and a prompt always keeps some tokens."""
     # load_tasks lets lm-eval log errors only
     caplog.set_level(logging.WARNING, logger='lm_eval')
-    lm = MHFLM(words_model, mistral, 1)
     with pytest.raises(InputError, match=f'max_gen_toks={lm.max_length} .* context of {lm.max_length} tokens'):
         lm.generate_until([instance('a', dict(until=[], max_gen_toks=lm.max_length))])
     assert not lm.truncated
@@ -300,23 +295,22 @@ from lm_eval.tasks._index import TaskIndex
 build = TaskIndex.build
 TaskIndex.build = staticmethod(lambda paths, **options: build(paths[1:], **options))
 """
-CUSTOM_TASKS = dict(
-    sums='task: sums\noutput_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
-    'generation_kwargs:\n  until: ["\\n"]\nnum_fewshot: 2\n',
-    ends='task: ends\noutput_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: " {{answer}}"\n'
-    # log P itself
-    'metric_list:\n  - metric: acc\n  - {metric: perplexity, aggregation: mean}\n',
-    both='group: both\ntask:\n  - sums\n  - ends\n',
-)
 
 
 def custom_tasks(folder):
     """Writes two tasks, a group of them and their data -> the folder of the tasks."""
     write_rows(folder / 'sums.jsonl', [dict(question=f'1 + {k} is', answer=str(1 + k)) for k in range(9)])
-    data = f'dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/sums.jsonl}}}}\ntest_split: test\n'
+    data = dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(folder / 'sums.jsonl'))))
+    data |= dict(test_split='test', doc_to_text='{{question}}')
+    sums = dict(task='sums', output_type='generate_until', doc_to_target='{{answer}}', num_fewshot=2)
+    sums |= dict(generation_kwargs=dict(until=['\n']))
+    # log P itself
+    metrics = [dict(metric='acc'), dict(metric='perplexity', aggregation='mean')]
+    ends = dict(task='ends', output_type='loglikelihood', doc_to_target=' {{answer}}', metric_list=metrics)
     (folder / 'custom').mkdir()
-    for name, text in CUSTOM_TASKS.items():
-        (folder / f'custom/{name}.yaml').write_text(text + ('' if name == 'both' else data))
+    for name, task in dict(sums=data | sums, ends=data | ends, both=dict(group='both', task=['sums', 'ends'])).items():
+        # JSON is YAML
+        (folder / f'custom/{name}.yaml').write_text(json.dumps(task))
     return folder / 'custom'
 
 
@@ -346,7 +340,6 @@ def test_command_line(few, tmp_path):
 def test_config_file_and_other_models(few, tmp_path, monkeypatch):
     """lm-eval's --config with an include_path, its other models, ~ in paths and the tasks of eval_tasks/ work."""
     settings = dict(tasks='ends', limit=4, include_path=str(custom_tasks(tmp_path)), model_args=dict(path='out'))
-    # JSON is YAML
     (tmp_path / 'x.yaml').write_text(json.dumps(settings))
     args = ['run', '--config', f'{tmp_path}/x.yaml', '--output_path=~/r']
     where = dict(cwd=few, patch=NO_INDEX, HOME=str(tmp_path))
