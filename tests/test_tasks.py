@@ -74,29 +74,27 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
     # what lm-eval's ReCoRD imports for its scores is gone from transformers
     for module in ('transformers.data.metrics', 'transformers.data.metrics.squad_metrics'):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    asked = {}
-    versions = {}
+
+    def load(name, file):
+        """Returns the version of a task and what it asks."""
+        config = load_yaml(file) | dict(num_fewshot=0)
+        version = config['metadata']['version']
+        config |= tasks.local_config(name, config, tmp_path)[0]
+        (task,) = TaskManager(include_defaults=False).load([config])['tasks'].values()
+        task.build_all_requests()
+        return version, [instance.args for instance in task.instances]
+
+    references = dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race')
     folder = Path(lm_eval.__file__).parent / 'tasks'
-    names = dict(record='super_glue/record/default', social_iqa='siqa/siqa', race_v2='race/race')
-    for name, reference in names.items():
-        for source, file in dict(
-            repository=REPO / f'eval_tasks/{name}.yaml', lm_eval=folder / f'{reference}.yaml'
-        ).items():
-            config = load_yaml(file) | dict(num_fewshot=0)
-            versions[name, source] = config['metadata']['version']
-            config |= tasks.local_config(name, config, tmp_path)[0]
-            (task,) = TaskManager(include_defaults=False).load([config])['tasks'].values()
-            task.build_all_requests()
-            asked[name, source] = [instance.args for instance in task.instances]
+    ours = {name: load(name, REPO / f'eval_tasks/{name}.yaml') for name in references}
+    theirs = {name: load(name, folder / f'{reference}.yaml') for name, reference in references.items()}
     for name in ('record', 'social_iqa'):
-        assert asked[name, 'repository'] == asked[name, 'lm_eval'] and len(asked[name, 'repository']) > 9
-        assert versions[name, 'repository'] == versions[name, 'lm_eval']
+        assert ours[name] == theirs[name] and len(ours[name][1]) > 9
     # the lm-eval of the paper kept only the blank of such a question
-    old, _ = asked['race_v2', 'repository'][0]
-    new, _ = asked['race_v2', 'lm_eval'][0]
+    old_version, [(old, _), *_] = ours['race_v2']
+    new_version, [(new, _), *_] = theirs['race_v2']
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
-    assert old == new.replace('He was b', ' _  .b')
-    assert versions['race_v2', 'repository'] == versions['race_v2', 'lm_eval'] - 1
+    assert old == new.replace('He was b', ' _  .b') and old_version == new_version - 1
 
 
 def test_hub_tasks(tmp_path, monkeypatch):
