@@ -171,9 +171,7 @@ def test_results_are_written_without_a_reader(few, tmp_path):
 
 def test_results_are_printed_on_a_full_disk(few, tmp_path):
     """The results are printed although their file cannot be written."""
-    patch = (
-        "from mhf import lm; from pathlib import Path\ndef full(*args, **options): raise OSError(28, 'No space left')\n"
-    )
+    patch = "from pathlib import Path\ndef full(*args, **options): raise OSError(28, 'No space left')\n"
     args = ['--tasks=bits_per_byte', '--text=docs.jsonl', f'--output_path={tmp_path}', '--device=cpu']
     done = run('eval.py', *args, cwd=few, patch=patch + 'Path.write_text = full')
     assert done.returncode == 1 and 'nats_per_token' in done.stdout

@@ -233,20 +233,17 @@ def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
 
 def test_unused_ids_and_embedding_scale_are_exported(tmp_path):
     """An id without a token keeps probability 0 after an export; transformers refuses what it would ignore."""
-    m = random_model(num_hashes=0, dtype=torch.float32)
-    m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60, 299]))
-    save_pretrained(m, tmp_path / 'export', 'mistral')
-    exported = from_pretrained(tmp_path / 'export')
-    ids = torch.tensor([[1, 7, 9]])
-    assert torch.equal(exported.log_probs(ids), m.log_probs(ids))
-    assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
+    unused = random_model(num_hashes=0, dtype=torch.float32)
+    unused.set_vocabulary(*validate_table(unused.config, unused_ids=[5, 60, 299]))
     scaled = random_model(num_hashes=0, embedding_scale=4.0, dtype=torch.float32)
-    save_pretrained(scaled, tmp_path / 'scaled', 'mistral')
-    exported = from_pretrained(tmp_path / 'scaled')
-    assert exported.config == scaled.config and torch.equal(exported.log_probs(ids), scaled.log_probs(ids))
-    for name in ('export', 'scaled'):
+    ids = torch.tensor([[1, 7, 9]])
+    for name, m in dict(scaled=scaled, unused=unused).items():
+        save_pretrained(m, tmp_path / name, 'mistral')
+        exported = from_pretrained(tmp_path / name)
+        assert exported.config == m.config and torch.equal(exported.log_probs(ids), m.log_probs(ids))
         with pytest.raises(ValueError, match='mhf_standard'):
             AutoConfig.from_pretrained(tmp_path / name)
+    assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
 
 
 def test_export_deletes_no_files(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from conftest import ok, write_released
 
 from mhf.checkpoint import load_checkpoint
-from mhf.tokenizers import get_tokenizer
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):
@@ -36,10 +35,9 @@ def sample_ids(ids, *args, cwd):
     return done.stdout.split('\n', 1)[1]
 
 
-def test_a_sample_ends_with_its_document(trained, tmp_path):
+def test_a_sample_ends_with_its_document(trained, tmp_path, mistral):
     """A sample ends at bos, eos, or any eos that a released model declares; nothing after it is printed."""
-    tok = get_tokenizer('mistral')
-    expected = tok.decode([1, *tok.encode(['x'])[0], 4000, 4001]) + '\n'
+    expected = mistral.decode([1, *mistral.encode(['x'])[0], 4000, 4001]) + '\n'
     for end in (1, 2):
         assert sample_ids([4000, 4001, end, 4002], '--out_dir=out', '--start=x', cwd=trained) == expected
     model, _ = load_checkpoint(trained / 'out/ckpt.pt')
@@ -47,10 +45,9 @@ def test_a_sample_ends_with_its_document(trained, tmp_path):
     assert sample_ids([4000, 4001, 5000, 4002], '--released=r', '--start=x', cwd=tmp_path) == expected
 
 
-def test_characters_are_complete(trained):
+def test_characters_are_complete(trained, mistral):
     """A character of several tokens is printed when complete; an incomplete one is not printed."""
-    tok = get_tokenizer('mistral')
-    cherokee = [tok.tokens.index(f'<0x{byte:02X}>') for byte in 'Ꭰ'.encode()]
+    cherokee = [mistral.tokens.index(f'<0x{byte:02X}>') for byte in 'Ꭰ'.encode()]
     text = sample_ids([*cherokee, *cherokee[:2]], '--out_dir=out', '--start=x', cwd=trained)
     assert text == 'xᎠ\n'
     # the context of 64 tokens starts inside a character

@@ -71,9 +71,8 @@ def test_byte_level_json(tmp_path):
     write_jsonl(tmp_path / 'docs.jsonl', texts)
     settings = configurator.get_defaults('prepare.py') | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
-    assert held_out_ids(tmp_path / 'd', tok)[0] == [
-        i for text in texts[1::2] for i in [0, *tok.encode([text.strip()])[0]]
-    ]
+    held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
+    assert held_out_ids(tmp_path / 'd', tok)[0] == held_out
 
 
 def test_roles_of_a_json(tmp_path, mistral):
