@@ -163,6 +163,13 @@ def test_tiktoken_path(monkeypatch):
     assert tok.tokens[257] == b'the' and tok.tokens[258:260] == [None, None] and tok.tokens[260] == b'<|endoftext|>'
     assert tok.bos == tok.pad == 260 and tok.encode(['the <|endoftext|>'])[0][:2] == [257, 32]
     assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS
+    table = signature_table(tok.tokens, 2, 64, pad_id=tok.pad)
+    assert not table[258:].any()
+    # the Standard model has no table to read the unused_ids from
+    for H in (2, 0):
+        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, unused_ids=[258, 259])
+        p = m.log_probs(torch.tensor([[1, 2]])).exp()
+        assert (p[..., 258:260] == 0).all() and (p[..., 260] > 0).all() and torch.allclose(p.sum(-1), torch.ones(1, 2))
 
 
 # -----------------------------------------------------------------------------
