@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CONFIG, events, ok, refused, small_tasks, steps, write_jsonl
+from conftest import CONFIG, events, ok, refused, small_tasks, steps, weights, write_jsonl
 
 from configurator import InputError
+from mhf.data import block_indices, open_bins
 from model import MHFConfig
 from study.tfree import TFree, Words, active_buckets
 
@@ -94,6 +95,22 @@ def test_inputs_and_loss(tmp_path):
     for i, word in enumerate(tok.tokens):
         score, *_ = m.predict(h[0], torch.full((7,), i))
         assert torch.allclose(score, scores[:, active_buckets(word, V)].mean(1))
+
+
+def test_first_loss(folder, monkeypatch):
+    """Training starts from the initialization of the seed and the first batch of train.py."""
+    monkeypatch.chdir(folder)
+    ckpt = weights(folder)
+    config = ckpt['config']
+    tokens, _, _ = open_bins(config)
+    torch.manual_seed(config['seed'])
+    m = TFree(MHFConfig(**ckpt['model_config']))
+    m.init_weights()
+    m.words = Words(config['tokenizer'])
+    blocks = block_indices(0, config['batch_size'], (len(tokens) - 1) // 16, config['seed'])
+    ids = torch.tensor(np.stack([tokens[16 * block : 16 * block + 17] for block in blocks]).astype(int))
+    loss = m(ids[:, :-1, None], ids[:, 1:, None]).item()
+    assert steps(folder)[0]['loss'] == pytest.approx(loss, rel=1e-5)
 
 
 def test_it_learns_and_is_evaluated(folder):
