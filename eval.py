@@ -179,7 +179,7 @@ def read_word_pairs(folder):
     """Returns [(word, word, human similarity)] of Card-660. Raises InputError."""
     path = Path(folder) / 'dataset.tsv'
     try:
-        lines = [line.split('\t') for line in path.read_text(encoding='utf-8').splitlines() if line]
+        lines = [line.split('\t') for line in path.read_text(encoding='utf-8-sig').splitlines() if line]
         return [(a, b, float(score)) for a, b, score in lines]
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {e}; --benchmark_dir must be the folder of Card-660's dataset.tsv") from None
