@@ -36,7 +36,7 @@ from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
-# an out_dir, whose newest checkpoint it is, or a file *.pt; '': the newest up to two folders below the working folder
+# an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below the working folder
 out_dir = ''
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with

@@ -259,7 +259,7 @@ def load_source_model(tok):
     """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
     loaded = load_model(source_model)
     model = loaded.model
-    fits = loaded.tokenizer_fingerprint() in (None, tokenizer_fingerprint(tok))
+    fits = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok))
     # a released table may end with unused rows
     fits = fits and limit_to_tokenizer(model, len(tok.tokens), [])
     if fits and model.config.num_hashes:

@@ -268,7 +268,7 @@ def prepare_source(job, source):
         else:
             if counts is None:
                 texts = sources.read_files(path for unit in units for path, _ in unit)
-                counts = sources.initial_counts(texts, job.meta['val_fraction'], source['limit']) | dict(tokens=0)
+                counts = sources.initial_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
             prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break

@@ -20,7 +20,7 @@ from mhf.released import open_model
 from mhf.runtime import pick_compile, pick_device, pick_dtype
 from model import sample_token
 
-out_dir = ''  # an out_dir, whose newest checkpoint it is, or a file *.pt; '': the newest one in the working folder
+out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one in the working folder
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 start = ''  # the prompt, or FILE:path; '' starts a new document
 num_samples = 3

@@ -92,7 +92,7 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-kernels = False  # Triton kernels of FusedMHF's exact loss, for a GPU, where they are not yet measured
+kernels = False  # Triton kernels of FusedMHF's exact loss on a GPU, not yet measured
 deterministic = False  # bit-reproducible on a GPU, slower
 plain = False  # train model.MHF instead of FusedMHF: slower and with more memory, but simpler to modify
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
@@ -204,8 +204,8 @@ model = raw_model
 if world_size > 1:
     model = runtime.wrap_ddp(raw_model)
     # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
-    # the first step, so that a resumed run sums in the order of an uninterrupted one. It makes every .grad a view of a
-    # bucket, which avoids a second copy of the gradients.
+    # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
+    # view of a bucket, which avoids a second copy of the gradients.
     zeros = torch.zeros(micro_batch_size, block_size + 1, raw_model.config.num_coordinates, dtype=int, device=device)
     with autocast:
         model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled

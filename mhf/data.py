@@ -198,8 +198,8 @@ def open_shard(folder, shard):
 
 def open_bins(config, given=None):
     """
-    Returns the Bins of train and val, and meta.json, of a config. `given` are the settings that the user gave, if those
-    of a loaded model replace them in `config`. Raises InputError.
+    Returns the Bins of train and val, and meta.json, of a config. `given` are the settings before those of a loaded
+    model replaced them; an error message names the difference. Raises InputError.
     """
     folder = data_folder(config)
     if parse_meta(folder) is None:

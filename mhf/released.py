@@ -313,8 +313,8 @@ class LoadedModel(NamedTuple):
     eos_ids: list  # ids that end a document according to the files of a released model
     tok: object = None  # the tokenizer itself; open_model loads it
 
-    def tokenizer_fingerprint(self):
-        """Returns a SHA-256 of the model's tokenizer, or None if it is unknown."""
+    def get_tokenizer_sha256(self):
+        """Returns the fingerprint of the model's tokenizer, or None if the tokenizer is unknown."""
         if self.tokenizer_sha256 or not self.tokenizer:
             return self.tokenizer_sha256
         return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
@@ -326,7 +326,7 @@ class LoadedModel(NamedTuple):
 
 
 def checkpoint_file(source):
-    """Returns the path of the checkpoint that `source` names: an out_dir, whose newest it is, or a file *.pt."""
+    """Returns `source` if it is named *.pt, else the path of the newest checkpoint in the out_dir `source`."""
     path = Path(source)
     return path if path.suffix == '.pt' else path / 'ckpt.pt'
 
@@ -362,20 +362,21 @@ def load_model(source, Model=FusedMHF):
 
 def init_model(init_from, checkpoints, Model):
     """
-    Returns the model, the checkpoint's dict and the fingerprint of the model's tokenizer that train.py starts from, or
-    None in place of each. init_from is 'scratch', 'resume' or a source for load_model; checkpoints are those in
-    out_dir. Raises InputError.
+    Returns the model and the checkpoint's dict that train.py starts from, and the fingerprint of the tokenizer of a
+    Standard model that is not resumed; None in place of each that does not exist. init_from is 'scratch', 'resume' or a
+    source for load_model; checkpoints are those in out_dir. Raises InputError.
     """
     if init_from == 'resume':
-        model, ckpt = checkpoints.load_latest(Model)
-        return model, ckpt, ckpt['data']['tokenizer_sha256']
+        return *checkpoints.load_latest(Model), None
     if checkpoints.list():
         exists = f'{checkpoints.folder} already has a checkpoint'
         raise InputError(f'{exists}; resume it with --init_from=resume, or choose another --out_dir')
     if init_from == 'scratch':
         return None, None, None
     loaded = load_model(init_from, Model)
-    return loaded.model, None, loaded.tokenizer_fingerprint()
+    # the signature table of a MultiHashFormer determines its tokenizer
+    tokenizer_sha256 = None if loaded.model.config.num_hashes else loaded.get_tokenizer_sha256()
+    return loaded.model, None, tokenizer_sha256
 
 
 def limit_to_tokenizer(model, V, unused_ids):
@@ -402,8 +403,7 @@ def check_vocabulary(model, tokenizer_sha256, source, meta, table):
     (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
     """
     V = meta['vocab_size']
-    # the table of a MultiHashFormer determines its tokenizer
-    if table is None and tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
+    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
         raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
     if not limit_to_tokenizer(model, V, meta['unused_ids']):
         raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')

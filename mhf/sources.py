@@ -79,7 +79,7 @@ def input_files(dataset):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
         if not paths and (pattern == 'stdlib' or hub_folder(pattern)):
-            raise InputError(f"dataset '{dataset}': to mix data sets, append @ and tokens to each, like {pattern}@2e9")
+            raise InputError(f"dataset '{dataset}': to mix data sets, append @ and a token count, like {pattern}@2e9")
         if not paths:
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
@@ -213,20 +213,18 @@ def split_long_text(text):
 # held-out text
 
 
-def initial_counts(texts, val_fraction, limit=None):
+def initial_counts(texts, val_fraction):
     """
     Returns the initial counts of a source with these documents: documents, held_out_bytes, and hold_out_tails, whether
-    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents. With a `limit` of
-    tokens, as many characters: these are fewer tokens.
+    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
     """
     every = round(1 / val_fraction)
-    max_chars = min(LOOKAHEAD_CHARS, limit or LOOKAHEAD_CHARS)
     chars = 0
     documents = 0
     for text in texts:
         chars += len(text)
         documents += 1
-        if documents == every or chars > max_chars:
+        if documents == every or chars > LOOKAHEAD_CHARS:
             break
     return dict(documents=0, held_out_bytes=0, hold_out_tails=documents < every)
 

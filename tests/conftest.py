@@ -22,7 +22,6 @@ import sysconfig
 import tempfile
 import threading
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -330,13 +329,6 @@ def snapshot(folder):
 
 # -----------------------------------------------------------------------------
 # evaluation
-
-
-def wrap_for_lm_eval(model, bos=1, **options):
-    """Returns an MHFLM of a model whose tokenizer does not matter."""
-    from mhf.lm import MHFLM
-
-    return MHFLM(model, types.SimpleNamespace(name='none', bos=1), bos, **options)
 
 
 def newest(folder):

@@ -106,9 +106,7 @@ BAD = [
     Bad('two languages', PREPARE + '--dataset=fineweb-2:arb_Arab,fineweb-2:hin_Deva', says='append one language'),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
-    Bad(
-        'a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and tokens to each, like stdlib'
-    ),
+    Bad('a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and a token count, like stdlib'),
     Bad(
         'a file in two sources',
         PREPARE + '--dataset=docs.jsonl@9,*.jsonl@9',
@@ -154,7 +152,7 @@ BAD = [
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
     Bad('foreign checkpoint', 'sample.py cfg.py', 'not a checkpoint', file('out/ckpt.pt', b'hello')),
     Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
-    Bad('no compiler', 'sample.py cfg.py --compile', 'install g++', lambda f: dict(CXX='nowhere/g++')),
+    Bad('no compiler', 'sample.py cfg.py --compile', 'install g++, or name', lambda f: dict(CXX='nowhere/g++')),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
     Bad('a negative seed', 'sample.py cfg.py --seed=-1', says='seed=-1: must be at least 0 and below'),

@@ -96,7 +96,9 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     out = tmp_path / 'out, of this run'
     shutil.copytree(trained / 'out', out)
     small_tasks(tmp_path)
-    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
+    pairs = 'red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n'
+    (tmp_path / 'dataset.tsv').write_text(f'\ufeff{pairs}', encoding='utf-8')
+    assert evaluation.read_word_pairs(tmp_path)[0] == ('red', 'blue', 3.5)
     text = tmp_path / 'text.txt'
     bins = trained / 'bins'
     text.write_text(real_documents()[0][:2000])

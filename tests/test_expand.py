@@ -255,9 +255,9 @@ safetensors.torch.save_file = save_file
 def test_names_of_corpora():
     """Each corpus has a name of its own."""
     taken = []
-    for corpus in ('a/ar.jsonl', 'zh/*.jsonl', 'text2.txt', '*.jsonl', '*.txt'):
+    for corpus in ('a/ar.jsonl', 'zh/*.jsonl', 'text3.txt', '*.jsonl', '*.txt'):
         taken.append(expand.name_corpus(corpus, taken))
-    assert taken == ['ar', 'zh', 'text2', 'text3', 'text4']
+    assert taken == ['ar', 'zh', 'text3', 'text4', 'text5']
 
 
 def test_expand_overwrites_nothing(tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 import ast
 import json
+import math
 import os
 import re
 import shutil
 import signal
+import statistics
 import sys
 
 import pytest
@@ -219,12 +221,78 @@ def table_rows(markdown):
     return [line for line in markdown.splitlines() if line.startswith('|')]
 
 
-def test_the_prose_repeats_the_tables():
-    """Every number with ± in RESULTS.md and README, and each row of README's table, is in a table of RESULTS.md."""
+LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
+LANGUAGES = ('english', 'mixture', 'arabic', 'chinese', 'hindi')
+
+
+def seed_values(group, name, column):
+    """The values of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+    rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
+    rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
+    first = [row for row in rows if row['seed'] == '1']
+    selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
+    best = min(first, key=lambda row: float(row[selected]))['learning_rate']
+    return [float(row[column]) for row in rows if row['learning_rate'] == best and row[column]]
+
+
+def written(values, digits):
+    if len(values) < 2:
+        return f'{values[0]:.{digits}f}' if values else '–'
+    return f'{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
+
+
+def check_model_line(line, measure, digits, corpora=('english', 'fineweb')):
+    group, name, size, *cells, top1 = line
+    for corpus, cell in zip(corpora, cells, strict=True):
+        assert cell == written(seed_values(group, name, f'{corpus}_{measure}'), digits)
+    percents = written([100 * v for v in seed_values(group, name, 'english_top1_accuracy')], 1)
+    assert top1.replace('%', '') == percents
+    total = sum(seed_values(group, name, f'params_{part}')[0] for part in ('embedding', 'hash', 'decoder'))
+    assert size == f'{total / 1e6:.2f} M'
+
+
+def check_claim_line(line, corpora=('english', 'fineweb')):
+    _, model, other, group, *cells, unit, seeds, verdict = line
+    measure, digits = {'nats': ('nats_per_token', 3), 'bits per byte': ('bits_per_byte', 4)}[unit]
+    words = {}
+    for corpus, cell in zip(corpora, cells, strict=True):
+        if cell == '–':
+            assert not seed_values(group, model, f'{corpus}_{measure}')
+            continue
+        a, b = (seed_values(group, name, f'{corpus}_{measure}') for name in (model, other))
+        assert seeds == f'{len(a)} + {len(b)}'
+        difference = statistics.mean(b) - statistics.mean(a)
+        if min(len(a), len(b)) == 1:
+            assert cell == f'{difference:+.{digits}f}' and verdict == 'one seed'
+            continue
+        deviation = math.hypot(statistics.stdev(a), statistics.stdev(b))
+        assert cell == f'{difference:+.{digits}f} ± {deviation:.{digits}f}'
+        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
+    if len(set(words.values())) == 1:
+        assert verdict == words['english']
+    elif words:
+        ahead, behind = (' and '.join(c for c in words if words[c] == word) for word in ('ahead', 'behind'))
+        assert verdict == ', '.join([f'ahead on {ahead}'] * bool(ahead) + [f'behind on {behind}'] * bool(behind))
+
+
+def test_results_are_what_the_rows_say():
+    """Every cell of the tables of RESULTS.md, and every number with ±, follows from the CSVs."""
     text = (REPO / 'study/RESULTS.md').read_text()
-    tables = dict(re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text))
-    assert tables.keys() == {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'}
-    assert all(len(table_rows(lines)) > 2 for lines in tables.values())
+    tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
+    cells = {name: [line.strip('| ').split(' | ') for line in table_rows(lines)[2:]] for name, lines in tables.items()}
+    names = {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'}
+    assert cells.keys() == names and all(cells.values())
+    for line in cells['english']:
+        check_model_line(line, 'nats_per_token', 3)
+    for line in cells['vocabulary']:
+        check_model_line(line, 'bits_per_byte', 4)
+    for line in cells['expansion']:
+        check_model_line(line, 'bits_per_byte', 4, LANGUAGES)
+    for line in cells['expansion_claims']:
+        check_claim_line(line, LANGUAGES)
+    for line in cells['claims']:
+        check_claim_line(line)
+    # the prose, here and in README
     readme = (REPO / 'README.md').read_text()
     for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
         assert number in ''.join(tables.values()), number
