@@ -7,9 +7,9 @@ Benchmarks a config on this machine: MultiHashFormer with the exact and the prod
     $ python bench.py config/mhf_3b.py --plan --gpus=8 --gpu=H100         # memory, days and disk, estimated
 
 FLOPs are those of matrix products: 2 per multiply-add; causal attention counts half; a plan with
-activation_checkpointing counts the second forward pass. The GEMM share is the FLOP/s of a training step divided by that
-of large matrix products in the same run. Peak memory, on a GPU only, excludes parameters and optimizer state. A
-Standard config is compared with H4B16K.
+activation_checkpointing counts the second forward pass. A plan is for bfloat16 and for training all layers. The GEMM
+share is the FLOP/s of a training step divided by that of large matrix products in the same run. Peak memory, on a GPU
+only, excludes parameters and optimizer state. A Standard config is compared with H4B16K.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from functools import partial
 import torch
 
 from configurator import InputError, check_numbers, configure, did_you_mean
-from hashing import signature_table
 from mhf.checkpoint import build_on_meta
+from mhf.data import build_table
 from mhf.fused import FusedMHF, default_chunk_sizes
 from mhf.generate import Engine
 from mhf.released import make_config
-from mhf.runtime import GPU_PEAKS, pick_compile, pick_device, pick_dtype
+from mhf.runtime import GPU_PEAKS, check_kernels, pick_compile, pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
 
 # what to measure
@@ -55,6 +55,8 @@ hidden_size = 768
 intermediate_size = 2560
 num_hashes = 4
 num_buckets = 16384
+num_lsh = 0
+single_id = False
 ablation = ''
 loss = 'product'
 device = None
@@ -206,9 +208,7 @@ def variant_configs(c):
 
 def random_model(c, tok):
     """Returns a model with random weights."""
-    table = None
-    if c.num_hashes:
-        table = signature_table(tok.tokens, c.num_hashes, c.num_buckets, pad_id=tok.pad)
+    table = build_table(vars(c), tok.tokens, tok.pad) if c.num_hashes else None
     with torch.device(device):
         model = FusedMHF(c, table)
     model.init_weights()
@@ -231,7 +231,7 @@ def training_step(c, tok):
     model = random_model(c, tok)
     model.activation_checkpointing = activation_checkpointing
     if compile:
-        model.compile()
+        model.compile(dynamic=False)  # otherwise sizes that differ between variants become symbolic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     s = random_signatures(model, micro_batch_size, block_size + 1)
 
@@ -362,6 +362,7 @@ if __name__ == '__main__':
             device_type = torch.device(device).type
             dtype = pick_dtype(dtype, device)
             compile = pick_compile(compile, device)
+            check_kernels(kernels, device)
             if device_type == 'cuda':
                 torch.cuda.set_device(device)
                 torch.set_float32_matmul_precision('high')

@@ -514,18 +514,19 @@ def test_estimated_flops(frozen):
     assert m.estimate_flops() + masked_half == pytest.approx(counter.get_total_flops() / T, rel=0.01)
 
 
+@pytest.mark.parametrize('autocast', [True, False])
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_fused_head_in_bfloat16(loss):
-    """Under autocast the fused head's rounding error is not larger than the plain one's."""
+def test_fused_head_in_bfloat16(loss, autocast):
+    """With autocast or bfloat16 parameters, the fused head's rounding error is not larger than the plain one's."""
     m = random_model(dtype=torch.float32, loss=loss)
     s = m.signatures[torch.randint(0, 300, (8, 33))]
     x = s[:, :-1]
     y = s[:, 1:]
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
-    m.float()
+    m.to(torch.float32 if autocast else torch.bfloat16)
     m.chunk_sizes = sizes(chunk=50)
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         measured = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
     for name in ('embed.weight', 'hash_decoder.0.0.weight', 'norm.weight'):

@@ -125,8 +125,7 @@ rank, world_size, device = runtime.init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
 compile = runtime.pick_compile(compile, device)
-if kernels and device_type == 'cuda' and runtime.no_triton():
-    raise InputError(f'kernels=True: {runtime.no_triton()}; or omit --kernels')
+runtime.check_kernels(kernels, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'

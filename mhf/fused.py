@@ -378,8 +378,8 @@ def mixer_gradients(mixer, activations, dc):
     da = upcast(dy @ up) * sigmoid * (1 + activations.a * (1 - sigmoid))  # (n, z)
     rounded = da.to(down.dtype)
     # a product with ones sums over rows
-    ones = torch.ones_like(dc[:, 0])
-    gradients = rounded.T @ activations.x, ones @ da, dy.T @ activations.s, ones @ dc
+    ones = torch.ones_like(da[:, 0])
+    gradients = rounded.T @ activations.x, ones @ da, dy.T @ activations.s, ones @ upcast(dc)
     through_c, de = (rounded @ down).split(dc.shape[1], dim=1)
     return dc + through_c, de, gradients
 
