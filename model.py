@@ -367,7 +367,8 @@ class MHF(nn.Module):
         Args:
             cache: (layers, 2, N, kv_heads, length, head_dim); keys and values are stored at `positions`
             positions: (N, T), or (T,) with a cache; default 0 .. T - 1
-            mask: (N, 1, T, T) bool, the positions that a position attends to; default: itself and all earlier ones
+            mask: bool, broadcast to (N, heads, T, T), or (N, heads, T, length) with a cache: the positions that a
+                position attends to; default: itself and all earlier ones
         """
         H = self.config.num_coordinates
         B = self.config.buckets_per_coordinate

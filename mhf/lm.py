@@ -9,8 +9,8 @@ lm-evaluation-harness (lm-eval) with this repository's models, and the paper's t
 
 This is lm-eval's command line; the default --model is mhf, and eval_tasks/ is included. model_args are path (the
 out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working folder),
-revision (of a hub id), tokenizer, bos and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer. With n
-processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
+revision (of a hub id), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer.
+With n processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
@@ -220,8 +220,8 @@ class MHFLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """
-        log P of complete texts, as lm-eval's models define it: windows do not overlap. The context of the first window
-        is bos; the context of a later one is the token before it.
+        log P of complete texts, as lm-eval's models define it: each token is scored in one window. The context of the
+        first window is bos, that of a later one the token before it, and that of the last one as many as fit.
         """
         windows = []  # (index of the request, (context, continuation))
         for k, request in enumerate(requests):
@@ -348,8 +348,8 @@ class MHFLM(TemplateLM):
             options['top_p'] = float(options.get('top_p') or 0) or None
             logits = torch.zeros(1, len(self.tok.tokens))
             sample_token(logits, options['temperature'], options['top_k'], options['top_p'])
-            options['until'] = [stop for stop in options['until'] if stop]
-        except (TypeError, ValueError) as e:
+            options['until'] = [str(stop) for stop in options['until'] if stop]
+        except (TypeError, ValueError, OverflowError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
         # options set to 1 (such as num_beams) have no effect
         unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]

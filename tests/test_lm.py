@@ -210,6 +210,7 @@ def test_generation(mistral, lm):
     lm.stop_ids = {mistral.bos}
     stop = text[len(text) // 2]
     assert lm.generate_until([instance('a few words', dict(until=stop, max_gen_toks=6))]) == [text.split(stop)[0]]
+    assert lm.parse_gen_kwargs(dict(until=42, max_gen_toks=6))['until'] == ['42']  # --gen_kwargs until=42
     prompts = ('a', 'a few words', '', 'few')
     requests = [instance(prompt, dict(until=stop, max_gen_toks=n)) for n in (6, 3) for prompt in prompts]
     assert lm.generate_until(requests) == [lm.generate_until([r])[0] for r in requests]
@@ -229,7 +230,7 @@ def test_sampling(lm):
     assert len(set(sample(top_k='1', top_p='0.9'))) == 1
     for options in (
         dict(temperature='hot'), dict(temperature=-1), dict(temperature=None), dict(top_p=2), dict(top_k='two'),
-        dict(top_k=[2]), dict(max_gen_toks=0),
+        dict(top_k=[2]), dict(top_k=np.inf), dict(max_gen_toks=0),
     ):  # fmt: skip
         with pytest.raises(InputError, match=next(iter(options))):
             sample(**options)
