@@ -29,7 +29,7 @@ from mhf.data import build_table
 from mhf.fused import FusedMHF, default_chunk_sizes
 from mhf.generate import Engine
 from mhf.released import make_config
-from mhf.runtime import GPU_PEAKS, check_kernels, pick_compile, pick_device, pick_dtype
+from mhf.runtime import GPU_PEAKS, check_kernels, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 
 # what to measure
@@ -131,13 +131,14 @@ def plan_memory(c, parameters):
 def plan_training(c):
     """Prints memory, days and disk. Returns a dict."""
     model = build_on_meta(c)
-    embedding, decoder = model.num_params()
-    print(f'{embedding + decoder:,} parameters; {gpus} x {gpu}, {GPU_MEMORY[gpu]} GB each')
-    results = dict(parameters=embedding + decoder) | plan_memory(c, embedding + decoder)
+    hash_params, layer_params = model.num_params()
+    parameters = hash_params + layer_params
+    print(f'{parameters:,} parameters; {gpus} x {gpu}, {GPU_MEMORY[gpu]} GB each')
+    results = dict(parameters=parameters) | plan_memory(c, parameters)
     flops = model.estimate_flops()
     if activation_checkpointing:
         # the forward pass of the layers once more: 2 FLOPs per weight, and causal attention
-        flops += 2 * decoder + 2 * c.num_layers * c.num_heads * c.head_dim * (c.block_size + 1)
+        flops += 2 * layer_params + 2 * c.num_layers * c.num_heads * c.head_dim * (c.block_size + 1)
     tokens = max_steps * batch_size * block_size
     mfu = MEASURED_MFU[c.loss if c.num_hashes else 'Standard']
     speed = mfu * gpus * GPU_PEAKS[gpu] / flops
@@ -358,14 +359,11 @@ if __name__ == '__main__':
         if plan:
             results = dict(plan=plan_training(c))
         else:
-            device = pick_device(device)
+            _, _, device = init_distributed(device)
             device_type = torch.device(device).type
             dtype = pick_dtype(dtype, device)
             compile = pick_compile(compile, device)
             check_kernels(kernels, device)
-            if device_type == 'cuda':
-                torch.cuda.set_device(device)
-                torch.set_float32_matmul_precision('high')
             gemm_flops = measure_gemm()
             results = run_benchmarks(variant_configs(c), tok)
     if json_output:

@@ -43,7 +43,7 @@ tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
 tasks = 'paper'
 benchmark_dir = ''  # folder of local benchmark files, instead of the hub; required by card660
-text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet) or folders of bins, separated by commas
+text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
 limit = None  # documents per task; None: all
 output_path = 'results'
 # evaluation
@@ -58,10 +58,6 @@ OTHER_TASKS = ('paper', 'bits_per_byte', 'card660')
 
 # -----------------------------------------------------------------------------
 # settings
-
-
-def text_paths():
-    return [path for path in text.split(',') if path]
 
 
 def check_settings():
@@ -88,9 +84,6 @@ def check_settings():
         )
     if text and bos is False:
         raise InputError('bos=False: bits_per_byte has bos before every document; omit --bos')
-    for path in text_paths():
-        if not Path(path).exists():
-            raise InputError(f'--text={path}: no such file or folder')
     return names
 
 
@@ -98,7 +91,7 @@ def check_settings():
 # bits per byte
 
 
-def read_text(path, tok):
+def read_ids(path, tok):
     """Returns the token ids and the bytes of text of a file's documents, or of the held-out split of a folder."""
     if Path(path).is_dir():
         return held_out_ids(Path(path), tok)
@@ -288,7 +281,7 @@ def evaluate():
         raise InputError(f'limit={limit}: each of {lm.world_size} processes needs a document; start fewer processes')
 
     # read all data before scoring
-    texts = {path: read_text(path, lm.tok) for path in text_paths()}
+    texts = {path: read_ids(path, lm.tok) for path in text.split(',') if path}
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [task for task in PAPER if task in names or 'paper' in names]
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})

@@ -53,7 +53,7 @@ output_dir = ''  # the folder for the expanded model, in the released format
 
 config = configure(globals())
 
-# the held-out share of a corpus, and its limit in bytes; prepare.py's limit for each of 4 sources is higher
+# the held-out share of a corpus, and its limit in bytes; with up to 10 sources, prepare.py's limit for each is as high
 HELD_OUT = 0.05
 HELD_OUT_BYTES = 400_000
 

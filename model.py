@@ -1,6 +1,6 @@
 """
-MultiHashFormer (arXiv 2606.28057): instead of its own embedding row, each token has a signature: H hash ids, called
-coordinates, each of which is the index of a bucket, 0 to B - 1.
+MultiHashFormer (arXiv 2606.28057): instead of its own embedding row, each token has a signature of H hash ids. Hash id
+i, also called coordinate i, is the index of a bucket, 0 to B - 1.
 
     signature (H ids) -> Hash Encoder -> vector -> Qwen3-style decoder -> h -> Hash Decoder -> H x B bucket logits
 
@@ -193,9 +193,9 @@ class HashEncoder(nn.Module):
 
 class HashDecoder(nn.ModuleList):
     """
-    Computes the bucket logits o_i of each coordinate. Mixer i adds to c_i what o_i predicts for coordinate i:
+    Computes the bucket logits o_i of each coordinate. Mixer i updates c_i by the expected row e_i:
 
-        c_1 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
+        c_0 = h      o_i = E_i c_i      e_i = E_i^T softmax(o_i)
         c_{i+1} = c_i + mixer_i([c_i ; e_i]),      mixer_i(v) = Wup_i SiLU(Wdn_i v + bdn_i) + bup_i
     """
 

@@ -94,14 +94,14 @@ def describe_sources(config, parts, existing):
         pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
     described = []
     first_unit = 0
-    source_of = {}
+    source_by_path = {}
     for name, limit in sources.parse_mixture(config['dataset']):
         units = pinned.get(name) or group_files(sources.input_files(name), parts)
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
         for path, _ in itertools.chain(*units):
-            if source_of.setdefault(path, name) != name:
-                both = f"'{source_of[path]}' and '{name}' both contain {path}"
+            if source_by_path.setdefault(path, name) != name:
+                both = f"'{source_by_path[path]}' and '{name}' both contain {path}"
                 raise InputError(f'{both}, and would hold out different documents; name each file once')
         limit = limit and limit // parts
         described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))

@@ -1,7 +1,7 @@
 """
 Samples text from a trained model and streams it to the terminal.
 
-    $ python sample.py                                      # the newest checkpoint in this folder
+    $ python sample.py                                      # the newest checkpoint, up to two folders below
     $ python sample.py --out_dir=out/mhf_tiny --start="def main(" --temperature=0.8 --top_p=0.95
     $ python sample.py --released=klein9692/hf_qwen3_100m-model_16384_4_0_64_twe@checkpoint-20000 --start=FILE:in.txt
 """
@@ -20,7 +20,7 @@ from mhf.released import open_model
 from mhf.runtime import pick_compile, pick_device, pick_dtype
 from model import sample_token
 
-out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one in the working folder
+out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 start = ''  # the prompt, or FILE:path; '' starts a new document
 num_samples = 3

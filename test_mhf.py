@@ -337,9 +337,9 @@ def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
 
 def test_parameter_counts():
     """The default config has the 138,731,073 parameters of the released 100M H4B16K; E is counted once."""
-    interface, decoder = build_on_meta(MHFConfig()).num_params()
-    assert interface + decoder == 138_731_073
-    assert build_on_meta(MHFConfig(num_hashes=0)).num_params() == (32768 * 768, decoder)
+    hash_params, layer_params = build_on_meta(MHFConfig()).num_params()
+    assert hash_params + layer_params == 138_731_073
+    assert build_on_meta(MHFConfig(num_hashes=0)).num_params() == (32768 * 768, layer_params)
 
 
 def loss_and_gradients(m, loss):
@@ -439,7 +439,7 @@ def test_columns_are_exact(dtype):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('medium')
     try:
-        assert torch.equal(fused.token_scores(o, m.signature_index()), expected)
+        assert torch.equal(fused.fused_token_logits(o, m.signature_index()), expected)
     finally:
         torch.set_float32_matmul_precision(before)
     y = m.signatures[torch.randint(3, 9000, (32,))]

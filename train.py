@@ -15,9 +15,9 @@ Reads the bins that prepare.py writes with the same config. The docstring of pre
 Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_000123.pt, log.jsonl and loss.png. On
 SIGTERM or Ctrl-C it finishes the step, saves a checkpoint and exits with 143 or 130; for a checkpoint that takes over
 30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can
-resume on any number of processes. A resumed run may change only the settings in FREE_ON_RESUME. On a CPU, and with
---deterministic on a GPU, it ends with the same bits as an uninterrupted run. To go back to an earlier checkpoint,
-delete ckpt.pt and the later ckpt_000123.pt.
+resume on any number of processes. A resumed run may change only the settings in FREE_ON_RESUME. With the same number of
+processes and settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run.
+To go back to an earlier checkpoint, delete ckpt.pt and the later ckpt_000123.pt.
 """
 
 import contextlib
@@ -35,9 +35,10 @@ import torch
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, command_line_names, configure, print_error
+from hashing import fingerprint
 from mhf import runtime
 from mhf.checkpoint import Checkpoints
-from mhf.data import block_indices, data_folder, data_identity, get_table, open_bins, prefetch
+from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
 from mhf.fused import FusedMHF
 from mhf.released import check_vocabulary, init_model, make_config
 from model import MHF, MHFConfig
@@ -157,7 +158,12 @@ same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data'
 runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
 
 table = get_table(run_config, meta)
-data = data_identity(meta, table, train_bins)
+data = dict(
+    tokenizer=meta['tokenizer'],
+    tokenizer_sha256=meta['tokenizer_sha256'],
+    table_sha256=None if table is None else fingerprint(table),
+    train_sha256=train_bins.fingerprint,
+)
 
 # -----------------------------------------------------------------------------
 # setup: refuse changes of a resumed run outside FREE_ON_RESUME, and changes of the architecture of a loaded model
@@ -390,9 +396,9 @@ def check_finite(**values):
 def print_setup():
     """Prints the model, the batch and the schedule."""
     c = raw_model.config
-    interface, layers = raw_model.num_params()
+    hash_params, layer_params = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
-    print(f'{name}: {interface:,} parameters in E and hash modules + {layers:,} in layers and final norm')
+    print(f'{name}: {hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
     if trains_product:
         print('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'

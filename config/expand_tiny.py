@@ -20,7 +20,7 @@ max_steps = 240
 warmup_steps = 24
 lr_decay_steps = max_steps
 eval_interval = 120
-# the settings of the measured expansion (study/LOG.md, 2026-11-24)
+# settings of an earlier experiment (study/LOG.md, 2026-11-24), which had other text than study/RESULTS.md
 learning_rate = 2e-3
 embedding_lr_mult = 1.0
 beta2 = 0.95

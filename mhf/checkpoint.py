@@ -126,8 +126,8 @@ class Checkpoints:
 
     def load_latest(self, Model=FusedMHF):
         """
-        Loads ckpt.pt. If it is damaged or missing, loads the next intact one of list(), with a warning.
-        Returns (model, the checkpoint's dict). Raises InputError if there is none.
+        Loads the newest intact checkpoint of list(), with a warning for each damaged one. Returns (model, the
+        checkpoint's dict). Raises InputError if there is none.
         """
         paths = self.list() or [self.newest]
         for path in paths:

@@ -180,7 +180,7 @@ class Bins:
 def check_enough_tokens(tokens, split, folder):
     """Raises InputError if a split has too few tokens to train or to validate on."""
     if tokens < 2:
-        fix = 'delete the folder, then prepare more text, or change --val_fraction'
+        fix = 'prepare more text or change --val_fraction, after deleting the folder if it exists'
         raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
 
 
@@ -199,7 +199,7 @@ def open_shard(folder, shard):
 def open_bins(config, given=None):
     """
     Returns the Bins of train and val, and meta.json, of a config. `given` are the settings before those of a loaded
-    model replaced them; an error message names the difference. Raises InputError.
+    model replaced some; the prepare.py command in an error passes the replaced ones. Raises InputError.
     """
     folder = data_folder(config)
     if parse_meta(folder) is None:
@@ -225,7 +225,7 @@ def no_bins(config, folder, given):
     args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
     args += [f'--{key}={config[key]}' for key in SIGNATURE_SETTINGS if config[key] != given[key]]
     command = shlex.join(['python', 'prepare.py', *args])
-    return InputError(f'{folder} has no prepared data; make it with: {command}')
+    return InputError(f'{folder} has no prepared data; prepare it with: {command}')
 
 
 # -----------------------------------------------------------------------------
@@ -265,16 +265,6 @@ def check_table_sha256(folder, meta, table):
     """Raises InputError if the signatures in a folder are not those of a table."""
     if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
         raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
-
-
-def data_identity(meta, table, train_bins):
-    """Returns the digests of the data that a checkpoint stores and a resumed run compares."""
-    return dict(
-        tokenizer=meta['tokenizer'],
-        tokenizer_sha256=meta['tokenizer_sha256'],
-        table_sha256=None if table is None else fingerprint(table),
-        train_sha256=train_bins.fingerprint,
-    )
 
 
 def held_out_ids(folder, tok):

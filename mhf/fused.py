@@ -2,7 +2,7 @@
 FusedMHF: model.MHF with a fused head, which computes the same losses faster and in less memory.
 
 The plain head stores the H x B bucket logits of every position of a batch and, for the exact loss, its V token logits.
-The fused head processes the positions in chunks and computes the gradients of a chunk with its loss (FusedHead,
+The fused head processes the positions in chunks and computes a chunk's loss and gradients together (FusedHead,
 chunk_gradients), so only dL/dh and dL/dE are kept between chunks. test_fused_equals_plain compares both heads in
 float64: losses and every gradient.
 
@@ -170,7 +170,8 @@ class FusedMHF(MHF):
             return mask_unused(upcast(o[0]), self.index_unused_ids)
         if h.device.type == 'cpu' and len(h) > 16:
             index = self.signature_index()
-            return torch.cat([token_scores(part, index) for part in split_positions(o, self.get_chunk_sizes().columns)])
+            parts = split_positions(o, self.get_chunk_sizes().columns)
+            return torch.cat([fused_token_logits(part, index) for part in parts])
         return token_logits(o, self.signatures, self.token_mask)
 
 
@@ -215,7 +216,7 @@ def mask_unused(scores, unused_ids):
     return scores.index_fill(1, unused_ids, -torch.inf) if len(unused_ids) else scores
 
 
-def token_scores(o, index):
+def fused_token_logits(o, index):
     """Bucket logits, list of H (m, B) -> token logits sum_i o_i[s_i(w)] in a new tensor (m, V), -inf for unused ids."""
     if index.standard:
         scores = upcast(o[0]).clone()
@@ -230,7 +231,7 @@ def exact_nll_in_columns(o, y, index, gradient):
     H = len(o)
     B = o[0].shape[1]
     target = sum(upcast(o_i.gather(1, y_i)) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))  # (m, 1)
-    scores = token_scores(o, index)  # (m, V)
+    scores = fused_token_logits(o, index)  # (m, V)
     top = scores.amax(-1, keepdim=True)
     P = scores.sub_(top).exp_()
     total = P.sum(-1, keepdim=True)
@@ -291,7 +292,7 @@ def predictions(o, targets, index, sizes):
     """
     results = []
     for part, ids in zip(split_positions(o, sizes.columns), targets.split(sizes.columns), strict=True):
-        scores = token_scores(part, index)  # (m, V)
+        scores = fused_token_logits(part, index)  # (m, V)
         target = scores.gather(1, ids[:, None])[:, 0]
         top, likeliest = scores.max(-1)
         total = scores.sub_(top[:, None]).exp_().sum(-1)  # normalizes P(w); used by evaluation

@@ -220,8 +220,8 @@ class MHFLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """
-        log P of complete texts, as lm-eval's models define it: each token is scored in one window. The context of the
-        first window is bos, that of a later one the token before it, and that of the last one as many as fit.
+        log P of complete texts, as lm-eval's models define it: each token is scored in one window. The context is bos
+        in the first window, the preceding token in later ones, and as many preceding tokens as fit in the last one.
         """
         windows = []  # (index of the request, (context, continuation))
         for k, request in enumerate(requests):

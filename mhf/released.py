@@ -3,7 +3,7 @@ The released format of the paper's authors, in both directions, and loading of t
 
     model = from_pretrained('user/name@revision')               # a folder, or from the hub
     save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
-    opened = open_model()                                       # the newest run here, with its tokenizer
+    opened = open_model()                                       # the newest run, with its tokenizer
 
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
 """
@@ -122,7 +122,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from mhf.tokenizer_json import write_json, write_tokenizer
+    from mhf.tokenizer_json import write_pretty_json, write_tokenizer
 
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
@@ -144,8 +144,8 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
             complete.mkdir()
             save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
             config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
-            write_json(complete / 'generation_config.json', generation_config)
-            write_json(complete / 'config.json', config)
+            write_pretty_json(complete / 'generation_config.json', generation_config)
+            write_pretty_json(complete / 'config.json', config)
             # safetensors creates its file readable for the owner only
             os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
             os.rename(complete, folder)
@@ -362,9 +362,9 @@ def load_model(source, Model=FusedMHF):
 
 def init_model(init_from, checkpoints, Model):
     """
-    Returns the model and the checkpoint's dict that train.py starts from, and the fingerprint of the tokenizer of a
-    Standard model that is not resumed; None in place of each that does not exist. init_from is 'scratch', 'resume' or a
-    source for load_model; checkpoints are those in out_dir. Raises InputError.
+    Returns (model, ckpt, tokenizer_sha256) for train.py. init_from is 'scratch', 'resume' or a source for load_model;
+    checkpoints are those in out_dir. From scratch all three are None. ckpt, the checkpoint's dict, is None unless the
+    run is resumed. tokenizer_sha256 is None unless a Standard model of a known tokenizer was loaded. Raises InputError.
     """
     if init_from == 'resume':
         return *checkpoints.load_latest(Model), None
@@ -413,7 +413,7 @@ def check_vocabulary(model, tokenizer_sha256, source, meta, table):
 
 def open_model(out_dir='', released='', tokenizer=''):
     """
-    Loads a run (without arguments the newest one in the working folder) or a released model, and its tokenizer ->
+    Loads a run (without arguments the newest one up to two folders below) or a released model, and its tokenizer ->
     LoadedModel. Raises InputError if the model was not trained with that tokenizer.
     """
     if not (out_dir or released):

@@ -59,9 +59,9 @@ def pick_device(device=None):
 
 def pick_dtype(dtype, device):
     """
-    Returns the precision of matrix products: the requested one, else bfloat16 if a GPU supports it, or if a CPU
-    multiplies over 1.2 x as fast in it as in float32. Rank 0 measures its CPU, and all ranks use its choice. Raises
-    InputError for an unsupported precision.
+    Returns the precision of matrix products: the requested one, else bfloat16 if a GPU supports it, or if a CPU's
+    matrix products are over 1.2 x as fast in it as in float32. Rank 0 measures its CPU, and all ranks use its choice.
+    Raises InputError for an unsupported precision.
     """
     if dtype not in (None, 'bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
@@ -103,7 +103,7 @@ def matmul_flops(dtype, size=256):
 def pick_compile(compile, device):
     """
     Returns whether to use torch.compile: the requested value, else True on a GPU with Triton and a C compiler. Raises
-    InputError where the requested compiler is missing.
+    InputError if compile=True and its compiler is missing.
     """
     if compile not in (None, True, False):
         raise InputError(f'compile={compile}: must be True or False')

@@ -92,7 +92,7 @@ def input_files(dataset):
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
-            raise InputError(f'{path}: expected .txt or .jsonl, also .gz .xz .zst, or .parquet without compression')
+            raise InputError(f'{path}: expected .parquet, or .txt or .jsonl, which may end in .gz, .xz or .zst')
     return {path: os.path.getsize(path) for path in files.values()}
 
 

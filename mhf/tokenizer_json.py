@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
 
 
-def write_json(path, content):
+def write_pretty_json(path, content):
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
@@ -48,7 +48,7 @@ def write_tokenizer(tok, folder, add_bos):
         bos = roles['bos_token']
         converted.post_processor = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
     converted.save(str(folder / 'tokenizer.json'))
-    write_json(folder / 'tokenizer_config.json', settings)
+    write_pretty_json(folder / 'tokenizer_config.json', settings)
     return name
 
 

@@ -48,7 +48,7 @@ class SentencePieceTokenizer:
         return self.sp.decode([int(i) for i in ids])
 
     def split(self, pieces):
-        """Returns the ids of each piece of a larger tokenizer, encoded at the start of a line."""
+        """Encodes pieces of a larger tokenizer, each at the start of a line. Returns a list of ids for each piece."""
         before = len(self.sp.encode('\n'))
         lines = ['\n' + piece.replace('▁', ' ') for piece in pieces]
         return [ids[before:] for ids in self.encode(lines)]
@@ -57,7 +57,8 @@ class SentencePieceTokenizer:
 class TiktokenTokenizer:
     """
     A tiktoken encoding: a token's string is its raw bytes; that of a special token is its name. `roles` are the ids of
-    bos, eos and pad, by default three times the end-of-text token. Special tokens in a text are encoded as plain text.
+    bos, eos and pad; by default all three are the end-of-text token. Special tokens in a text are encoded as plain
+    text.
     """
 
     def __init__(self, name, encoding, roles=None):
@@ -152,8 +153,8 @@ class JsonTokenizer:
 
 def download_from_hub(name, files):
     """
-    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. What the cache contains
-    is not downloaded again. Raises InputError.
+    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Cached files are not
+    downloaded again. Raises InputError.
     """
     import huggingface_hub
 

@@ -3,8 +3,8 @@ Vocabulary expansion: models with 32,768 tokens learn Arabic, Chinese and Hindi,
 
 First: python expand.py study/expanded_tokenizer.py. The base models are trained on english_edu as in study/english.py,
 tuned. expand.py adds the tokens. The expanded models are trained on as many tokens of each of the four languages; of
-the layers, only the first and the last are trained, as in the paper. Learning rates are compared on `mixture`, the
-held-out text of all four languages. All held-out text is also held out of the training of the tokenizer.
+the layers, only the first and the last are trained (in the paper, two at each end). Learning rates are compared on
+`mixture`, the held-out text of all four languages. All held-out text is also held out of the training of the tokenizer.
 """
 
 _TOKENIZER = 'out/tokenizer/tiny_ar_zh_hi.model'

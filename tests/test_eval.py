@@ -59,17 +59,17 @@ def test_text_formats(tmp_path, mistral):
     ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
     num_bytes = sum(len(text.encode()) for text in texts)
     for name in ('t.jsonl', 'd'):
-        assert evaluation.read_text(tmp_path / name, mistral) == (ids, num_bytes), name
+        assert evaluation.read_ids(tmp_path / name, mistral) == (ids, num_bytes), name
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
     other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
     drops = types.SimpleNamespace(bos=1, encode=lambda texts: [[] for _ in texts])
     nothing = 'no text in it that the tokenizer can encode'
     for name, tok, says in (('d', other, "is 'other'"), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
         with pytest.raises(InputError, match=says):
-            evaluation.read_text(tmp_path / name, tok)
+            evaluation.read_ids(tmp_path / name, tok)
     # a .txt is one document
     (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
-    assert evaluation.read_text(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
+    assert evaluation.read_ids(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
     lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral)
     measured = evaluation.bits_per_byte(lm, ids, num_bytes)
     nats, _, _ = evaluation.score_windows(lm, ids)

@@ -502,8 +502,6 @@ def test_bins_must_fit_the_tokenizer(small, mistral):
     train, val, meta = open_bins(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     assert (get_table(config, meta) == expected).all() and meta['vocab_size'] == 32768 and len(val) > 9
-    identity = data.data_identity(meta, expected, train)
-    assert identity['train_sha256'] == train.fingerprint and identity['table_sha256'] == fingerprint(expected)
     if meta['data_format'] == 'ids':
         assert get_table(config | dict(num_hashes=0), meta) is None
     for wrong in (dict(vocab_size=32769), dict(pad_id=3), dict(tokenizer_sha256='0'), dict(unused_ids=[5])):

@@ -216,16 +216,16 @@ def test_advice_works(quick):
     advice('num_layers=2 (now 3), which must not change; undo the change', *more, '--num_layers=3')
     advice('use a smaller micro_batch_size or another batch_size', *more, '--micro_batch_size=16')
     ok('train.py', 'cfg.py', *more, cwd=quick)
-    command = advice('make it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
-    ok(*command.split('make it with: python ')[1].split(), cwd=quick)
+    command = advice('prepare it with: python prepare.py ', '--data_dir=new', '--out_dir=b', *until(1))
+    ok(*command.split('prepare it with: python ')[1].split(), cwd=quick)
     advice('use a smaller block_size', '--data_dir=new', '--out_dir=b', '--block_size=100000')
     ok('train.py', 'cfg.py', '--data_dir=new', '--out_dir=b', *until(5), cwd=quick)
     # the model's signatures are not those of the config
     (quick / 'four.py').write_text('num_hashes = 4\n')
     other_model = ('four.py', '--init_from=out', '--data_dir=newer', '--out_dir=c', *until(1), '--warmup_steps=0')
-    command = advice('make it with: python prepare.py ', *other_model)
+    command = advice('prepare it with: python prepare.py ', *other_model)
     assert command.endswith(' four.py --data_dir=newer --num_hashes=3')
-    ok(*command.split('make it with: python ')[1].split(), cwd=quick)
+    ok(*command.split('prepare it with: python ')[1].split(), cwd=quick)
     ok('train.py', 'cfg.py', *other_model, cwd=quick)
 
 
