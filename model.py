@@ -465,7 +465,8 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        top = logits.topk(top_k)  # k tokens, also if more have the same logit
+        logits = torch.full_like(logits, -torch.inf).scatter(1, top.indices, top.values)
     p = logits.softmax(-1)  # normalizes P(w); used by sampling
     if top_p is not None:
         ordered, order = p.sort(descending=True)

@@ -304,7 +304,8 @@ def locked(folder, meta, part):
                 yield
             finally:
                 if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
-                    for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
+                    shards = [f'{split}_000000.bin{end}' for split in SPLITS for end in ('', '.tmp')]
+                    for name in (*shards, 'meta.json'):
                         (folder / name).unlink(missing_ok=True)
                 Path(lock.lock_file).unlink()
     except Timeout:

@@ -780,6 +780,9 @@ def test_sampling_follows_p():
     logits = logits.flip(1)
     for options in (dict(temperature=0), dict(temperature=1e-40), dict(top_k=1), dict(top_p=1e-320)):
         assert shares(**options)[3] == 1
+    # tokens that share a signature have equal logits
+    logits = torch.tensor([[0.1, 0.3, 0.3, 0.3]]).log()
+    assert (shares(top_k=1) == 1).sum() == 1 and (shares(top_k=2) > 0.4).sum() == 2
     # 1e40 is inf in float32, and an unused id's -inf / inf would be NaN
     bad = [dict(temperature=value) for value in (1e40, float('nan'), -1)]
     for options in (*bad, dict(top_k=0), dict(top_p=0)):

@@ -139,8 +139,10 @@ class Checkpoints:
                 if self.writes:
                     print(f'WARNING: {e}; using the previous checkpoint', file=sys.stderr)
             else:
-                if path == self.best and self.writes:
-                    self._link(path, self.newest.name)
+                for name in (self.newest.name, f'ckpt_{ckpt["step"]:06}.pt'):
+                    # deleted, or a kill came before its rename
+                    if self.writes and not (self.folder / name).exists():
+                        self._link(path, name)
                 self.last_path = path
                 self.last_step = ckpt['step']
                 return model, ckpt

@@ -233,6 +233,22 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     assert snapshot(tmp_path) == before
 
 
+def test_a_shard_cannot_be_created(tmp_path, monkeypatch):
+    """A first run that can create only one of its two shards leaves no files."""
+    (tmp_path / 'a.txt').write_text('more text ' * 99)
+    before = snapshot(tmp_path)
+
+    def full(path, mode):
+        if 'val_' in str(path):
+            raise OSError(28, 'No space left on device')
+        return open(path, mode)
+
+    monkeypatch.setattr(prepare, 'open', full, raising=False)
+    with pytest.raises(InputError, match='No space left on device'):
+        prepared('d', dataset='a.txt')
+    assert snapshot(tmp_path) == before
+
+
 def test_held_out_documents(tmp_path, mistral, monkeypatch):
     """Every k-th document of a source is held out, up to val_bytes; with few documents, the tail of each is."""
     texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]

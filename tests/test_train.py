@@ -380,7 +380,7 @@ os.replace = replace
     assert run(*command, cwd=quick, patch=patch).returncode == -signal.SIGKILL
     assert ok(*command, cwd=quick).stdout.endswith('b: ckpt.pt, ckpt_best.pt, log.jsonl, loss.png\n')
     assert 'resumed at step 24: ' in ok(*command, cwd=quick).stdout
-    for name in ('ckpt.pt', 'ckpt_best.pt'):
+    for name in ('ckpt.pt', 'ckpt_best.pt', 'ckpt_000024.pt'):
         assert torch.load(quick / 'b' / name, weights_only=True)['step'] == 24
     assert (quick / 'b/loss.png').exists() and not list((quick / 'b').glob('*.tmp'))
 
