@@ -135,7 +135,7 @@ def parse_flag(argument, script, defaults):
         return {key: text}
     try:
         return {key: ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))}
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError):
         return {key: text}
 
 

@@ -133,7 +133,7 @@ class JsonTokenizer:
             token = token['content'] if isinstance(token, dict) else token
             if token not in ids:
                 problem = f'it has no {role}' if token is None else f"it has no token '{token}'"
-                raise ValueError(f'{problem}; name a {role}_token in tokenizer_config.json next to it')
+                raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
         self.unk = ids.get(getattr(self.json.model, 'unk_token', '<unk>'))
         self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'

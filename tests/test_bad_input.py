@@ -1,7 +1,6 @@
 """Bad input ends a script with one clear line and exit code 1, without a traceback, and changes no file."""
 
 import gzip
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 from conftest import random_model, refused, snapshot, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-from expand import append_pieces
 from mhf.tokenizers import get_tokenizer
 
 
@@ -37,15 +35,11 @@ def bad_parquet(folder):
     pq.write_table(pa.table(dict(content=['x'], url=['y'])), folder / 'x.parquet')
 
 
-def tokenizer_with(*pieces, without=0):
-    """Returns a setup that writes x.model: mistral with more pieces, or without its last ones."""
-
-    def setup(folder):
-        model = ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
-        del model.pieces[len(model.pieces) - without :]
-        (folder / 'x.model').write_bytes(append_pieces(model, pieces))
-
-    return setup
+def smaller_mistral(folder):
+    """Writes x.model: mistral without its last piece."""
+    model = ModelProto.FromString(get_tokenizer('mistral').sp.serialized_model_proto())
+    del model.pieces[-1]
+    (folder / 'x.model').write_bytes(model.SerializeToString())
 
 
 def default_sentencepiece(folder):
@@ -53,13 +47,6 @@ def default_sentencepiece(folder):
     options = dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2)
     lines = iter(['some words'] * 9)
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / 'b'), **options)
-
-
-def tokenizer_json(cut=None):
-    """Returns a setup that writes x.json: a tokenizer of two tokens, or the first `cut` bytes of one."""
-    model = dict(type='WordLevel', vocab={'word': 0, '<s>': 1}, unk_token='word')
-    added = dict(id=1, content='<s>', special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)
-    return file('x.json', json.dumps(dict(version='1.0', added_tokens=[added], model=model)).encode()[:cut])
 
 
 def released(**changes):
@@ -86,7 +73,6 @@ TRAIN = 'train.py cfg.py --out_dir=new '
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
 FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
-GROW = DOCS + '--output_dir=grown '
 SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=x.model'
 EVAL = 'eval.py --out_dir=out '
 TEXT = EVAL + '--tasks=bits_per_byte --text='
@@ -97,12 +83,8 @@ BAD = [
     Bad('setting of another script', TRAIN + '--temperature=1', says='it is a setting of sample.py'),
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
-    Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", tokenizer_json(cut=99)),
-    Bad('a tokenizer.json without eos', PREPARE + '--tokenizer=x.json', 'it has no eos; name a', tokenizer_json()),
-    Bad('a tokenizer on no hub', PREPARE + '--tokenizer=user/name@v1', says="'user/name@v1' does not exist here, and"),
-    Bad('a piece twice', PREPARE + '--tokenizer=x.model', 'x.model', tokenizer_with('ไทย', 'ไทย')),
+    Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", file('x.json', b'{')),
     Bad('unknown data set', PREPARE + '--dataset=stdlibb', says="did you mean 'stdlib'"),
-    Bad('unknown subset', PREPARE + '--dataset=fineweb-edu:sample-11BT', says="did you mean 'fineweb-edu:sample-10BT'"),
     Bad('two languages', PREPARE + '--dataset=fineweb-2:arb_Arab,fineweb-2:hin_Deva', says='append one language'),
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
@@ -115,7 +97,6 @@ BAD = [
     ),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
-    Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
     Bad('too small a val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=1e-320', says='val_fraction=1e-320'),
     Bad('no number of hashes', PREPARE + '--dataset=docs.jsonl --num_hashes=-1', says='num_hashes=-1'),
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
@@ -132,7 +113,6 @@ BAD = [
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
     Bad('a batch in unequal parts', TRAIN + '--batch_size=9', says='batch_size=9: must be a multiple'),
     Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', lambda folder: dict(LOCAL_RANK='5')),
-    Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('a device without its type', TRAIN + '--device=1', says='use cuda, cuda:1, cpu or mps'),
     Bad('no value for the device', TRAIN + '--device', says='device=True is not available'),
@@ -150,12 +130,10 @@ BAD = [
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
-    Bad('foreign checkpoint', 'sample.py cfg.py', 'not a checkpoint', file('out/ckpt.pt', b'hello')),
     Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
     Bad('no compiler', 'sample.py cfg.py --compile', 'install g++, or name', lambda f: dict(CXX='nowhere/g++')),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
-    Bad('a negative seed', 'sample.py cfg.py --seed=-1', says='seed=-1: must be at least 0 and below'),
     Bad('two models', 'sample.py --out_dir=out --released=x/y', says='out_dir=out and released=x/y: name one model'),
     Bad('top_k of text', 'sample.py cfg.py --top_k=many', says="top_k='many'"),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
@@ -169,11 +147,9 @@ BAD = [
     Bad('expand into another kind of file', 'expand.py --corpora=docs.jsonl --tokenizer=new.json', says='new.json'),
     Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', default_sentencepiece),
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
-    Bad('expand another table', GROW + '--source_model=small', '--base_tokenizer', released(vocab_size=32768)),
-    Bad('expand into an existing folder', DOCS + '--source_model=out --output_dir=bins', says='bins already exists'),
     Bad('no number of hashes to plan', 'bench.py --plan --num_hashes=-1', says='num_hashes=-1'),
     Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),
-    Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", tokenizer_with(without=1)),
+    Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", smaller_mistral),
     # eval.py and bench.py
     Bad('unknown task', EVAL + '--tasks=arc_esy', says="did you mean 'arc_easy'"),
     Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m mhf.lm run --model_args path=... --tasks gsm8k'),
@@ -183,7 +159,6 @@ BAD = [
     Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
-    Bad('a text without its task', EVAL + '--text=docs.jsonl', says="tasks=paper, text='docs.jsonl'"),
     Bad('a missing text', EVAL + '--tasks=bits_per_byte --text=no.txt', says='no.txt'),
     Bad('text without bos', TEXT + 'docs.jsonl --bos=False', says='bits_per_byte has bos before every document'),
     Bad('not card660', EVAL + '--tasks=card660 --benchmark_dir=bins', says='dataset.tsv'),

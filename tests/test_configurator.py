@@ -103,10 +103,6 @@ REFUSED = [
     ('--wandb=1', 'wandb=1 is int, expected bool'),
     ('--max_stepps=1', "did you mean 'max_steps'"),
     ('--max_steps=((((', 'is str, expected int'),
-    (f'--max_steps={"9" * 5000}', 'is str, expected int'),
-    # RecursionError and MemoryError of the parser
-    (f'--max_steps={"-" * 5000}1', 'is str, expected int'),
-    (f'--max_steps={"-" * 50000}1', 'is str, expected int'),
     ('max_steps = "4"', 'max_steps'),
     ('1/0', 'c.py: ZeroDivisionError'),
     ('x = [', 'SyntaxError: .*line 1'),

@@ -107,56 +107,6 @@ def test_source(folder, capsys):
     assert 'the model to expand, does not exist; delete its row in runs.csv' in capsys.readouterr().err
 
 
-# models on two corpora, whose rows are written by hand
-CLAIMS = """
-DATA = {'data': dict(dataset='docs.jsonl')}
-_COMMON = dict(group='all', config='cfg.py', train='data', corpora=dict(a='data', b='data'), learning_rates=(1e-3,))
-RUNS = [_COMMON | dict(name=name, seeds=(1, 2, 3)) for name in 'ABCDEFGH']
-CLAIMS = [('claim', 'A', other) for other in 'BCDEFGH'] + [('claim', 'B', 'A')]
-"""
-
-
-def test_verdicts(folder):
-    """
-    A claim is decided where the difference of the means exceeds two standard deviations, on each corpus. The table of
-    models has the mean and the standard deviation of their seeds.
-    """
-    (folder / 'claims.py').write_text(CLAIMS)
-    study = Study('claims.py')
-    nats = dict(
-        A=((5.0, 5.01, 4.99), (6.0, 6.01, 5.99)),
-        B=((5.2, 5.21, 5.19), (6.2, 6.21, 6.19)),
-        C=((4.9, 5.01, 5.15), (6.2, 6.21, 6.19)),
-        D=((4.9, 5.01, 5.15), (5.9, 6.01, 6.15)),
-        E=((5.2, 5.21, 5.19), (5.8, 5.81, 5.79)),
-        F=((5.1,), (6.1,)),
-        H=((5.035, 5.045, 5.025), (6.035, 6.045, 6.025)),
-    )
-    same = dict(group='all', learning_rate=1e-3, settings='{}')
-    same |= dict(params_embedding=2000000, params_hash=300000, params_decoder=10000)
-    for name, (on_a, on_b) in nats.items():
-        for seed, (a, b) in enumerate(zip(on_a, on_b, strict=True), 1):
-            row = dict(name=name, seed=seed, a_nats_per_token=a, b_nats_per_token=b, a_top1_accuracy=a / 10)
-            add_row(study.csv, row | same)
-    lines = [line.split(' | ') for line in table_rows(report.claims_table([study]))[2:]]
-    assert {line[2]: (*line[4:6], *line[7:]) for line in lines} == {
-        'B': ('+0.200 ± 0.014', '+0.200 ± 0.014', '3 + 3', 'ahead |'),
-        'C': ('+0.020 ± 0.126', '+0.200 ± 0.014', '3 + 3', 'ahead on b |'),
-        'D': ('+0.020 ± 0.126', '+0.020 ± 0.126', '3 + 3', 'on par |'),
-        'E': ('+0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'ahead on a, behind on b |'),
-        'F': ('+0.100', '+0.100', '3 + 1', 'one seed |'),
-        'H': ('+0.035 ± 0.014', '+0.035 ± 0.014', '3 + 3', 'ahead |'),
-        'A': ('-0.200 ± 0.014', '-0.200 ± 0.014', '3 + 3', 'behind |'),
-    }
-    study.claims = [('claim', 'A', 'Z')]
-    with pytest.raises(InputError, match='no group has both A and Z'):
-        report.claims_table([study])
-    lines = table_rows(report.model_table([study], 'nats_per_token'))[2:]
-    assert len(lines) == len(nats)
-    assert lines[0] == '| all | A | 2.31 M | 5.000 ± 0.010 | 6.000 ± 0.010 | 50.0% ± 0.1% |'
-    assert lines[5] == '| all | F | 2.31 M | 5.100 | 6.100 | 51.0% |'
-
-
 def test_best_learning_rate(folder):
     """A learning rate is chosen when all are finished or have failed; first seeds are trained before second ones."""
     runs = Study('runs.py')
@@ -180,12 +130,15 @@ def test_best_learning_rate(folder):
 
 
 def test_rows_belong_to_entries(folder):
-    """An entry whose settings differ from those of its rows is refused."""
+    """An entry whose settings differ from those of its rows is refused, and so is a claim without rows."""
     row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
     row['settings'] = '{"num_buckets": 100, "beta2": 0.5}'
     add_row(Study('runs.py').csv, row)
     runs = Study('runs.py')
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
+    runs.claims = [('claim', 'H3', 'Z')]
+    with pytest.raises(InputError, match='no group has both H3 and Z'):
+        report.claims_table([runs])
     (folder / 'runs.py').write_text(LIST.replace('num_buckets=100', 'num_buckets=99'))
     with pytest.raises(InputError, match='has num_buckets=99 .its row: 100.; give the entry a new name'):
         Study('runs.py').rows()

@@ -89,9 +89,9 @@ def test_roles_of_a_json(tmp_path, mistral):
         (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         # as in Qwen3's
         (dict(bos_token=None, eos_token='</s>'), {}, (2, 2, 2)),
-        (dict(bos_token=None), {}, 'it has no eos; name a eos_token in tokenizer_config.json next to it'),
-        (dict(bos_token='<s>'), {}, 'it has no eos; name a eos_token'),
-        (bos_and_eos | dict(pad_token='<p>'), {}, "it has no token '<p>'; name a pad_token in tokenizer_config.json"),
+        (dict(bos_token=None), {}, 'it has no eos; name its eos_token in tokenizer_config.json next to it'),
+        (dict(bos_token='<s>'), {}, 'it has no eos; name its eos_token'),
+        (bos_and_eos | dict(pad_token='<p>'), {}, "it has no token '<p>'; name its pad_token in tokenizer_config.json"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
             file.write_text('\ufeff' + json.dumps(content), encoding='utf-8')
