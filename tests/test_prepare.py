@@ -164,7 +164,7 @@ def test_text_that_the_tokenizer_drops(tmp_path, capsys):
         tok.pre_tokenizer = pre_tokenizer
         tok.save('tok.json')
         prepared(folder, tokenizer='tok.json')
-        evaluation.read_text(tmp_path / 'docs.jsonl', get_tokenizer('tok.json'))
+        evaluation.read_ids(tmp_path / 'docs.jsonl', get_tokenizer('tok.json'))
         warning = f"warning: tokenizer 'tok.json' drops {lost:.2%} of the text's bytes\n"
         assert capsys.readouterr().err == (2 * warning if lost else '')
     tokenizers.Tokenizer(models.WordLevel(ascii_ids, unk_token='<unk>')).save('tok.json')
@@ -494,7 +494,7 @@ def test_unusable_bins_are_not_already_prepared(tmp_path):
     """A rerun repeats the error of a finished folder without held-out text, and reports a missing shard."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     for _ in range(2):
-        with pytest.raises(InputError, match='few has 0 val tokens: too little text; delete the folder'):
+        with pytest.raises(InputError, match='few has 0 val tokens: too little text; prepare more text'):
             prepared('few', dataset='a.jsonl@100,a.jsonl@100')
     prepared('d')
     (tmp_path / 'd/val_000000.bin').unlink()
