@@ -140,7 +140,7 @@ class Checkpoints:
                     print(f'WARNING: {e}; using the previous checkpoint', file=sys.stderr)
             else:
                 for name in (self.newest.name, f'ckpt_{ckpt["step"]:06}.pt'):
-                    # deleted, or a kill came before its rename
+                    # missing if a user deleted it, or if a kill came before its rename
                     if self.writes and not (self.folder / name).exists():
                         self._link(path, name)
                 self.last_path = path

@@ -180,7 +180,7 @@ class Bins:
 def check_enough_tokens(tokens, split, folder):
     """Raises InputError if a split has too few tokens to train or to validate on."""
     if tokens < 2:
-        fix = 'prepare more text or change --val_fraction, after deleting the folder if it exists'
+        fix = 'delete the folder if it exists, then prepare more text or change --val_fraction'
         raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
 
 

@@ -82,7 +82,7 @@ def input_files(dataset):
             raise InputError(f"dataset '{dataset}': to mix data sets, append @ and a token count, like {pattern}@2e9")
         if not paths:
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
-            raise InputError(f"dataset '{pattern}': no such file, glob or data set{suggestion}")
+            raise InputError(f'{pattern}: no such file, glob or data set{suggestion}')
         for path in paths:
             # a symbolic or hard link does not add a second copy
             target = os.path.realpath(path)

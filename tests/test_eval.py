@@ -58,7 +58,7 @@ def test_text_formats(tmp_path, mistral):
     texts = [text.strip() for text in TEXTS if text.strip()]
     ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
     num_bytes = sum(len(text.encode()) for text in texts)
-    for name in ('t.jsonl', 'd'):
+    for name in ('t.jsonl', 't.js*', 'd'):
         assert evaluation.read_ids(tmp_path / name, mistral) == (ids, num_bytes), name
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
     other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])

@@ -494,7 +494,7 @@ def test_unusable_bins_are_not_already_prepared(tmp_path):
     """A rerun repeats the error of a finished folder without held-out text, and reports a missing shard."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     for _ in range(2):
-        with pytest.raises(InputError, match='few has 0 val tokens: too little text; prepare more text'):
+        with pytest.raises(InputError, match='few has 0 val tokens: too little text; delete the folder'):
             prepared('few', dataset='a.jsonl@100,a.jsonl@100')
     prepared('d')
     (tmp_path / 'd/val_000000.bin').unlink()
