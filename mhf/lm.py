@@ -560,14 +560,23 @@ def main():
     cli = HarnessCLI()
     cli._subparsers.choices['run']._option_string_actions['--model_args'].type = quote_text
     args = cli.parse_args()
-    given = EvaluatorConfig.load_yaml_config(args.config) if getattr(args, 'config', None) else {}
+    config = getattr(args, 'config', None)
+    try:
+        given = EvaluatorConfig.load_yaml_config(config) if config else {}
+    except (OSError, TypeError, ValueError) as e:  # missing, or not YAML
+        raise InputError(f'--config={config}: {e}') from None
     if args.command == 'run':
         args.model = args.model or given.get('model', 'mhf')
         args.device = args.device or given.get('device') or pick_device()
     include_path = getattr(args, 'include_path', None) or given.get('include_path')
     included = include_path if isinstance(include_path, list) else [include_path]
     args.include_path = [str(EVAL_TASKS), *filter(None, included)]
-    cli.execute(args)
+    try:
+        cli.execute(args)
+    except ValueError as e:
+        if not str(e).startswith('Tasks not found'):
+            raise
+        raise InputError(f'{e}; list all tasks with: python -m mhf.lm ls tasks') from None
     cleanup()
 
 

@@ -357,6 +357,10 @@ def test_config_file_and_other_models(few, tmp_path, monkeypatch):
         MHFLM.create_from_arg_obj(dict(path=7))
     wrong = run('mhf.lm', *args, '--model_args', 'pth=out', **where)
     assert wrong.returncode == 1 and "error: model_args: unknown 'pth'; did you mean 'path'?" in wrong.stderr
+    # a mistyped task or config file ends with one line, too
+    for mistyped, says in ('--tasks=endz', 'Tasks not found: endz; list all'), ('--config=y.yaml', '--config=y.yaml: '):
+        wrong = run('mhf.lm', *args, mistyped, **where)
+        assert wrong.returncode == 1 and f'error: {says}' in wrong.stderr and 'Traceback' not in wrong.stderr
     ok('mhf.lm', *args, '--model', 'dummy', '--device', 'cpu', **where)
     assert newest(tmp_path / 'r')['model_source'] == 'dummy'
     listed = ok('mhf.lm', 'ls', 'subtasks', '--include_path', settings['include_path'], **where).stdout
