@@ -81,10 +81,13 @@ for _model in _TUNED_MODELS:
     RUNS += [_SHORT | _model, _LONG | _model, _WIDE | _model | _wide]
     if _model['name'].endswith(('scale 4', 'orthogonal')):
         RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]
+# one row of E for each token, as in Standard, but with W_s: its initialization without shared rows
+_ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768, dtype='bfloat16')
+RUNS.append(_LONG | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0))
 
 # for study/report.py: the models of its table, and claims (claim, model, the model that it is compared with)
 _TUNED_NAMES = [model['name'] for model in _TUNED_MODELS]
-MAIN = (*_TUNED_NAMES, *map(_widen, _TUNED_NAMES))
+MAIN = (*_TUNED_NAMES, _ONE_ROW['name'], *map(_widen, _TUNED_NAMES))
 _CLAIMS = [
     ('MHF is better, both tuned', 'MHF H4 B7,966, tuned', 'Standard, tuned'),
     ('MHF is better, best settings of both', 'MHF H4 B7,966, tuned, orthogonal', 'Standard, tuned, scale 4'),
@@ -95,6 +98,8 @@ CLAIMS = [
     *_CLAIMS,
     ('MHF is better than Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
     ('the exact loss is better', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss'),
+    ('W_s is better than scale 4', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
+    ('4 shared rows are better than 1 of its own', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
     ('4 hashes are better than 1', 'MHF H4 B7,966', 'MHF H4 B7,966, Single-ID'),
     ('4 hashes are better than 2', 'MHF H4 B7,966', 'MHF H2 B16,126'),
     ('4 hashes are better than 3', 'MHF H4 B7,966', 'MHF H3 B10,686'),
