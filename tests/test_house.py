@@ -51,18 +51,23 @@ if [ "$1" = -c ]; then exec {python} -c "import sys; sys.version = '{version}'; 
 
 @pytest.mark.skipif(not shutil.which('make'), reason='no make')
 @pytest.mark.parametrize(
-    'version, code, line', [('3.10.4', 2, 'error: Python 3.10.4 is older than 3.11'), ('3.12.1', 0, '')]
+    'python, venv, code, line, creates',
+    [
+        ('3.10.4', '3.10.4', 2, 'error: Python 3.10.4 is older than 3.11', False),
+        ('3.12.1', '3.10.4', 0, '', True),
+        ('3.10.4', '3.12.1', 0, '', False),
+    ],
 )
-def test_make_needs_a_current_python(tmp_path, version, code, line):
-    """`make` refuses an older Python in one line before it installs, and replaces the .venv of another Python."""
+def test_make_needs_a_current_python(tmp_path, python, venv, code, line, creates):
+    """`make` refuses an older Python in one line before it installs, and replaces a .venv only if it has one."""
     for name in ('Makefile', 'requirements.txt'):
         shutil.copy(REPO / name, tmp_path)
-    fake = PYTHON.format(python=sys.executable, version=version, tuple=version.replace('.', ', '))
     (tmp_path / '.venv/bin').mkdir(parents=True)
-    for path in ('python', '.venv/bin/python'):
+    for path, version in {'python': python, '.venv/bin/python': venv}.items():
+        fake = PYTHON.format(python=sys.executable, version=version, tuple=version.replace('.', ', '))
         (tmp_path / path).write_text(fake)
         (tmp_path / path).chmod(0o755)
     command = ['make', '.venv/installed', 'PYTHON=./python']
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code and done.stderr.startswith(line), done.stderr
-    assert ('-m venv --clear .venv' in (tmp_path / 'calls').read_text()) == (code == 0)
+    assert ('-m venv --clear .venv' in (tmp_path / 'calls').read_text()) == creates
