@@ -83,7 +83,7 @@ for _model in _TUNED_MODELS:
         RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]
 # one row of E for each token, as in Standard, but with W_s: its initialization without shared rows
 _ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768, dtype='bfloat16')
-RUNS.append(_LONG | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0))
+RUNS += [_group | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
 
 # for study/report.py: the models of its table, and claims (claim, model, the model that it is compared with)
 _TUNED_NAMES = [model['name'] for model in _TUNED_MODELS]
