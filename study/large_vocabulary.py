@@ -2,7 +2,7 @@
 A large vocabulary, tekken's 131,072 tokens; 3.07 M tokens of english_edu, read in shuffled order.
 
 Both held-out corpora are those of study/english.py. All models are tuned: lr 1e-3, embedding lr x4, beta2 0.99.
-`orthogonal` initializes W_s to 8 times an orthogonal matrix; `scale 4` multiplies Standard's embedding rows by 4.
+`orthogonal` initializes W_s to 8 times an orthogonal matrix; `scale 4` multiplies Standard's input embeddings by 4.
 """
 
 _ENGLISH = 'data/large_vocabulary'

@@ -59,7 +59,7 @@ if [ "$1" = -c ]; then exec {python} -c "import sys; sys.version = '{version}'; 
     ],
 )
 def test_make_needs_a_current_python(tmp_path, python, venv, code, line, creates):
-    """`make` refuses an older Python in one line before it installs, and replaces a .venv only if it has one."""
+    """`make` refuses an older Python in one line before it installs, and replaces only a .venv of an older Python."""
     for name in ('Makefile', 'requirements.txt'):
         shutil.copy(REPO / name, tmp_path)
     (tmp_path / '.venv/bin').mkdir(parents=True)
