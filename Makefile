@@ -25,7 +25,6 @@ gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
 	$(PY) -m study.kernels
 	$(PY) bench.py config/mhf_100m.py --variants=exact,Standard --benchmarks=train
-	$(PY) bench.py config/mhf_100m.py --variants=exact --benchmarks=train --kernels
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 # keeps a .venv that exists, unless its Python is too old or has no pip

@@ -24,12 +24,10 @@ from functools import partial
 import torch
 
 from configurator import InputError, check_numbers, configure, did_you_mean
-from mhf.checkpoint import build_on_meta
+from mhf.chunked import ChunkedMHF, build_on_meta, default_chunk_sizes, make_config
 from mhf.data import build_table
-from mhf.fused import FusedMHF, default_chunk_sizes
 from mhf.generate import Engine
-from mhf.released import make_config
-from mhf.runtime import GPU_PEAKS, check_kernels, init_distributed, pick_compile, pick_dtype
+from mhf.runtime import GPU_PEAKS, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 
 # what to measure
@@ -62,7 +60,6 @@ loss = 'product'
 device = None
 dtype = None
 compile = None
-kernels = False
 activation_checkpointing = False
 
 config = configure(globals())
@@ -91,7 +88,7 @@ def step_memory(c, parameters, sequences, all_gradients):
     kv_width = c.num_kv_heads * c.head_dim
     rows = c.num_coordinates * c.buckets_per_coordinate  # of E
     tokens = sequences * c.block_size
-    chunk = min(tokens, default_chunk_sizes('cuda', c, kernels).chunk)
+    chunk = min(tokens, default_chunk_sizes('cuda', c).chunk)
     # per token of a block: norms and residual stream; queries and attention output; keys and values; MLP
     block = 18 * d + 8 * width + 8 * kv_width + 8 * c.intermediate_size
     kept = 4 * d if activation_checkpointing else block
@@ -211,9 +208,8 @@ def random_model(c, tok):
     """Returns a model with random weights."""
     table = build_table(vars(c), tok.tokens, tok.pad) if c.num_hashes else None
     with torch.device(device):
-        model = FusedMHF(c, table)
+        model = ChunkedMHF(c, table)
     model.init_weights()
-    model.use_kernels = kernels
     return model
 
 
@@ -363,7 +359,6 @@ if __name__ == '__main__':
             device_type = torch.device(device).type
             dtype = pick_dtype(dtype, device)
             compile = pick_compile(compile, device)
-            check_kernels(kernels, device)
             gemm_flops = measure_gemm()
             results = run_benchmarks(variant_configs(c), tok)
     if json_output:

@@ -7,7 +7,7 @@ i, also called coordinate i, is the index of a bucket, 0 to B - 1.
 The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: one coordinate, V
 buckets and the token id as signature, without gate and cascade.
 
-This file is the method in plain PyTorch; hashing.py computes the signatures. mhf/fused.py and mhf/generate.py compute
+This file is the method in plain PyTorch; hashing.py computes the signatures. mhf/chunked.py and mhf/generate.py compute
 the same losses and text faster; tests compare both with this file. The README maps the paper's equations to functions.
 """
 
@@ -316,8 +316,7 @@ class MHF(nn.Module):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
         this size in __init__ and return its weight here. init_weights then draws it from N(0, 0.02), the optimizer uses
-        weight decay but not embedding_lr_mult for it, and mhf/fused.py and mhf/generate.py need no change. The released
-        format and expand.py do not support this, and estimate_flops would count the Hash Encoder's E as a matrix.
+        weight decay but not embedding_lr_mult for it, and the files in mhf/ need no change. The released format and expand.py do not support this, and estimate_flops would count the Hash Encoder's E as a matrix.
         """
         return self.embed.weight
 

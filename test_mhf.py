@@ -37,9 +37,8 @@ import configurator
 import model as model_module
 from configurator import InputError
 from hashing import fingerprint, signature_table
-from mhf import fused
-from mhf.checkpoint import build_on_meta
-from mhf.fused import ChunkSizes, FusedMHF, default_chunk_sizes
+from mhf import chunked as fused
+from mhf.chunked import ChunkedMHF, ChunkSizes, build_on_meta, default_chunk_sizes
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
@@ -183,12 +182,12 @@ TINY = MHFConfig(
 
 
 def random_model(seed=0, dtype=torch.float64, **changes):
-    """A FusedMHF with random weights of std 0.3, so that every weight affects the results."""
+    """A ChunkedMHF with random weights of std 0.3, so that every weight affects the results."""
     torch.manual_seed(seed)
     c = replace(TINY, **changes)
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
-    m = FusedMHF(c, table).to(dtype)
+    m = ChunkedMHF(c, table).to(dtype)
     m.chunk_sizes = sizes()
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
@@ -609,11 +608,9 @@ def test_chunk_sizes():
     configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
     assert [default_chunk_sizes('cpu', c).chunk for c in configs] == [1024, 512, 512, 1024]
     assert [default_chunk_sizes('cuda', c).chunk for c in configs] == [4096, 4096, 2048, 4096]
-    assert not FusedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
-    assert not FusedMHF(TINY).get_chunk_sizes().use_kernels
+    assert not ChunkedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
+    assert not ChunkedMHF(TINY).get_chunk_sizes().use_kernels
     assert default_chunk_sizes('cuda', TINY, use_kernels=True).use_kernels
-    for script in ('train.py', 'bench.py'):
-        assert configurator.get_defaults(script)['kernels'] is False
 
 
 class SoftmaxStrides(TorchDispatchMode):

@@ -38,10 +38,10 @@ from configurator import InputError, check_numbers, command_line_names, configur
 from hashing import fingerprint
 from mhf import runtime
 from mhf.checkpoint import Checkpoints
+from mhf.chunked import ChunkedMHF, make_config
 from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
-from mhf.fused import FusedMHF
-from mhf.released import check_vocabulary, init_model, make_config
-from model import MHF, MHFConfig
+from mhf.released import check_vocabulary, init_model
+from model import MHFConfig
 
 # output
 out_dir = 'out'
@@ -93,9 +93,7 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-kernels = False  # Triton kernels of FusedMHF's exact loss on a GPU, not yet measured
 deterministic = False  # bit-reproducible on a GPU, slower
-plain = False  # train model.MHF instead of FusedMHF: slower and with more memory, but simpler to modify
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
@@ -106,7 +104,7 @@ config = configure(globals())
 FREE_ON_RESUME = {
     'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
     'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
-    'compile', 'kernels', 'deterministic', 'plain', 'activation_checkpointing',
+    'compile', 'deterministic', 'activation_checkpointing',
 }  # fmt: skip
 
 # -----------------------------------------------------------------------------
@@ -126,7 +124,6 @@ rank, world_size, device = runtime.init_distributed(device, deterministic)
 master = rank == 0
 device_type = torch.device(device).type
 compile = runtime.pick_compile(compile, device)
-runtime.check_kernels(kernels, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
@@ -137,9 +134,8 @@ tokens_per_step = batch_size * block_size
 # -----------------------------------------------------------------------------
 # setup: data and loaded model
 
-Model = MHF if plain else FusedMHF
 resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
-model, ckpt, tokenizer_sha256 = init_model('resume' if resume else init_from, checkpoints, Model)
+model, ckpt, tokenizer_sha256 = init_model('resume' if resume else init_from, checkpoints, ChunkedMHF)
 source = out_dir if resume else init_from
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
@@ -193,13 +189,12 @@ else:
     torch.manual_seed(seed)
     model_config = make_config(run_config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     with torch.device(device):  # a GPU draws other random numbers than a CPU
-        model = Model(model_config, table, meta['unused_ids'])
+        model = ChunkedMHF(model_config, table, meta['unused_ids'])
         model.init_weights()
 dtype = runtime.pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing
-raw_model.use_kernels = kernels
 if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
@@ -402,7 +397,7 @@ def print_setup():
     if trains_product:
         print('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-    print(f'{device}, {dtype}, compile={compile}, plain={plain}; {sequences}')
+    print(f'{device}, {dtype}, compile={compile}; {sequences}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(run_config)}')
     if schedule_steps < max_steps:

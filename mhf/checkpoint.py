@@ -23,27 +23,15 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from configurator import InputError
+from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
 from mhf.data import replace_durably
-from mhf.fused import FusedMHF
 from model import MHFConfig
 
 KEEP_CHECKPOINTS = 2  # numbered ones; if ckpt.pt does not load, a run resumes from the previous one
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
 
-def build_on_meta(config, Model=FusedMHF):
-    """Builds a model on the meta device, without memory and without random draws, for load_weights."""
-    with torch.device('meta'):
-        return Model(config)
-
-
-def load_weights(model, state):
-    """Assigns the tensors of a state_dict to a model from build_on_meta. Raises RuntimeError if they do not fit."""
-    model.load_state_dict(state, assign=True)
-    model.set_vocabulary(state['signatures'].numpy(), state['token_mask'].numpy())
-
-
-def load_checkpoint(path, Model=FusedMHF):
+def load_checkpoint(path, Model=ChunkedMHF):
     """Loads a checkpoint of train.py on the CPU. Returns (model, the checkpoint's dict). Raises InputError."""
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
@@ -124,7 +112,7 @@ class Checkpoints:
         paths = [path for path in (self.newest, *self.numbered().values()) if path.exists()]
         return paths or [path for path in [self.best] if path.exists()]
 
-    def load_latest(self, Model=FusedMHF):
+    def load_latest(self, Model=ChunkedMHF):
         """
         Loads the newest intact checkpoint of list(), with a warning for each damaged one. Returns (model, the
         checkpoint's dict). Raises InputError if there is none.

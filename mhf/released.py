@@ -22,8 +22,8 @@ import torch
 import configurator
 from configurator import InputError
 from hashing import signature_table
-from mhf.checkpoint import build_on_meta, load_checkpoint, load_weights
-from mhf.fused import FusedMHF
+from mhf.checkpoint import load_checkpoint
+from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 from model import MHF, MHFConfig, validate_table
 
@@ -53,15 +53,6 @@ RELEASED_NAMES = {
     'model.norm.': 'norm.',
     'hash_head.cascade_mixer.': 'hash_decoder.',
 }
-
-
-def make_config(settings, **fields):
-    """Returns the MHFConfig of a script's settings and further fields. Raises InputError for settings out of range."""
-    fields |= {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
-    try:
-        return MHFConfig(**fields)
-    except ValueError as e:
-        raise InputError(e) from None
 
 
 def rename(name, prefixes):
@@ -157,7 +148,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
 # read the released format
 
 
-def from_pretrained(path_or_hub_id, Model=FusedMHF):
+def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     """
     Loads a model in the released format (config.json and safetensors, one file or several) from a folder, or from the
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
@@ -331,7 +322,7 @@ def checkpoint_file(source):
     return path if path.suffix == '.pt' else path / 'ckpt.pt'
 
 
-def load_model(source, Model=FusedMHF):
+def load_model(source, Model=ChunkedMHF):
     """
     Loads an out_dir or one of its checkpoints, or the released format from a folder or the hub -> LoadedModel. Raises
     InputError.

@@ -117,13 +117,6 @@ def pick_compile(compile, device):
     return on_gpu and not missing if compile is None else compile
 
 
-def check_kernels(kernels, device):
-    """Raises InputError if a GPU is to run the Triton kernels and Triton cannot compile them."""
-    missing = kernels and torch.device(device).type == 'cuda' and no_triton()
-    if missing:
-        raise InputError(f'kernels=True: {missing}; or omit --kernels')
-
-
 def no_compiler(variable, *names):
     """Returns '' if the compiler in an environment variable, or one of `names`, exists; otherwise what is missing."""
     compilers = os.environ.get(variable, '').split()[:1] or names

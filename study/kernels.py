@@ -18,7 +18,7 @@ import configurator
 from configurator import InputError
 from hashing import signature_table
 from mhf import kernels
-from mhf.fused import ChunkSizes, FusedMHF, exact_nll
+from mhf.chunked import ChunkedMHF, ChunkSizes, exact_nll
 from mhf.runtime import no_triton
 from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
@@ -35,7 +35,7 @@ def signature_index(table, B, unused_ids=()):
     """Signature table (V, H) without padding -> its SignatureIndex."""
     V, H = table.shape
     config = MHFConfig(vocab_size=V, num_hashes=H, num_buckets=B, pad_id=-1, num_layers=1, hidden_size=1)
-    return FusedMHF(config, table, unused_ids).signature_index()
+    return ChunkedMHF(config, table, unused_ids).signature_index()
 
 
 def random_inputs(index, n, dtype):

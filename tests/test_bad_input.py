@@ -170,10 +170,6 @@ BAD = [
     Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),
     Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
-    # study/tfree.py
-    Bad('an unknown command', 'study.tfree trian', says="command 'trian'"),
-    Bad('words that are no .json', 'study.tfree words --tokenizer=w.txt', says='tokenizer=w.txt: name a file'),
-    Bad('no T-FREE model', 'study.tfree eval', says='out_dir is not given'),
     Bad('a batch that does not divide', 'bench.py --plan --gpus=3', says='micro_batch_size=8 x gpus=3'),
 ]
 

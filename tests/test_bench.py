@@ -9,7 +9,7 @@ from conftest import ok
 
 import bench
 from configurator import read_config
-from mhf.checkpoint import build_on_meta
+from mhf.chunked import build_on_meta
 from model import MHF, MHFConfig
 
 

@@ -14,8 +14,9 @@ import expand
 from configurator import InputError, get_defaults, read_config
 from hashing import signature_table
 from mhf.checkpoint import load_checkpoint
+from mhf.chunked import make_config
 from mhf.data import Bins, build_table
-from mhf.released import from_pretrained, make_config, save_pretrained
+from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig

@@ -14,8 +14,8 @@ import torch
 from conftest import REPO, plain_twin, random_model, sizes, steps
 from torch._dynamo.utils import ReinplaceCounters
 
-from mhf import fused
-from mhf.fused import ChunkSizes
+from mhf import chunked as fused
+from mhf.chunked import ChunkSizes
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
 from study.kernels import COLUMNS, KERNELS, random_inputs, signature_index

@@ -16,8 +16,9 @@ pytest.importorskip('triton', reason='needs the package triton')
 from conftest import REPO
 
 from hashing import signature_table
-from mhf import fused, kernels
-from mhf.fused import ChunkSizes
+from mhf import chunked as fused
+from mhf import kernels
+from mhf.chunked import ChunkSizes
 from mhf.runtime import no_triton
 from model import exact_loss
 from study.kernels import CHANGES, KERNELS, measure, random_inputs, signature_index

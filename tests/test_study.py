@@ -291,7 +291,7 @@ def test_a_wrong_list(folder, right, wrong, says):
     assert not (folder / 'runs.csv').exists()
 
 
-@pytest.mark.parametrize('name', ['costs', 'kernels', 'rank', 'report', 'sweep', 'tfree'])
+@pytest.mark.parametrize('name', ['costs', 'kernels', 'rank', 'report', 'sweep'])
 def test_help(name, tmp_path):
     """Each script of the study prints its docstring for --help."""
     title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]

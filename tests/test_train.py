@@ -44,16 +44,16 @@ from mhf.runtime import no_compiler
 # a patch that executes {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
-from mhf.fused import FusedMHF
+from mhf.chunked import ChunkedMHF
 passes = []
-head_loss = FusedMHF.head_loss
+head_loss = ChunkedMHF.head_loss
 @torch.compiler.disable
 def counted(self, h, y):
     passes.append(len(passes))
     if len(passes) == {n}:
         {do}
     return head_loss(self, h, y)
-FusedMHF.head_loss = counted
+ChunkedMHF.head_loss = counted
 """
 
 
@@ -150,16 +150,6 @@ def test_standard_and_bfloat16(quick):
         other = ('--num_hashes=0', '--data_dir=ids', '--out_dir=b', f'--init_from={source}')
         says = f"{source}: its tokenizer is not 'mistral', that of the bins"
         refused('train.py', 'cfg.py', *other, says=says, cwd=quick)
-
-
-def test_the_plain_model_trains_alike(quick):
-    """--plain trains model.MHF, whose losses equal those of the fused model, and resumes."""
-    args = ('cfg.py', '--plain', '--out_dir=b', '--auto_resume')
-    no_fused_head = 'from mhf import fused\nfused.FusedMHF.head_loss = fused.FusedMHF.token_losses = None'
-    for last in (4, 8):
-        ok('train.py', *args, *until(last), cwd=quick, patch=no_fused_head)
-    plain, fused = ([s['loss'] for s in steps(quick, out)[:8]] for out in ('b', 'out'))
-    assert len(plain) == 8 and plain == pytest.approx(fused, abs=1e-4)
 
 
 def test_a_resumed_run_keeps_its_precision(quick):

@@ -13,7 +13,7 @@ GROUND = {'configurator': set(), 'hashing': {'configurator'}, 'model': set()}
 
 
 def imported(path):
-    """Returns the modules of this repository that a file imports: mhf.fused, model, study.rows ..."""
+    """Returns the modules of this repository that a file imports: mhf.chunked, model, study.rows ..."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):

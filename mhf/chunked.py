@@ -1,5 +1,5 @@
 """
-FusedMHF: model.MHF with a fused head, which computes the same losses faster and in less memory.
+ChunkedMHF: model.MHF with a fused head, which computes the same losses faster and in less memory.
 
 The plain head stores the H x B bucket logits of every position of a batch and, for the exact loss, its V token logits.
 The fused head processes the positions in chunks and computes a chunk's loss and gradients together (FusedHead,
@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import MHF, token_logits, upcast
+from configurator import InputError
+from model import MHF, MHFConfig, token_logits, upcast
 
 # -----------------------------------------------------------------------------
 # chunk sizes
@@ -93,7 +94,7 @@ def invert_table(signatures, token_mask, B):
 # the model
 
 
-class FusedMHF(MHF):
+class ChunkedMHF(MHF):
     """MHF with the fused head: same parameters, names and losses. No (n, H*B) tensor of a complete batch is stored."""
 
     def __init__(self, config, table=None, unused_ids=()):
@@ -449,3 +450,28 @@ class FusedHead(torch.autograd.Function):
         dh, dE, *dmixers = (gradient.mul_(scale) for gradient in ctx.gradients)
         ctx.gradients = None  # they are scaled in place, so a second backward pass must fail
         return None, None, dh, None, dE, *dmixers
+
+
+# -----------------------------------------------------------------------------
+# construction
+
+
+def make_config(settings, **fields):
+    """Returns the MHFConfig of a script's settings and further fields. Raises InputError for settings out of range."""
+    fields |= {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
+    try:
+        return MHFConfig(**fields)
+    except ValueError as e:
+        raise InputError(e) from None
+
+
+def build_on_meta(config, Model=ChunkedMHF):
+    """Builds a model on the meta device, without memory and without random draws, for load_weights."""
+    with torch.device('meta'):
+        return Model(config)
+
+
+def load_weights(model, state):
+    """Assigns the tensors of a state_dict to a model from build_on_meta. Raises RuntimeError if they do not fit."""
+    model.load_state_dict(state, assign=True)
+    model.set_vocabulary(state['signatures'].numpy(), state['token_mask'].numpy())
