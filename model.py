@@ -7,8 +7,9 @@ i, also called coordinate i, is the index of a bucket, 0 to B - 1.
 The Standard model (one embedding row per token, tied head) is the same class with num_hashes=0: one coordinate, V
 buckets and the token id as signature, without gate and cascade.
 
-This file is the method in plain PyTorch; hashing.py computes the signatures. mhf/chunked.py and mhf/generate.py compute
-the same losses and text faster; tests compare both with this file. The README maps the paper's equations to functions.
+This file is the method in plain PyTorch; hashing.py computes the signatures. Training, evaluation and generation run
+the functions of this file: mhf/chunked.py calls them for a few positions at a time, and mhf/generate.py with a KV
+cache. An edit of this file therefore trains, validates and samples as written.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -204,14 +205,13 @@ class HashDecoder(nn.ModuleList):
         z = c.bottleneck
         mixers = range(c.num_coordinates - 1 if c.ablation != 'no_cascade' else 0)
         super().__init__(nn.Sequential(nn.Linear(2 * d, z), nn.SiLU(), nn.Linear(z, d)) for _ in mixers)
-        self.num_coordinates = c.num_coordinates
         self.hard = c.ablation == 'hard_embeddings'
 
-    def forward(self, h, E):  # (n, d), (H*B, d) -> list of H bucket logits (n, B)
+    def forward(self, h, E):  # (n, d), H of (B, d) -> list of H bucket logits (n, B)
         c = h
         o = []
-        for i, E_i in enumerate(E.chunk(self.num_coordinates)):  # (B, d)
-            o.append(c.to(E.dtype) @ E_i.T)
+        for i, E_i in enumerate(E):
+            o.append(c.to(E_i.dtype) @ E_i.T)
             if i < len(self):
                 e = E_i[o[i].argmax(-1)] if self.hard else o[i].softmax(-1) @ E_i  # (n, d)
                 c = c + self[i](torch.cat([c, e.to(c.dtype)], dim=-1))  # this is c_{i+1}
@@ -219,31 +219,12 @@ class HashDecoder(nn.ModuleList):
 
 
 # -----------------------------------------------------------------------------
-# token logits, losses per position (n,) in nats, and the signature table
-
-
-def token_logits(o, signatures, token_mask):
-    """
-    Computes the logits of P(w), sum_i o_i[s_i(w)]. With log p_i in place of o_i, P(w) would be the same.
-
-    Args: o, list of H (n, B); signatures (V, H); token_mask (V,) bool.
-    Returns: (n, V), float32 or better, -inf for ids without a token.
-    """
-    scores = sum(upcast(o_i)[:, s_i] for o_i, s_i in zip(o, signatures.T, strict=True))
-    return scores.masked_fill(~token_mask, -torch.inf)
+# the paper's loss and the signature table
 
 
 def product_loss(o, y):
-    """The paper's loss: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i] with p_i = softmax(o_i)."""
+    """The paper's loss: o, list of H (n, B), targets y (n, H) -> sum_i -log p_i[y_i] (n,) with p_i = softmax(o_i)."""
     return sum(F.cross_entropy(upcast(o_i), y_i, reduction='none') for o_i, y_i in zip(o, y.T, strict=True))
-
-
-def exact_loss(o, y, signatures, token_mask):
-    """-log P(y); arguments as above."""
-    target = sum(upcast(o_i.gather(1, y_i[:, None])) for o_i, y_i in zip(o, y.T, strict=True))
-    # normalizes P(w); used with --plain, by training with --loss=exact and by validation
-    normalizer = token_logits(o, signatures, token_mask).logsumexp(dim=1)
-    return normalizer - target[:, 0]
 
 
 def validate_table(c, table=None, unused_ids=()):
@@ -315,10 +296,15 @@ class MHF(nn.Module):
     def head_weight(self):
         """
         The Hash Decoder's E (H*B, d), tied to the Hash Encoder's. To untie the head, create a second nn.Embedding of
-        this size in __init__ and return its weight here. init_weights then draws it from N(0, 0.02), the optimizer uses
-        weight decay but not embedding_lr_mult for it, and the files in mhf/ need no change. The released format and expand.py do not support this, and estimate_flops would count the Hash Encoder's E as a matrix.
+        this size in __init__ and return its weight here. init_weights then draws it from N(0, 0.02), and the optimizer
+        uses weight decay but not embedding_lr_mult for it. The released format and expand.py do not support an untied
+        head, and estimate_flops would count the Hash Encoder's E as a matrix.
         """
         return self.embed.weight
+
+    def head_matrices(self):
+        """The Hash Decoder's E_i (B, d), H of them."""
+        return self.head_weight.chunk(self.config.num_coordinates)
 
     def num_params(self):
         """Counts the parameters of E, Hash Encoder and Hash Decoder, and those of the layers and the final norm."""
@@ -392,37 +378,77 @@ class MHF(nn.Module):
         """
         return self.head_loss(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1)) / y[..., 0].numel()
 
-    def loss_per_position(self, o, y, loss):
-        """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,)."""
-        if not self.config.num_hashes:
-            # both losses are the cross-entropy, which normalizes P(w); used with --plain, by training and validation
-            return product_loss([o[0].masked_fill(~self.token_mask, -torch.inf)], y)
-        if loss == 'product':
-            return product_loss(o, y)
-        return exact_loss(o, y, self.signatures, self.token_mask)
-
     def head_loss(self, h, y):
         """h (n, d), target signatures y (n, H) -> sum of the loss over positions, in nats."""
-        return self.loss_per_position(self.hash_decoder(h, self.head_weight), y, self.config.loss).sum()
+        return self.loss_per_position(self.bucket_logits(h), y, self.config.loss).sum()
 
     @torch.no_grad()
     def token_losses(self, x, y, losses=('product', 'exact')):
         """Signatures x, y (N, T, H) -> a list with (N, T) for each named loss, in nats, float32 or better."""
-        o = self.hash_decoder(self.hidden_states(x).flatten(0, 1), self.head_weight)
-        return [self.loss_per_position(o, y.flatten(0, 1), loss).view(x.shape[:2]) for loss in losses]
+        results = self.losses_per_position(self.hidden_states(x).flatten(0, 1), y.flatten(0, 1), losses)
+        return [result.view(x.shape[:2]) for result in results]
+
+    def losses_per_position(self, h, y, losses):
+        """h (n, d), target signatures y (n, H) -> a list with (n,) for each named loss."""
+        o = self.bucket_logits(h)
+        return [self.loss_per_position(o, y, loss) for loss in losses]
+
+    def bucket_logits(self, h):
+        """h (n, d) -> list of H bucket logits o_i (n, B)."""
+        return self.hash_decoder(h, self.head_matrices())
+
+    def loss_per_position(self, o, y, loss):
+        """Bucket logits o, list of H (n, B), targets y (n, H), 'product' or 'exact' -> (n,), float32 or better."""
+        if not self.config.num_hashes:  # both losses are the cross-entropy
+            return product_loss([self.token_logits(o)], y)
+        if loss == 'product':
+            return product_loss(o, y)
+        position = torch.arange(len(y), device=y.device)
+        target = sum(upcast(o_i[position, y_i]) for o_i, y_i in zip(o, y.T, strict=True))
+        return self.log_normalizer(o) - target  # -log P(y)
 
     # ---- probabilities and text
+
+    def token_logits(self, o):
+        """
+        Bucket logits o, list of H (n, B) -> the logits of P(w), sum_i o_i[s_i(w)] (n, V), float32 or better, -inf for
+        ids without a token. With log p_i in place of o_i, P(w) would be the same.
+        """
+        if not self.config.num_hashes:  # token w is bucket w
+            return upcast(o[0]).masked_fill(~self.token_mask, -torch.inf)
+        logits = sum(upcast(o_i)[:, s_i] for o_i, s_i in zip(o, self.signatures.T, strict=True))
+        return logits.masked_fill(~self.token_mask, -torch.inf)
+
+    def log_normalizer(self, o):
+        """Bucket logits o, list of H (n, B) -> the logsumexp of the token logits (n,), which normalizes P(w)."""
+        return self.token_logits(o).logsumexp(dim=1)
 
     @torch.no_grad()
     def next_token_logits(self, h):
         """h (n, d) -> token logits (n, V), float32 or better."""
-        return token_logits(self.hash_decoder(h, self.head_weight), self.signatures, self.token_mask)
+        return self.token_logits(self.bucket_logits(h))
+
+    @torch.no_grad()
+    def predict(self, h, ids):
+        """
+        h (n, d), token ids (n,) -> three (n,): log P(id) in nats; whether id is the likeliest token, the first of
+        several; and the highest P.
+        """
+        return self.predict_from_logits(self.bucket_logits(h), ids)
+
+    def predict_from_logits(self, o, ids):
+        """Bucket logits o, list of H (n, B), token ids (n,) -> the result of predict."""
+        logits = self.token_logits(o)
+        normalizer = logits.logsumexp(dim=1)
+        top, likeliest = logits.max(dim=1)
+        target = logits.gather(1, ids[:, None])[:, 0]
+        return target - normalizer, likeliest == ids, (top - normalizer).exp()
 
     @torch.no_grad()
     def log_probs(self, ids):
         """Token ids (N, T) -> log P(next token) (N, T, V), float32 or better."""
         logits = self.next_token_logits(self.hidden_states(self.signatures[ids]).flatten(0, 1))
-        return logits.log_softmax(-1).unflatten(0, ids.shape)  # normalizes P(w); used by evaluation
+        return logits.log_softmax(-1).unflatten(0, ids.shape)
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -466,7 +492,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     if top_k is not None:
         top = logits.topk(top_k)  # k tokens, also if more have the same logit
         logits = torch.full_like(logits, -torch.inf).scatter(1, top.indices, top.values)
-    p = logits.softmax(-1)  # normalizes P(w); used by sampling
+    p = logits.softmax(-1)  # P(w)
     if top_p is not None:
         ordered, order = p.sort(descending=True)
         before = ordered.cumsum(-1) - ordered  # 0 for the likeliest token, which is kept even if top_p underflows to 0

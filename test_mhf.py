@@ -1,11 +1,12 @@
 """
 Tests of the method, in-process and in seconds:  pytest -rs test_mhf.py
 
-Golden tables and logits, parity with Qwen3, plain and fused heads, the KV cache, and invariants of signatures. tests/
-contains the tests of the scripts. Tests that need the project's shared/ folder next to the clone are skipped without
-it; with MHF_STRICT=1 they fail.
+Golden tables and logits, parity with Qwen3, the head in chunks and at once, the KV cache, and invariants of signatures.
+tests/ contains the tests of the scripts. Tests that need the project's shared/ folder next to the clone are skipped
+without it; with MHF_STRICT=1 they fail.
 """
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -33,16 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
-import configurator
 import model as model_module
 from configurator import InputError
 from hashing import fingerprint, signature_table
-from mhf import chunked as fused
-from mhf.chunked import ChunkedMHF, ChunkSizes, build_on_meta, default_chunk_sizes
+from mhf import chunked
+from mhf.chunked import ChunkedMHF, build_on_meta, default_chunk
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
-from model import ABLATIONS, MHF, MHFConfig, sample_token, token_logits, validate_table
+from model import ABLATIONS, MHF, MHFConfig, sample_token, validate_table
 
 REPO = Path(__file__).resolve().parent
 SHARED = REPO.parent / 'shared'
@@ -188,14 +188,13 @@ def random_model(seed=0, dtype=torch.float64, **changes):
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
     m = ChunkedMHF(c, table).to(dtype)
-    m.chunk_sizes = sizes()
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
     return m
 
 
 def plain_twin(m):
-    """The plain model with the same weights and vocabulary."""
+    """model.MHF with the same weights and vocabulary."""
     twin = MHF(m.config).to(m.embed.weight)
     twin.load_state_dict(m.state_dict())
     return twin
@@ -204,14 +203,21 @@ def plain_twin(m):
 def bucket_logits(m, ids):
     """Token ids (N, T) -> bucket logits (N, T, H, B)."""
     with torch.no_grad():
-        return torch.stack(m.hash_decoder(m.hidden_states(m.signatures[ids]), m.head_weight), dim=2)
+        return torch.stack(m.bucket_logits(m.hidden_states(m.signatures[ids])), dim=2)
 
 
-def sizes(chunk=10**6, use_kernels=False):
-    """Small ChunkSizes, or with use_kernels those of a GPU; Triton's interpreter then runs the kernels."""
-    if use_kernels:
-        return ChunkSizes(chunk, block=chunk, columns=512, use_kernels=True)
-    return ChunkSizes(chunk, block=16, columns=8)
+def vocabulary(table, B, unused_ids=()):
+    """A ChunkedMHF with this signature table (V, H) and without a usable decoder, for its sums over the vocabulary."""
+    V, H = table.shape
+    c = MHFConfig(vocab_size=V, num_hashes=H, num_buckets=B, pad_id=-1, num_layers=1, hidden_size=1)
+    return ChunkedMHF(c, table, unused_ids)
+
+
+def normalizer_and_gradient(function, o):
+    """A function of bucket logits, H of (n, B) -> [its value (n,), and the gradients of its sum]."""
+    o = [o_i.detach().requires_grad_() for o_i in o]
+    value = function(o)
+    return [value.detach(), *torch.autograd.grad(value.sum(), o)]
 
 
 def write_released(folder, m, shards=1, **extra):
@@ -354,54 +360,209 @@ def plain_loss_and_gradients(m, x, y):
     return loss_and_gradients(twin, twin(x, y))
 
 
-KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
-KINDS += [dict(ablation=name) for name in ABLATIONS[1:]]
+def sequences(m, N=3, T=40):
+    """Random signatures x, y (N, T, H) of used tokens, and the ids (N, T + 1)."""
+    used = m.token_mask.nonzero()[:, 0]
+    ids = used[torch.randint(0, len(used), (N, T + 1))]
+    return m.signatures[ids[:, :-1]], m.signatures[ids[:, 1:]], ids
 
+
+def differing(measured, expected, tolerance=1e-10):
+    """Returns the names of the tensors in two dicts that differ."""
+    assert measured.keys() == expected.keys()
+    # the gradient of the gate's last bias is 0, except for rounding
+    smallest = 1e-3 * max(t.abs().max() for t in expected.values())
+    pairs = {name: (measured[name], t, max(t.abs().max(), smallest)) for name, t in expected.items()}
+    return [name for name, (a, b, scale) in pairs.items() if not (a - b).abs().max() < tolerance * scale]
+
+
+KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
+KINDS += [dict(num_hashes=4), dict(num_hashes=8), *(dict(ablation=name) for name in ABLATIONS[1:])]
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='needs the package triton')
+columns_and_kernels = pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_triton)])
 
 
-@pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_triton)])
-@pytest.mark.parametrize('loss', ['exact', 'product'])
-@pytest.mark.parametrize('changes', KINDS)
-def test_fused_equals_plain(loss, changes, use_kernels):
-    """Plain and fused models have equal losses, gradients and predictions in float64, in columns and with kernels."""
+CASES = [(loss, changes, False) for loss in ('exact', 'product') for changes in KINDS]
+
+
+@pytest.mark.parametrize('loss, changes, use_kernels', [*CASES, pytest.param('exact', {}, True, marks=needs_triton)])
+def test_chunks_equal_the_whole(loss, changes, use_kernels):
+    """In float64, a head in chunks has the losses, gradients and predictions of model.py's head."""
     m = random_model(loss=loss, **changes)
-    # 120 positions are chunks of 18 and one of 12; Triton's interpreter takes as long for one position as for 64
-    m.chunk_sizes = sizes(50 if use_kernels else 18, use_kernels)
+    m.use_kernels = use_kernels
     if m.config.num_hashes == 0:
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
-    ids = m.token_mask.nonzero()[:, 0]
-    tokens = ids[torch.randint(0, len(ids), (3, 41))]
-    x = m.signatures[tokens[:, :-1]]
-    y = m.signatures[tokens[:, 1:]]
+    x, y, ids = sequences(m)
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
-    # the gradient of the gate's last bias is 0, except for rounding
-    smallest = 1e-3 * max(g.abs().max() for g in plain.values())
+    # 120 positions in seven chunks of up to 18. Triton's interpreter takes as long for one position as for 64
+    m.max_chunk = 50 if use_kernels else 18
     accumulated = m(x, y) / 2 + m(x, y) / 2
     for loss in (m(x, y), accumulated):
-        measured = loss_and_gradients(m, loss)
-        assert all((measured[k] - g).abs().max() < 1e-10 * max(g.abs().max(), smallest) for k, g in plain.items())
+        assert not differing(loss_and_gradients(m, loss), plain)
     with torch.no_grad():
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
-    for fused_loss, plain_loss in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
-        assert fused_loss.shape == (3, 40) and torch.allclose(fused_loss, plain_loss, rtol=1e-12)
-    for few_or_many in (tokens[:1, :16], tokens):  # on a CPU, more than 16 positions are computed in columns
+    for a, b in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
+        assert a.shape == (3, 40) and torch.allclose(a, b, rtol=1e-12)
+    for few_or_many in (ids[:1, :16], ids):  # more than 16 positions are computed in columns
         assert torch.allclose(m.log_probs(few_or_many), twin.log_probs(few_or_many), rtol=1e-12)
-    targets = tokens[:, 1:].flatten()
-    logp = twin.log_probs(tokens[:, :-1]).flatten(0, 1)
+    h = m.hidden_states(x).flatten(0, 1)
+    targets = ids[:, 1:].flatten()
+    logp = twin.log_probs(ids[:, :-1]).flatten(0, 1)
     expected = logp.gather(1, targets[:, None])[:, 0], logp.argmax(1) == targets, logp.amax(1).exp()
-    for a, b in zip(m.predict(m.hidden_states(x).flatten(0, 1), targets), expected, strict=True):
-        assert torch.allclose(a, b.to(a), rtol=1e-12)
+    for model in (m, twin):
+        for a, b in zip(model.predict(h, targets), expected, strict=True):
+            assert torch.allclose(a.double(), b.double(), rtol=1e-12)
 
 
-@pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_triton)])
+@pytest.mark.parametrize('n', [1, 7, 16, 33])
+def test_any_number_of_positions(n):
+    """Chunks are at most max_chunk positions, evenly large, and cover all positions."""
+    m = random_model()
+    x, y, _ = sequences(m, 1, n)
+    twin = plain_twin(m)
+    plain = loss_and_gradients(twin, twin(x, y))
+    m.max_chunk = 16
+    assert not differing(loss_and_gradients(m, m(x, y)), plain)
+    lengths = [len(chunk) for (chunk,) in m.split_positions(torch.zeros(n))]
+    assert sum(lengths) == n and max(lengths) <= 16 and max(lengths) - min(lengths) <= 1
+
+
+def test_frozen_parameters():
+    """A frozen parameter gets no gradient, and the others the same as with model.MHF."""
+    m = random_model()
+    m.max_chunk = 18
+    twin = plain_twin(m)
+    x, y, _ = sequences(m)
+    names = ('embed.weight', 'hash_decoder.0.0.weight', 'encoder.out.bias', 'layers.1.mlp.up_proj.weight')
+    for frozen in (names[:1], names):
+        for model in (m, twin):
+            model.zero_grad()
+            for name, p in model.named_parameters():
+                p.requires_grad_(name not in frozen)
+            model(x, y).backward()
+        for name, p in m.named_parameters():
+            q = twin.get_parameter(name)
+            assert (p.grad is None) == (q.grad is None) == (name in frozen), name
+            assert name in frozen or torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-12), name
+
+
+# edits of model.py that a fork may try, as patches of its classes
+def scaled_logits(patch):
+    forward = model_module.HashDecoder.forward
+    patch.setattr(model_module.HashDecoder, 'forward', lambda self, h, E: [5 * o for o in forward(self, h, E)])
+
+
+def another_activation(patch):
+    patch.setattr(torch.nn.SiLU, 'forward', lambda self, x: torch.nn.functional.gelu(x))
+
+
+def another_loss(patch):
+    loss = MHF.loss_per_position
+    # a penalty on large logits
+    patch.setattr(
+        MHF, 'loss_per_position', lambda *args: loss(*args) + 0.1 * sum(o.logsumexp(-1) ** 2 for o in args[1])
+    )
+
+
+def a_head_parameter(patch):
+    logits = MHF.bucket_logits
+    init = MHF.__init__
+
+    def initialize(self, *args, **options):
+        init(self, *args, **options)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    patch.setattr(MHF, '__init__', initialize)
+    patch.setattr(MHF, 'bucket_logits', lambda self, h: [self.logit_scale * o for o in logits(self, h)])
+
+
+@pytest.mark.parametrize('edit', [scaled_logits, another_activation, another_loss, a_head_parameter])
+def test_an_edit_trains_and_validates(edit, monkeypatch):
+    """An edit of model.py changes the loss, the gradients, validation and predictions of ChunkedMHF alike."""
+    unedited = random_model(loss='product')
+    x, y, ids = sequences(unedited)
+    before = unedited(x, y)
+    edit(monkeypatch)
+    for loss in ('exact', 'product'):
+        m = random_model(loss=loss)
+        m.max_chunk = 18
+        twin = plain_twin(m)
+        trained = loss_and_gradients(m, m(x, y))
+        assert not differing(trained, loss_and_gradients(twin, twin(x, y)))
+        assert 'logit_scale' not in trained or trained['logit_scale'] != 0
+        assert torch.allclose(m.token_losses(x, y, (loss,))[0].mean(), trained['loss'], rtol=1e-12)
+        assert torch.allclose(m.log_probs(ids), twin.log_probs(ids), rtol=1e-12)
+    assert (trained['loss'] - before).abs() > 1e-3
+
+
+@pytest.mark.parametrize('name', ['token_logits', 'log_normalizer'])
+def test_an_edit_of_a_formula_with_two_implementations(name, monkeypatch):
+    """If model.py and mhf/chunked.py compute another token_logits or log_normalizer, the first call names it."""
+    formula = getattr(MHF, name)
+    monkeypatch.setattr(MHF, name, lambda self, o: 1.01 * formula(self, o))
+    m = random_model(dtype=torch.float32)
+    x, y, ids = sequences(m)
+    for call in (lambda: m(x, y), lambda: m.token_losses(x, y), lambda: m.log_probs(ids)):
+        with pytest.raises(RuntimeError, match=f'different .*{name}'):
+            call()
+    # model.py's run if those of ChunkedMHF are deleted
+    monkeypatch.delattr(ChunkedMHF, 'token_logits')
+    monkeypatch.delattr(ChunkedMHF, 'log_normalizer')
+    assert torch.allclose(m(x, y), plain_twin(m)(x, y))
+
+
+def test_the_check_draws_no_random_numbers():
+    """The comparison on the first call leaves the random state as it is."""
+    m = random_model()
+    x, y, _ = sequences(m)
+    before = torch.get_rng_state()
+    m(x, y)
+    assert m.is_checked and torch.equal(before, torch.get_rng_state())
+
+
+def test_first_derivatives_only():
+    """A second backward pass and a second derivative are errors, not wrong numbers."""
+    m = random_model()
+    x, y, _ = sequences(m, 1, 5)
+    loss = m(x, y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='one backward pass'):
+        loss.backward()
+    with pytest.raises(RuntimeError, match='second derivative'):
+        torch.autograd.grad(m(x, y), m.norm.weight, create_graph=True)
+    o = [torch.randn(4, 40, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    with pytest.raises(RuntimeError, match='second derivative'):
+        torch.autograd.grad(m.log_normalizer(o).sum(), o, create_graph=True)
+
+
+@pytest.mark.parametrize('H', [0, 3])
+def test_derived_tensors_follow_the_vocabulary(H):
+    """A loaded state_dict, another device and a change in place give the losses of the new vocabulary."""
+    source = random_model(num_hashes=H)
+    mask = torch.arange(300) % 7 != 5
+    source.token_mask &= mask
+    x, y, _ = sequences(source)
+    expected = plain_twin(source).token_losses(x, y)
+    loaded = ChunkedMHF(source.config).double()
+    loaded.load_state_dict(source.state_dict())
+    on_meta = build_on_meta(source.config).double().to_empty(device='cpu')
+    on_meta.load_state_dict(source.state_dict())
+    changed = random_model(num_hashes=H)
+    changed.token_losses(x, y)
+    changed.token_mask &= mask
+    for m in (loaded, on_meta, changed):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(m.token_losses(x, y), expected, strict=True))
+
+
+@columns_and_kernels
 @pytest.mark.parametrize('H', [0, 3])
 def test_ties_and_unused_ids(H, use_kernels):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""
     m = random_model(num_hashes=H)
-    m.chunk_sizes = sizes(7, use_kernels)
+    m.max_chunk = 7
+    m.use_kernels = use_kernels
     table = m.signatures.numpy().copy()
     if H:
         table[150:] = table[:150]
@@ -425,27 +586,27 @@ def test_ties_and_unused_ids(H, use_kernels):
     # a signature of an unused id of a MultiHashFormer may be another id's, so only Standard's loss can name it
     x = m.signatures[torch.randint(6, 300, (2, 9))]
     y = m.signatures[torch.full((2, 9), 5)]
-    for fused_loss, plain_loss in zip(m.token_losses(x, y), plain_twin(m).token_losses(x, y), strict=True):
-        assert torch.allclose(fused_loss, plain_loss) and (H or (plain_loss == torch.inf).all())
+    for loss, plain_loss in zip(m.token_losses(x, y), plain_twin(m).token_losses(x, y), strict=True):
+        assert torch.allclose(loss, plain_loss) and (H or (plain_loss == torch.inf).all())
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_columns_are_exact(dtype):
     """Token logits in columns are exact in any matmul precision, and an inf affects its own position only."""
     m = random_model(vocab_size=9000, num_buckets=3000)
-    o = [torch.randn(32, 3000).to(dtype) for _ in range(3)]
-    o[1][4, 7] = torch.inf
-    expected = token_logits(o, m.signatures, m.token_mask)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision('medium')
-    try:
-        assert torch.equal(fused.fused_token_logits(o, m.signature_index()), expected)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    y = m.signatures[torch.randint(3, 9000, (32,))]
-    nll = fused.exact_nll(o, y, m.signature_index(), sizes(), gradient=True)
-    gradient = torch.cat(o, dim=1)
-    for values in (nll[:, None], gradient):
+    o = [torch.randn(32, 3000).to(dtype).requires_grad_() for _ in range(3)]
+    with torch.no_grad():
+        o[1][4, 7] = torch.inf
+        expected = MHF.token_logits(m, o)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision('medium')
+        try:
+            assert torch.equal(m.token_logits(o), expected)
+        finally:
+            torch.set_float32_matmul_precision(before)
+    normalizer = m.log_normalizer(o)
+    gradient = torch.cat(torch.autograd.grad(normalizer.sum(), o), dim=1)
+    for values in (normalizer[:, None], gradient):
         assert values.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[4]]
 
 
@@ -456,13 +617,13 @@ def test_ablations_are_what_they_are_called(tmp_path):
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
     h = torch.randn(6, 32, dtype=torch.float64)
     m = random_model(ablation='hard_embeddings')
-    o = m.hash_decoder(h, m.head_weight)
+    o = m.bucket_logits(h)
     c = h
     for i, E_i in enumerate(m.head_weight.split(40)):
         assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
         c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
-    assert torch.allclose(torch.cat(m.hash_decoder(h, m.head_weight), dim=1), h @ m.head_weight.T, rtol=1e-12)
+    assert torch.allclose(torch.cat(m.bucket_logits(h), dim=1), h @ m.head_weight.T, rtol=1e-12)
     ids = torch.randint(3, 300, (2, 7))
     assert torch.equal(continued(m, ids, 9), m.generate(ids, 9, temperature=0))
     with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
@@ -516,16 +677,14 @@ def test_estimated_flops(frozen):
 
 @pytest.mark.parametrize('autocast', [True, False])
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_fused_head_in_bfloat16(loss, autocast):
-    """With autocast or bfloat16 parameters, the fused head's rounding error is not larger than the plain one's."""
+def test_chunks_in_bfloat16(loss, autocast):
+    """With autocast or bfloat16 parameters, chunks do not increase the rounding error."""
     m = random_model(dtype=torch.float32, loss=loss)
-    s = m.signatures[torch.randint(0, 300, (8, 33))]
-    x = s[:, :-1]
-    y = s[:, 1:]
+    x, y, _ = sequences(m, 8, 32)
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
     m.to(torch.float32 if autocast else torch.bfloat16)
-    m.chunk_sizes = sizes(chunk=50)
+    m.max_chunk = 50
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         measured = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
@@ -534,27 +693,45 @@ def test_fused_head_in_bfloat16(loss, autocast):
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
 
-@needs_triton
-def test_fused_head_compiles():
-    """Compiled gradients equal the plain ones, and all chunks share one graph."""
-    m = random_model()
-    s = m.signatures[torch.randint(0, 300, (2, 9))]
-    x = s[:, :-1]
-    y = s[:, 1:]
+def test_gradients_are_summed_in_float32():
+    """The sum of bfloat16 gradients over chunks is accumulated in float32."""
+    total = None
+    for _ in range(64):
+        total = chunked.add_gradient(total, torch.full((3, 5), 1 + 2**-7, dtype=torch.bfloat16))
+    assert torch.equal(total, torch.full((3, 5), 64 * (1 + 2**-7)))
+
+
+@pytest.mark.parametrize('loss, H', [('exact', 3), ('product', 3), ('exact', 0)])
+def test_compiled(loss, H):
+    """Compiled blocks and chunks have the plain gradients; blocks share a graph, and so do chunks."""
+    torch._dynamo.reset()
+    m = random_model(loss=loss, num_hashes=H, num_layers=3)
+    x, y, _ = sequences(m, 2, 8)
     plain = plain_loss_and_gradients(m, x, y)
+    m.max_chunk = 4
     graphs = CompileCounterWithBackend('aot_eager')
-    for chunk, use_kernels in ((10**6, False), (5, True)):
-        m.chunk_sizes = sizes(chunk, use_kernels)
-        if use_kernels:
-            m.compile(backend=graphs)
-        fused_head = loss_and_gradients(m, m(x, y))
-        assert all((fused_head[k] - plain[k]).abs().max() < 1e-10 for k in plain)
-    # only one graph sums over the vocabulary, although there are four chunks
-    assert sum('vocab_logsumexp' in graph.code for graph in graphs.graphs) == 1
-    # validation uses the compiled body
-    num_graphs = len(graphs.graphs)
-    assert torch.allclose(m.token_losses(x, y, ('exact',))[0].mean(), plain['loss'], rtol=1e-12)
-    assert len(graphs.graphs) == num_graphs + 1
+    m.compile(backend=graphs)
+    assert not differing(loss_and_gradients(m, m(x, y)), plain)
+    # the encoder, a block, the norm and a chunk
+    assert len(graphs.graphs) == (4 if H else 3)
+    assert torch.allclose(m.token_losses(x, y, ('exact',))[0], plain_twin(m).token_losses(x, y, ('exact',))[0])
+
+
+@pytest.mark.parametrize('make_copy', [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
+def test_a_copy_of_a_compiled_model(make_copy):
+    """A copy of a compiled model computes with its own weights."""
+    torch._dynamo.reset()
+    m = random_model()
+    m.compile(backend='aot_eager')
+    x, y, _ = sequences(m, 2, 8)
+    first = loss_and_gradients(m, m(x, y))
+    copied = make_copy(m)
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(0.5)
+    module = getattr(copied, 'module', copied)
+    assert not differing(loss_and_gradients(module, copied(x, y)), first)
+    assert not differing(loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y))
 
 
 def peak_memory(function):
@@ -567,9 +744,9 @@ def peak_memory(function):
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
 def test_memory_of_the_head(loss):
-    """With more positions, the fused head needs memory for dL/dh alone, and the plain head for the bucket logits."""
+    """With more positions, chunks need memory for dL/dh alone, and the head at once for the bucket logits."""
     m = random_model(loss=loss)
-    m.chunk_sizes = sizes(chunk=32)
+    m.max_chunk = 32
     d = m.config.hidden_size
 
     def peak(model, n):
@@ -602,15 +779,12 @@ def test_calibration(loss):
     assert abs(overconfidence) < 0.04 if loss == 'exact' else overconfidence > 0.15
 
 
-def test_chunk_sizes():
-    """A chunk depends on the config and the device type alone. The kernels, which are not measured yet, are off."""
+def test_default_chunk():
+    """A chunk depends on the config and the device type alone."""
     demo = MHFConfig(num_hashes=3, num_buckets=2048)
     configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
-    assert [default_chunk_sizes('cpu', c).chunk for c in configs] == [1024, 512, 512, 1024]
-    assert [default_chunk_sizes('cuda', c).chunk for c in configs] == [4096, 4096, 2048, 4096]
-    assert not ChunkedMHF(TINY).use_kernels and not default_chunk_sizes('cuda', TINY).use_kernels
-    assert not ChunkedMHF(TINY).get_chunk_sizes().use_kernels
-    assert default_chunk_sizes('cuda', TINY, use_kernels=True).use_kernels
+    assert [default_chunk('cpu', c) for c in configs] == [1024, 256, 256, 512]
+    assert [default_chunk('cuda', c) for c in configs] == [4096, 4096, 2048, 4096]
 
 
 class SoftmaxStrides(TorchDispatchMode):
@@ -627,7 +801,7 @@ class SoftmaxStrides(TorchDispatchMode):
 def test_softmaxes_over_rows(changes):
     """With a GPU's chunk sizes, softmaxes run over rows: over columns, CUDA's softmax uses one multiprocessor."""
     m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.chunk_sizes = default_chunk_sizes('cuda', m.config)
+    m.max_chunk = default_chunk('cuda', m.config)
     ids = torch.randint(0, 5000, (2, 256))
     x = m.signatures[ids]
     with SoftmaxStrides() as mode:
@@ -645,7 +819,7 @@ def test_activation_checkpointing():
     m = random_model()
     calls = []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-    m.chunk_sizes = sizes(chunk=5)
+    m.max_chunk = 5
     x = m.signatures[torch.arange(20)[None]]
     expected = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 1
@@ -677,7 +851,7 @@ def test_losses_and_log_probs_are_the_formulas(H):
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
     if H:
-        # a new table, for which the fused head must build a new index
+        # a new table, for which a new index must be built
         m.log_probs(ids)
         table = m.signatures.numpy().copy()
         table[5:, 0] = table[5:, 0][::-1]
@@ -687,7 +861,7 @@ def test_losses_and_log_probs_are_the_formulas(H):
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
-    m.chunk_sizes = sizes(chunk=3)
+    m.max_chunk = 3
     product_loss, exact_loss = m.token_losses(x, y)
     assert torch.allclose(exact_loss, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     coordinates = [p[:, :-1, i].gather(2, y[..., i, None])[..., 0] for i in range(H or 1)]

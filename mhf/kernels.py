@@ -1,10 +1,9 @@
 """
-The exact loss's sums over the vocabulary as Triton kernels. fused.vocab_logsumexp calls them; model.exact_loss is the
-same in plain PyTorch.
+MHF.log_normalizer as Triton kernels, for chunked.vocab_log_normalizer; model.py has the same in plain PyTorch.
 
     transpose    copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
     logsumexp    computes the token logits sum_i o_i[s_i(w)] of every token id w, and their logsumexp
-    backward     overwrites o_i by dL/do_i: for each bucket the sum of P(w) over its tokens, minus 1 at the target
+    backward     computes the gradient: for each bucket the sum of P(w) over its tokens
 
 Gathers are fast if they read contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block of
 64 positions they are one row of 64. logsumexp adds H rows to get the token logits of an id, and stores them as a row in
@@ -12,8 +11,8 @@ float32. backward gathers the rows of a bucket's tokens. The programs of a block
 the rows of a block stay in the L2 cache.
 
 The kernels use no atomic adds, so equal inputs produce equal bits. Offsets into tensors that grow with n are 64-bit.
-The sizes were chosen by compiling for sm_90 and counting registers (tests/compile_kernels.py). They have not been
-measured on a GPU yet; study/kernels.py times other sizes there.
+The sizes are the fastest of those tried on an H200 with 4,096 positions of H4B16K: 1.37 ms with the gradient; with 32
+or 128 positions 1.66 and 1.70, 32 or 128 tokens 1.49 and 1.38, 8 or 32 buckets 1.43 and 1.51 (study/LOG.md).
 """
 
 from typing import NamedTuple
@@ -39,31 +38,27 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-def sum_over_vocabulary(o, y, rows, token_mask, inverse, sizes=SIZES):
+def log_normalizer(o, index, gradient, sizes=SIZES):
     """
     Args:
-        o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16; unless `inverse` is empty, the gradient
-            of -log P(y) overwrites them
-        y: (n, H) int64, the signatures of the targets
-        rows: (V, H) int32, the signatures as rows of E
-        token_mask: (V,) bool
-        inverse: [ids, offsets], int32: row r of E belongs to the tokens ids[offsets[r] : offsets[r + 1]]; [] computes
-            no gradient
+        o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16
+        index: a chunked.SignatureIndex
+        gradient: whether to compute the gradient
 
-    Returns: the token logit of y and the logsumexp of all token logits, two (n,), float32 or better. Their difference
-        is log P(y).
+    Returns: the logsumexp of the token logits (n,), float32 or better; its gradient (H, n, B), or an empty tensor.
     """
-    assert all(o_i.is_contiguous() for o_i in o)
-    y = y.contiguous()
-    accumulate = torch.promote_types(o[0].dtype, torch.float32)
-    target = sum(o_i.gather(1, y_i).to(accumulate) for o_i, y_i in zip(o, y.split(1, dim=1), strict=True))
+    H = len(o)
+    n, B = o[0].shape
     # Triton launches on the current GPU, so make the logits' GPU the current one
     with torch.cuda.device_of(o[0]):
         transposed = transpose(o, sizes)
-        logits, lse = logsumexp(transposed, rows, token_mask, bool(inverse), sizes)
-        if inverse:
-            backward(o, y, logits, lse, inverse, sizes)
-    return target[:, 0], lse[: len(y)]
+        logits, normalizer = logsumexp(transposed, index, gradient, sizes)
+        if not gradient:
+            return normalizer[:n], o[0].new_empty(0)
+        # overwrites the transposed logits, which are at least as large
+        bucket_gradient = transposed.flatten()[: H * n * B].view(H, n, B)
+        backward(logits, normalizer, index, bucket_gradient, sizes)
+    return normalizer[:n], bucket_gradient
 
 
 def transpose(o, sizes=SIZES):
@@ -78,33 +73,42 @@ def transpose(o, sizes=SIZES):
     return transposed
 
 
-def logsumexp(transposed, rows, token_mask, keep_logits, sizes=SIZES):
+def logsumexp(transposed, index, keep_logits, sizes=SIZES):
     """
-    Args: transposed (blocks, H*B, T) from transpose; rows and token_mask as in sum_over_vocabulary.
+    Args: transposed (blocks, H*B, T) from transpose; a SignatureIndex.
     Returns: the token logits (blocks, V, T), undefined for unused ids, or None without keep_logits; their logsumexp at
         every position, (blocks * T,). Both are float32 or better.
     """
     blocks, num_rows, T = transposed.shape
-    V, H = rows.shape
+    V, H = index.rows.shape
     accumulate = torch.promote_types(transposed.dtype, torch.float32)
     logits = transposed.new_empty(blocks, V, T, dtype=accumulate) if keep_logits else None
     grid = (triton.cdiv(V, sizes.tokens), blocks)
-    lse = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
+    partial = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
+    sums = (logits, partial)
     logsumexp_kernel[grid](
-        transposed, rows, token_mask, logits, lse, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps
+        transposed,
+        index.rows,
+        index.token_mask,
+        *sums,
+        V,
+        num_rows,
+        H,
+        T,
+        sizes.tokens,
+        num_warps=sizes.logsumexp_warps,
     )
-    return logits, lse.logsumexp(0)  # normalizes P(w); used with --kernels by --loss=exact and validation
+    return logits, partial.logsumexp(0)
 
 
-def backward(o, y, logits, lse, inverse, sizes=SIZES):
-    """Overwrites o, H of (n, B), with the gradient of -log P(y). logits and lse are those of logsumexp."""
-    ids, offsets = inverse
-    H = len(o)
-    n, B = o[0].shape
+def backward(logits, normalizer, index, gradient, sizes=SIZES):
+    """Writes the gradient (H, n, B) of the normalizer; logits and normalizer are those of logsumexp."""
+    H, n, B = gradient.shape
     blocks, V, T = logits.shape
     grid = (triton.cdiv(B, sizes.buckets), H, blocks)
+    inverse = (index.ids, index.id_offsets)
     backward_kernel[grid](
-        tuple(o), y, logits, lse, ids, offsets, n, V, B, H, T, sizes.buckets, num_warps=sizes.backward_warps
+        logits, normalizer, *inverse, gradient, n, V, B, T, sizes.buckets, num_warps=sizes.backward_warps
     )
 
 
@@ -146,26 +150,23 @@ def logsumexp_kernel(
 
 
 @triton.jit
-def backward_kernel(o, y, logits, lse, ids, offsets, n, V, B, H: tl.constexpr, T: tl.constexpr, R: tl.constexpr):
+def backward_kernel(logits, normalizer, ids, offsets, gradient, n, V, B, T: tl.constexpr, R: tl.constexpr):
     bucket = tl.program_id(0) * R + tl.arange(0, R)
-    coordinate = tl.program_id(1)
+    coordinate = tl.program_id(1).to(tl.int64)
     block = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, T)
     position = block * T + column
     row = coordinate * B + bucket
     start = tl.load(offsets + row, mask=bucket < B, other=0)
     end = tl.load(offsets + row + 1, mask=bucket < B, other=0)
-    normalizer = tl.load(lse + position) * LOG2_E
-    target = tl.load(y + (position * H + coordinate), mask=position < n, other=-1)
-    total = -(bucket[:, None] == target).to(normalizer.dtype)  # (buckets, positions)
+    scaled_normalizer = tl.load(normalizer + position) * LOG2_E
+    total = tl.zeros((R, T), scaled_normalizer.dtype)  # (buckets, positions)
     # the bucket with the most tokens determines the number of iterations
     for k in range(tl.max(end - start)):
         used = start + k < end
         token = block * V + tl.load(ids + start + k, mask=used, other=0)
         logit = tl.load(logits + (token[:, None] * T + column), mask=used[:, None], other=-float('inf'))
-        total += tl.exp2(logit * LOG2_E - normalizer)
+        total += tl.exp2(logit * LOG2_E - scaled_normalizer)
     exists = (position < n)[:, None] & (bucket < B)
-    for i in tl.static_range(H):
-        if i == coordinate:
-            place = position[:, None] * B + bucket
-            tl.store(o[i] + place, total.T.to(o[i].dtype.element_ty), mask=exists)
+    place = (coordinate * n + position)[:, None] * B + bucket
+    tl.store(gradient + place, total.T.to(gradient.dtype.element_ty), mask=exists)

@@ -1,37 +1,42 @@
 """
-kernels.py without a GPU: run by Triton's interpreter and compared with the plain loss, and compiled for an H100.
-test_mhf.py tests the kernels inside the fused head; tests/test_gpu.py tests them on a GPU.
+kernels.py without a GPU: run by Triton's interpreter and compared with model.py, and compiled for an H100.
+tests/test_gpu.py tests the kernels on a GPU.
 """
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip('triton', reason='needs the package triton')
 
-from conftest import REPO
+import triton
+from conftest import REPO, normalizer_and_gradient, vocabulary
 
 from hashing import signature_table
-from mhf import chunked as fused
 from mhf import kernels
-from mhf.chunked import ChunkSizes
 from mhf.runtime import no_triton
-from model import exact_loss
-from study.kernels import CHANGES, KERNELS, measure, random_inputs, signature_index
+from model import MHF
 
-ON_CPU = ChunkSizes(chunk=512, block=64, columns=32)
 # the interpreter warns about a block of 64 unused ids
 pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
 
 
-def make_index(H, B, V, num_lsh=0, unused_ids=(), unique=True):
-    """Returns the SignatureIndex of V tokens."""
-    table = signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique)
-    return signature_index(table, B, unused_ids)
+def make_vocabulary(H, B, V, num_lsh=0, unused_ids=(), unique=True):
+    return vocabulary(signature_table([f'word {i}' for i in range(V)], H, B, num_lsh, unique=unique), B, unused_ids)
+
+
+def random_logits(m, n, dtype):
+    """n random bucket logits, H of (n, B); the same in each run."""
+    torch.manual_seed(0)
+    return [torch.randn(n, m.config.num_buckets).to(dtype) for _ in range(m.config.num_hashes)]
 
 
 def relative(a, b):
@@ -41,9 +46,9 @@ def relative(a, b):
 # a few ids, and complete blocks of 64 ids
 GAPS = dict(unused_ids=[5, *range(60, 210)])
 VOCABULARIES = {
-    'one coordinate': dict(H=1, B=400, V=300),
+    'one hash': dict(H=1, B=400, V=300),
     'more buckets than tokens': dict(H=3, B=250, V=200),
-    'long lists': dict(H=4, B=24, V=500),
+    'long lists': dict(H=4, B=12, V=150),
     'unused ids': dict(H=2, B=70, V=400, **GAPS),
     'single ID': dict(H=4, B=60, V=200, unique=False),
     'LSH': dict(H=3, B=60, V=200, num_lsh=2),
@@ -52,41 +57,39 @@ VOCABULARIES = {
 
 @pytest.mark.parametrize('n, dtype, tolerance', [(1, torch.float32, 1e-6), (70, torch.float64, 1e-14)])
 @pytest.mark.parametrize('name', VOCABULARIES)
-def test_kernels_equal_the_plain_loss(name, n, dtype, tolerance):
-    """Loss and gradient equal the plain ones and repeat to the bit; the gradient of buckets without tokens is 0."""
-    index = make_index(**VOCABULARIES[name])
-    o, y = random_inputs(index, n, dtype)
-    plain = [o_i.double().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, index.signatures, index.token_mask)
-    expected.sum().backward()
-
-    unchanged = [o_i.clone() for o_i in o]
-    assert torch.equal(fused.exact_nll(o, y, index, KERNELS), fused.exact_nll(unchanged, y, index, KERNELS))
-    assert all(map(torch.equal, o, unchanged))
-    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
-    assert nll.dtype == dtype and (nll - expected).abs().max() < 20 * tolerance
-    for gradient, plain_o in zip(o, plain, strict=True):
-        assert relative(gradient, plain_o.grad) < tolerance
-        assert (gradient[plain_o.grad == 0] == 0).all()
-
-    again = fused.exact_nll(unchanged, y, index, KERNELS, gradient=True)
-    assert torch.equal(nll, again) and all(map(torch.equal, o, unchanged))
+def test_kernels_equal_the_plain_sums(name, n, dtype, tolerance):
+    """
+    The normalizer and its gradient equal model.py's and repeat to the bit, with and without a gradient. The gradient of
+    a bucket without tokens is 0.
+    """
+    m = make_vocabulary(**VOCABULARIES[name])
+    o = random_logits(m, n, dtype)
+    expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), [o_i.double() for o_i in o])
+    m.use_kernels = True
+    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
+    assert normalizer.dtype == dtype and (normalizer - expected).abs().max() < 20 * tolerance
+    for g, plain_g in zip(gradient, plain, strict=True):
+        assert relative(g, plain_g) < tolerance
+        assert (g[plain_g == 0] == 0).all()
+    again, *gradient_again = normalizer_and_gradient(m.log_normalizer, o)
+    assert torch.equal(normalizer, again) and all(map(torch.equal, gradient, gradient_again))
+    assert torch.equal(m.log_normalizer(o), normalizer)
 
 
 @pytest.mark.parametrize('name', ['long lists', 'unused ids'])
 def test_kernels_in_bfloat16(name):
     """
-    Sums over bfloat16 logits are float32, and the target's -1 is not lost in rounding. Triton's interpreter truncates
-    float32 to bfloat16, where a GPU rounds to nearest, so the gradient equals the truncated float32 gradient.
+    Sums over bfloat16 logits are float32. Triton's interpreter truncates float32 to bfloat16, where a GPU rounds to
+    nearest, so the gradient equals the truncated float32 gradient.
     """
-    index = make_index(**VOCABULARIES[name])
-    o, y = random_inputs(index, 70, torch.bfloat16)
-    in_columns = [o_i.clone() for o_i in o]
-    in_float32 = [o_i.float() for o_i in o]
-    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
-    assert torch.equal(nll, fused.exact_nll(in_float32, y, index, KERNELS, gradient=True))
-    assert torch.allclose(nll, fused.exact_nll(in_columns, y, index, ON_CPU, gradient=True), rtol=1e-6)
-    for g, g_float32, g_columns in zip(o, in_float32, in_columns, strict=True):
+    m = make_vocabulary(**VOCABULARIES[name])
+    o = random_logits(m, 70, torch.bfloat16)
+    columns, *in_columns = normalizer_and_gradient(m.log_normalizer, o)
+    m.use_kernels = True
+    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
+    exact, *in_float32 = normalizer_and_gradient(m.log_normalizer, [o_i.float() for o_i in o])
+    assert torch.equal(normalizer, exact) and torch.allclose(normalizer, columns, rtol=1e-6)
+    for g, g_float32, g_columns in zip(gradient, in_float32, in_columns, strict=True):
         truncated = (g_float32.view(torch.int32) & -(2**16)).view(torch.float32)
         assert torch.equal(g.float(), truncated)
         # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
@@ -94,32 +97,81 @@ def test_kernels_in_bfloat16(name):
 
 
 def test_a_large_vocabulary():
-    """The kernels work with 131,072 tokens and the paper's H and B."""
+    """The kernels work with a vocabulary of 131,072 and the paper's H and B."""
     table = torch.randint(1, 16384, (131072, 4), generator=torch.Generator().manual_seed(0)).numpy()
-    index = signature_index(table, 16384)
-    o, y = random_inputs(index, 3, torch.float64)
-    plain = [o_i.clone().requires_grad_() for o_i in o]
-    expected = exact_loss(plain, y, index.signatures, index.token_mask)
-    expected.sum().backward()
+    m = vocabulary(table, 16384)
+    o = random_logits(m, 3, torch.float64)
+    expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), o)
     # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
     sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
-    inverse = [index.ids, index.offsets]
-    target, logsumexp = kernels.sum_over_vocabulary(o, y, index.rows, index.token_mask, inverse, sizes)
-    assert torch.allclose(logsumexp - target, expected, rtol=1e-13)
-    assert all(relative(g, plain_o.grad) < 1e-13 for g, plain_o in zip(o, plain, strict=True))
+    normalizer, gradient = kernels.log_normalizer(o, m.signature_index(), True, sizes)
+    assert torch.allclose(normalizer, expected, rtol=1e-13)
+    assert all(relative(g, plain_g) < 1e-13 for g, plain_g in zip(gradient, plain, strict=True))
 
 
-def test_compiles_for_an_h100(tmp_path):
+# -----------------------------------------------------------------------------
+# compilation without a GPU
+
+# the parts of a GPU driver that compilation needs
+H100 = SimpleNamespace(
+    get_current_target=lambda: triton.backends.compiler.GPUTarget('cuda', 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=None: 0,
+)
+
+
+class CompileOnly:
+    """Replaces a kernel: a launch compiles it and checks the result."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: check_compiled(self.kernel.warmup(*args, grid=grid, **options))
+
+
+def check_compiled(compiled):
+    """Prints a kernel's registers. Raises AssertionError if it spills registers or uses 32-bit offsets."""
+    # tensors that grow with the positions of a chunk are addressed by two-dimensional pointers
+    offsets = re.findall(r'tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>', compiled.asm['ttir'])
+    assert offsets and set(offsets) == {'i64'}, (compiled.metadata.name, offsets)
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        file.write(compiled.asm['cubin'])
+        file.flush()
+        used = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf'{name}:(\d+)', used)[1]) for name in ('REG', 'STACK', 'LOCAL'))
+    assert stack == local == 0, (compiled.metadata.name, used)
+    print(f'{compiled.metadata.name}: {registers} registers, {compiled.metadata.shared} bytes of shared memory')
+
+
+def compile_kernels(dtype, H, B, n):
+    """Compiles the kernels with and without a gradient. Needs TRITON_INTERPRET=0."""
+    triton.runtime.driver.set_active(H100)
+    for name in ('transpose_kernel', 'logsumexp_kernel', 'backward_kernel'):
+        setattr(kernels, name, CompileOnly(getattr(kernels, name)))
+    index = vocabulary(torch.randint(1, B, (1000, H)).numpy(), B).signature_index()
+    o = [torch.zeros(n, B, dtype=dtype) for _ in range(H)]
+    for gradient in (True, False):
+        kernels.log_normalizer(o, index, gradient)
+
+
+# Triton specializes kernels for integers that are 1 or multiples of 16
+@pytest.mark.parametrize(
+    'case', ['torch.bfloat16, 4, 256, 64', 'torch.bfloat16, 3, 263, 1', 'torch.float64, 1, 263, 77']
+)
+def test_compiles_for_an_h100(tmp_path, case):
     """
     The kernels compile for a GPU without spilling registers, and use 64-bit offsets: 32-bit ones end at 2^31 bucket
     logits, 32,768 positions of H4B16K.
     """
-    command = [sys.executable, '-m', 'tests.compile_kernels', '--quick']
-    environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0')
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment)
+    code = f'import torch, test_kernels; test_kernels.compile_kernels({case})'
+    path = os.pathsep.join([str(REPO), str(REPO / 'tests')])
+    environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0', PYTHONPATH=path)
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    # three cases of five kernels: three with a gradient, two without
-    assert len(done.stdout.splitlines()) == 15
+    # three kernels with a gradient, two without
+    assert len(done.stdout.splitlines()) == 5
 
 
 BROKEN = [
@@ -136,16 +188,3 @@ def test_no_triton(monkeypatch, change, reason):
     monkeypatch.delenv('CC', raising=False)
     change(monkeypatch)
     assert no_triton.__wrapped__().startswith(reason)
-
-
-def test_the_kernels_are_timed(capsys):
-    """study/kernels.py times both forms and every change of sizes."""
-    index = make_index(1, 50, 40)
-
-    def measure_ms(call):
-        call()
-        return 1.0
-
-    measure(*random_inputs(index, 3, torch.float32), index, measure_ms)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 + sum(map(len, CHANGES.values())) and all(line.endswith(('ms', ':')) for line in lines)
