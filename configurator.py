@@ -15,6 +15,7 @@ import ast
 import atexit
 import difflib
 import functools
+import io
 import math
 import os
 import re
@@ -34,6 +35,10 @@ class InputError(ValueError):
         super().__init__(' '.join(str(message).splitlines()))
 
 
+class RankError(InputError):
+    """An InputError of one rank alone, such as its device or connection. Rank 0 of each machine prints the others."""
+
+
 def install_excepthook():
     """
     Prepares a script's input and output: an uncaught InputError or Ctrl-C prints one line, a closed pipe (`| head -1`)
@@ -41,7 +46,11 @@ def install_excepthook():
     question mark. configure() calls it, and so do modules that run with -m. Raises InputError for an argument that is
     not valid text.
     """
-    sys.stdout.reconfigure(errors='replace', line_buffering=True)
+    for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is None:  # closed in the shell by >&-
+            setattr(sys, name, open(os.devnull, 'w'))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another class
+        sys.stdout.reconfigure(errors='replace', line_buffering=True)
     sys.excepthook = print_error
     atexit.register(discard_closed_stdout)
     for argument in sys.argv[1:]:
@@ -52,7 +61,8 @@ def install_excepthook():
 
 def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
-        print(f'error: {error}', file=sys.stderr)
+        if isinstance(error, RankError) or os.environ.get('LOCAL_RANK', '0') == '0':
+            print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
     elif not (isinstance(error, BrokenPipeError) and discard_closed_stdout('\n')):
@@ -67,6 +77,29 @@ def discard_closed_stdout(text=''):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
+
+
+class UnfailingFile(io.FileIO):
+    """An output file that discards what cannot be written."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def ignore_closed_output():
+    """
+    From now on, output that cannot be written is discarded: a script continues without its reader (`| head -1`), its
+    terminal, or room on the disk of its output.
+    """
+    for name in ('stdout', 'stderr'):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # a notebook has another class
+            stream.flush()
+            file = io.BufferedWriter(UnfailingFile(stream.fileno(), 'w', closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
 
 
 def did_you_mean(word, known):
