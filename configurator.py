@@ -18,14 +18,17 @@ import functools
 import io
 import math
 import os
+import re
+import signal
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CALL = '\nconfig = configure('
-SCRIPTS = sorted(path.name for path in HERE.glob('*.py') if CALL in path.read_text(encoding='utf-8'))
+SCRIPTS = sorted(path.name for path in HERE.glob('[!.]*.py') if CALL.encode() in path.read_bytes())
 
 
 class InputError(ValueError):
@@ -78,6 +81,7 @@ def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         if os.environ.get('LOCAL_RANK', '0') != '0':
             # local rank 0 prints an error that all ranks have; then torchrun ends this process before it prints
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
@@ -150,7 +154,7 @@ def parse_flag(argument, script, defaults):
     if isinstance(defaults[key], str):
         return {key: text}
     try:
-        return {key: ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))}
+        return {key: ast.literal_eval(text)}
     except (ValueError, SyntaxError):
         return {key: text}
 
@@ -175,21 +179,13 @@ def read_config(path):
 
 
 def print_help(scope):
-    """Prints a script's docstring and its settings with the comments above them."""
-    script = Path(scope['__file__']).resolve()
-    lines = script.read_text(encoding='utf-8').splitlines()
-    if scope['__doc__']:  # removed by python -OO
-        print(scope['__doc__'].strip() + '\n')
-    print('settings:')
-    for node in find_settings(script).values():
-        first = node.lineno - 1
-        while first and lines[first - 1].startswith('#'):
-            first -= 1
-        if first < node.lineno - 1:  # a comment starts a group
-            print()
-        lines[node.lineno - 1] = '--' + lines[node.lineno - 1].replace(' = ', '=', 1)
-        for line in lines[first : node.end_lineno]:
-            print('  ' + line)
+    """Prints a script's docstring, and its settings in their groups."""
+    above, _, _ = Path(scope['__file__']).read_text(encoding='utf-8').partition(CALL)
+    first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start()
+    settings = re.sub(r'^(\w+) = ', r'--\1=', above[first:], flags=re.MULTILINE)
+    groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
+    docstring = scope['__doc__'] or ''  # python -OO has no docstrings
+    print(f'{docstring.strip()}\n\nsettings:\n\n{textwrap.indent(groups.lstrip(), "  ")}'.lstrip())
 
 
 def configure(scope):

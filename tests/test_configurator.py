@@ -110,7 +110,8 @@ def test_lines_are_written_at_once(tmp_path):
 
 def test_an_error_of_all_ranks_is_printed_once(tmp_path):
     """Under torchrun one rank prints an error that all ranks have, even if it is the last to find it."""
-    late = "import os, time\ntime.sleep(2 if os.environ.get('LOCAL_RANK') == '0' else 0)\n"
+    late = "import os, signal, time\ntime.sleep(2 if os.environ.get('LOCAL_RANK') == '0' else 0)\n"
+    late += 'signal.signal(signal.SIGTERM, lambda *_: None)\n'
     (tmp_path / 'late.py').write_text(late + PRINTS, encoding='utf-8')
     done = shell(tmp_path, 'python -m torch.distributed.run --standalone --nproc_per_node=3 late.py --lines=many')
     assert done.returncode == 1 and done.stderr.count(b'error: lines=') == 1, done.stderr
