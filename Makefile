@@ -23,7 +23,7 @@ test: .venv/installed
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
-	$(PY) -m study.kernels
+	$(PY) bench.py config/mhf_100m.py --benchmarks=head --variants=exact
 	$(PY) bench.py config/mhf_100m.py --variants=exact,Standard --benchmarks=train
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 

@@ -171,7 +171,6 @@ BAD = [
     Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),
     Bad('results in a file', TEXT + 'docs.jsonl --output_path=docs.jsonl/r', says='output_path=docs.jsonl/r cannot be'),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
-    Bad('a batch that does not divide', 'bench.py --plan --gpus=3', says='micro_batch_size=8 x gpus=3'),
 ]
 
 
