@@ -1,26 +1,26 @@
 """
-Compares a GPU with the CPU, with and without the Triton kernels; `make gpu` runs these tests. Without a GPU, tests that
-can run on a CPU use the chunk sizes of a GPU and Triton's interpreter; the others are skipped.
+Compares a GPU with the CPU, with and without the Triton kernels; `make gpu` runs these tests. Without a GPU they run on
+the CPU, with Triton's interpreter; those that would only repeat another test there are skipped.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, plain_twin, random_model, sizes, steps
-from torch._dynamo.utils import ReinplaceCounters
+from conftest import REPO, normalizer_and_gradient, ok, plain_twin, random_model, steps, vocabulary
 
-from mhf import chunked as fused
-from mhf.chunked import ChunkSizes
+from mhf.generate import Engine
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
-from study.kernels import COLUMNS, KERNELS, random_inputs, signature_index
 
 pytest.importorskip('triton', reason='needs the package triton')
+# read by cuBLAS when it is initialized, for test_deterministic
+os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] == '0' else 'cpu'
 on_a_gpu = pytest.mark.skipif(DEVICE == 'cpu', reason='needs a GPU, and `make gpu`')
 KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
@@ -33,89 +33,72 @@ def distance(measured, expected):
     return ((a - b).norm() / b.norm()).item()
 
 
-def everything(m, ids, autocast=False):
+def everything(m, ids):
     """Returns {name: tensor}: a model's loss, gradients, log P, and losses per position."""
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
     m.zero_grad()
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        loss = m(x, y)
-        loss.backward()
-        measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.token_losses(x, y))}
+    loss = m(x, y)
+    loss.backward()
+    measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.token_losses(x, y))}
     return measured | {name: p.grad.clone() for name, p in m.named_parameters()}
 
 
-def references(changes):
-    """Returns a model in float64 on the CPU, token ids, and everything() of the plain model."""
-    m = random_model(**changes)
+@pytest.fixture(scope='module', params=KINDS, ids=['exact', 'product', 'Standard'])
+def reference(request):
+    """A model in float64 on the CPU, token ids, and everything() of model.MHF."""
+    m = random_model(**request.param)
     ids = torch.randint(3, 300, (3, 41))
     return m, ids, everything(plain_twin(m), ids)
 
 
 @pytest.mark.parametrize('use_kernels', [False, True])
-@pytest.mark.parametrize('changes', KINDS)
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-4)])
-def test_equals_the_cpu(dtype, tolerance, changes, use_kernels):
-    """Logits, losses and gradients on a GPU equal those of the plain model on a CPU, in columns and with kernels."""
-    m, ids, expected = references(changes)
-    m.to(DEVICE, dtype).chunk_sizes = ChunkSizes(chunk=50, block=50, columns=512, use_kernels=use_kernels)
+def test_equals_the_cpu(reference, dtype, tolerance, use_kernels):
+    """Logits, losses and gradients on a GPU equal those of model.MHF on a CPU, in columns and with kernels."""
+    m, ids, expected = reference
+    m = deepcopy(m).to(DEVICE, dtype)
+    m.use_kernels = use_kernels
+    m.max_chunk = 50
     measured = everything(m, ids.to(DEVICE))
     # the gradient of the gate's last bias is 0, except for rounding
     wrong = {k: distance(measured[k], t) for k, t in expected.items() if t.norm() > 1e-6}
     assert max(wrong.values()) < tolerance, wrong
 
 
-@pytest.mark.parametrize('changes', KINDS)
-def test_a_compiled_chunk(changes):
-    """A compiled chunk of the head has the gradients of the plain model."""
-    if not (shutil.which('g++') or shutil.which('cc')):
-        pytest.skip('torch.compile needs a C++ compiler')
-    if DEVICE == 'cpu' and changes != KINDS[0]:
-        pytest.skip('compiles for half a minute, so only on a GPU')
-    torch._dynamo.reset()
-    ReinplaceCounters.clear()
-    m, ids, expected = references(changes)
-    m.to(DEVICE, torch.float32).chunk_sizes = sizes(chunk=4096, use_kernels=True)
-    errors = []
-    for m.chunk_gradients in (fused.chunk_gradients, torch.compile(fused.chunk_gradients, fullgraph=True)):
-        measured = everything(m, ids.to(DEVICE), autocast=True)
-        errors.append({k: distance(measured[k], expected[k]) for k in ('loss', 'embed.weight', 'norm.weight')})
-    eager, compiled = errors
-    # compilation changes the rounding to bfloat16
-    assert all(compiled[k] < 1.5 * eager[k] + 1e-3 for k in eager), errors
-    # the kernels write to the bucket logits, not to a copy of half a GiB
-    assert not ReinplaceCounters.get_total_missed()
+# -----------------------------------------------------------------------------
+# the kernels at the sizes of the paper
 
 
-def head_inputs(V, H, B, n, dtype):
-    """Returns the SignatureIndex of a random table, and random bucket logits and targets, on DEVICE."""
-    table = torch.randint(1, B, (V, H)).numpy()
-    with torch.device(DEVICE):
-        index = signature_index(table, B)
-        return index, *random_inputs(index, n, dtype)
+def random_logits(V, H, B, n, dtype):
+    """Returns a vocabulary with a random table, and random bucket logits, on DEVICE."""
+    m = vocabulary(torch.randint(1, B, (V, H)).numpy(), B).to(DEVICE)
+    return m, [torch.randn(n, B, device=DEVICE, dtype=dtype) for _ in range(H)]
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance):
-    """Loss and gradient of the kernels equal those of the sums in columns, and repeat to the bit."""
-    shape = (32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70)
-    index, o, y = head_inputs(*shape, dtype)
-    again = [o_i.clone() for o_i in o]
-    in_columns = [o_i.clone() for o_i in o]
-    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
-    assert torch.equal(nll, fused.exact_nll(again, y, index, KERNELS, gradient=True))
-    assert all(map(torch.equal, o, again))
-    expected = fused.exact_nll(in_columns, y, index, COLUMNS, gradient=True)
-    assert (nll - expected).abs().max() < 1e-5 and distance(torch.cat(o), torch.cat(in_columns)) < tolerance
+    """The normalizer and its gradient by the kernels equal those in columns, and repeat to the bit."""
+    m, o = random_logits(*(32768, 4, 16384, 4096) if DEVICE == 'cuda' else (300, 3, 90, 70), dtype)
+    m.use_kernels = True
+    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
+    again, *gradient_again = normalizer_and_gradient(m.log_normalizer, o)
+    assert torch.equal(normalizer, again) and all(map(torch.equal, gradient, gradient_again))
+    m.use_kernels = False
+    expected, *in_columns = normalizer_and_gradient(m.log_normalizer, o)
+    assert (normalizer - expected).abs().max() < 1e-5
+    assert distance(torch.cat(gradient), torch.cat(in_columns)) < tolerance
 
 
 @on_a_gpu
 def test_memory_of_the_kernels():
     """The kernels allocate at most 1.1 x the memory of the transposed bucket logits and the token logits."""
-    index, o, y = head_inputs(32768, 4, 16384, 4096, torch.bfloat16)
+    m, o = random_logits(32768, 4, 16384, 4096, torch.bfloat16)
+    o = [o_i.requires_grad_() for o_i in o]
+    m.signature_index()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    fused.exact_nll(o, y, index, KERNELS, gradient=True)
+    m.log_normalizer(o)
     token_logits = 4 * 4096 * 32768
     assert torch.cuda.max_memory_allocated() - before < 1.1 * (sum(o_i.nbytes for o_i in o) + token_logits)
 
@@ -124,23 +107,56 @@ def test_memory_of_the_kernels():
 def test_more_bucket_logits_than_an_int32_counts():
     """The kernels are correct for a chunk with more than 2^31 bucket logits."""
     n = 2**15 + 100
-    index, o, y = head_inputs(1000, 4, 16384, n, torch.bfloat16)
-    parts = (slice(0, 100), slice(n - 100, n))
-    expected = [[o_i[part].clone() for o_i in o] for part in parts]
-    nll = fused.exact_nll(o, y, index, KERNELS, gradient=True)
-    for part, o_part in zip(parts, expected, strict=True):
-        assert torch.allclose(nll[part], fused.exact_nll(o_part, y[part], index, COLUMNS, gradient=True), atol=1e-5)
-        assert all(distance(g[part], g_part) < 5e-3 for g, g_part in zip(o, o_part, strict=True))
+    m, o = random_logits(1000, 4, 16384, n, torch.bfloat16)
+    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
+    m.use_kernels = False
+    for part in (slice(0, 100), slice(n - 100, n)):
+        expected, *in_columns = normalizer_and_gradient(m.log_normalizer, [o_i[part] for o_i in o])
+        assert torch.allclose(normalizer[part], expected, atol=1e-5)
+        assert all(distance(g[part], g_part) < 5e-3 for g, g_part in zip(gradient, in_columns, strict=True))
 
 
-def test_products_are_summed_in_float32():
-    """dL/dE, a sum over all chunks, is accumulated in float32."""
-    a = torch.ones(4, 8, dtype=torch.bfloat16, device=DEVICE)
-    b = torch.full((4, 6), 2**-9, device=DEVICE)
-    total = torch.ones(8, 6, device=DEVICE)
-    for _ in range(64):
-        fused.add_products(total, [(a, b.bfloat16()), (a, b.bfloat16())])
-    assert torch.equal(total, torch.full_like(total, 1 + 64 * 2 * 4 * 2**-9))
+# -----------------------------------------------------------------------------
+# training, evaluation and generation
+
+
+def train(device, dtype='float32', compiled=False, loss='exact'):
+    """Trains the same small model for eight steps. Returns its losses."""
+    m = random_model(dtype=torch.float32, loss=loss)
+    m.init_weights()
+    ids = torch.randint(3, 300, (8, 4, 25))
+    m.to(device)
+    if compiled:
+        m.compile()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=3e-3, fused=True)
+    losses = []
+    for batch in m.signatures[ids.to(device)]:
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == 'bfloat16'):
+            value = m(batch[:, :-1], batch[:, 1:])
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=on_a_gpu)], ids=['eager', 'compiled'])
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
+@pytest.mark.parametrize('loss', ['exact', 'product'])
+def test_training(loss, dtype, tolerance, compiled):
+    """Training on a GPU follows the losses of a CPU, compiled or not, in both precisions."""
+    assert train(DEVICE, dtype, compiled, loss) == pytest.approx(train('cpu', loss=loss), rel=tolerance)
+
+
+@on_a_gpu
+def test_deterministic():
+    """With deterministic algorithms and compiled, as with train.py --deterministic, two runs have the same bits."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert train(DEVICE, 'bfloat16', compiled=True) == train(DEVICE, 'bfloat16', compiled=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_evaluation():
@@ -159,64 +175,30 @@ def test_evaluation():
     assert np.allclose([scores[k] for k in range(len(requests))], expected, rtol=1e-4, atol=1e-3)
 
 
-# -----------------------------------------------------------------------------
-# scripts run as subprocesses, because the forked processes of the other tests see no GPU
+@on_a_gpu
+def test_generation():
+    """A step captured as a CUDA graph generates the tokens of an eager step and of a CPU, also past a full context."""
+    m = random_model()
+    ids = torch.randint(3, 300, (1, 7))
+    on_cpu = list(Engine(m, temperature=0).stream(ids, 60))
+    m.to(DEVICE)
+    for compiled in (False, True):
+        engine = Engine(m, temperature=0)
+        if compiled:
+            engine.compile(1, 67)
+        assert torch.cat(list(engine.stream(ids.to(DEVICE), 60))).tolist() == torch.cat(on_cpu).tolist()
 
 
-def script(name, *args, cwd, processes=0, seconds=300):
-    """Runs a script, which must succeed. Returns its stdout."""
-    run = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}'] if processes else []
-    command = [sys.executable, *run, str(REPO / name), *args]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=seconds)
+@on_a_gpu
+def test_torchrun(copy):
+    """With nccl, torchrun and one process per GPU, a resumed run follows the losses of a CPU."""
+    shutil.copytree(copy / 'out', copy / 'gpu')
+    args = ['cfg.py', '--init_from=resume', '--max_steps=32', '--dtype=float32']
+    ok('train.py', *args, '--device=cpu', cwd=copy)
+    processes = min(2, torch.cuda.device_count())
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    command += [str(REPO / 'train.py'), *args, '--out_dir=gpu', '--device=cuda']
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def losses(folder, *options, processes=0):
-    """Returns the losses of eight steps that resume from the checkpoint of `trained`."""
-    name = f'run{len(list(folder.glob("run*")))}'
-    shutil.copytree(folder / 'out', folder / name)
-    args = ['cfg.py', f'--out_dir={name}', '--init_from=resume', '--max_steps=32', *options]
-    script('train.py', *args, cwd=folder, processes=processes)
-    return [s['loss'] for s in steps(folder, name)[24:]]
-
-
-@pytest.fixture(scope='module')
-def on_cpu(trained):
-    return losses(trained, '--device=cpu')
-
-
-@on_a_gpu
-@pytest.mark.parametrize('compiled', [False, True])
-@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
-@pytest.mark.parametrize('kernels', [False, True])
-def test_training(copy, on_cpu, kernels, dtype, tolerance, compiled):
-    """Training on a GPU follows the losses of a CPU, compiled or not, with kernels or without."""
-    options = ['--device=cuda', f'--dtype={dtype}', f'--compile={compiled}', f'--kernels={kernels}']
-    assert losses(copy, *options) == pytest.approx(on_cpu, rel=tolerance)
-
-
-@on_a_gpu
-def test_deterministic(copy):
-    """With --deterministic, two runs on the same GPU have equal losses."""
-    options = ['--device=cuda', '--deterministic', '--compile=False']
-    assert losses(copy, *options) == losses(copy, *options)
-
-
-@on_a_gpu
-@pytest.mark.parametrize('processes', [1, 2])
-def test_several_gpus(copy, on_cpu, processes):
-    """With nccl and one process per GPU, training follows the losses of a CPU."""
-    if torch.cuda.device_count() < processes:
-        pytest.skip(f'needs {processes} GPUs')
-    options = ['--device=cuda', '--dtype=float32']
-    assert losses(copy, *options, processes=processes) == pytest.approx(on_cpu, rel=2e-3)
-
-
-@on_a_gpu
-def test_generation(trained):
-    """A step captured as a CUDA graph generates the same text as an eager step and a CPU."""
-    args = ['--out_dir=out', '--temperature=0', '--dtype=float32', '--start=import', '--max_new_tokens=100']
-    ways = [['--device=cpu'], ['--device=cuda', '--compile=False'], ['--device=cuda']]
-    on_cpu, eager, captured = (script('sample.py', *args, *way, cwd=trained) for way in ways)
-    assert on_cpu == eager == captured
+    on_cpu, on_gpu = ([s['loss'] for s in steps(copy, out)[24:]] for out in ('out', 'gpu'))
+    assert on_gpu == pytest.approx(on_cpu, rel=2e-3)
