@@ -30,7 +30,6 @@ from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_na
 from configurator import InputError, configure, did_you_mean
 from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
-from mhf.released import checkpoint_file
 from mhf.runtime import all_gather_object, cleanup
 from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
@@ -75,9 +74,6 @@ def check_settings():
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
-    if out_dir and not checkpoint_file(out_dir).exists():
-        file = checkpoint_file(out_dir)
-        raise InputError(f'no checkpoint at {file}; check the path, or name a released model by --released')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"

@@ -36,8 +36,9 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
+from mhf.checkpoint import fits, has_signatures, load, mask_ids
 from mhf.data import build_table
-from mhf.released import limit_to_tokenizer, load_model, save_pretrained
+from mhf.released import save_pretrained
 from mhf.sources import initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
@@ -257,18 +258,16 @@ def learn_tokenizer(tok, languages, counts):
 
 def load_source_model(tok):
     """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
-    loaded = load_model(source_model)
+    loaded = load(source_model)
     model = loaded.model
-    fits = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok))
-    # a released table may end with unused rows
-    fits = fits and limit_to_tokenizer(model, len(tok.tokens), [])
-    if fits and model.config.num_hashes:
-        table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
-        fits = (model.signatures[: len(table)].numpy() == table).all()
-    if not fits:
+    V = len(tok.tokens)
+    is_known = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok))
+    if not (is_known and fits(model, V) and has_signatures(model, tok.tokens)):
         known = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
         raise InputError(f"source_model='{source_model}' was trained with {known}, not '{base_tokenizer}'; {fix}")
+    # a released table may end with unused rows
+    mask_ids(model, range(V, len(model.token_mask)))
     return loaded
 
 

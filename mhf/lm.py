@@ -37,8 +37,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from configurator import InputError, did_you_mean, install_excepthook
+from mhf.checkpoint import load
 from mhf.generate import Engine
-from mhf.released import checkpoint_file, open_model
 from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_device, pick_dtype
 from mhf.tokenizers import tokenizer_fingerprint
 from model import sample_token
@@ -409,10 +409,9 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
-    if not revision and (not path or checkpoint_file(path).exists()):
-        opened = open_model(out_dir=path, tokenizer=tokenizer)
-    else:
-        opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
+    # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    opened = load(f'{path}@{revision}' if revision else path, tokenizer)
     dtype = pick_dtype(dtype, device)
     if bos is None:
         bos = opened.add_bos

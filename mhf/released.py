@@ -1,9 +1,8 @@
 """
-The released format of the paper's authors, in both directions, and loading of trained models.
+The released format of the paper's authors, in both directions.
 
     model = from_pretrained('user/name@revision')               # a folder, or from the hub
     save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
-    opened = open_model()                                       # the newest run, with its tokenizer
 
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
 """
@@ -14,18 +13,15 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import configurator
 from configurator import InputError
-from hashing import signature_table
-from mhf.checkpoint import load_checkpoint
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts, tokenizer_fingerprint
-from model import MHF, MHFConfig, validate_table
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
+from model import MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
 RELEASED_FIELDS = dict(
@@ -291,50 +287,14 @@ def convert_state_dict(config, weights, unused_ids):
 
 
 # -----------------------------------------------------------------------------
-# load a model
+# what a folder declares about its model, and the command that exports a run
 
 
-class LoadedModel(NamedTuple):
-    model: MHF
-    source: str  # out_dir, folder or hub id
-    name: str  # for messages
-    tokenizer: str | None  # its name, if known
-    tokenizer_sha256: str | None
-    add_bos: bool  # whether the model was trained with bos before each document
-    eos_ids: list  # ids that end a document according to the files of a released model
-    tok: object = None  # the tokenizer itself; open_model loads it
-
-    def get_tokenizer_sha256(self):
-        """Returns the fingerprint of the model's tokenizer, or None if the tokenizer is unknown."""
-        if self.tokenizer_sha256 or not self.tokenizer:
-            return self.tokenizer_sha256
-        return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
-
-    @property
-    def stop_ids(self):
-        """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
-        return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
-
-
-def checkpoint_file(source):
-    """Returns `source` if it is named *.pt, else the path of the newest checkpoint in the out_dir `source`."""
-    path = Path(source)
-    return path if path.suffix == '.pt' else path / 'ckpt.pt'
-
-
-def load_model(source, Model=ChunkedMHF):
+def read_facts(folder, source):
     """
-    Loads an out_dir or one of its checkpoints, or the released format from a folder or the hub -> LoadedModel. Raises
-    InputError.
+    Returns what a folder declares about its model, as fields of LoadedModel (mhf/checkpoint.py): the name of its
+    tokenizer, whether it was trained with bos, and the ids that end a document. Raises InputError.
     """
-    path = checkpoint_file(source)
-    if path.exists():
-        model, ckpt = load_checkpoint(path, Model)
-        data = ckpt['data']
-        name = f'{path}, step {ckpt["step"]}'
-        return LoadedModel(model, str(source), name, data['tokenizer'], data['tokenizer_sha256'], ckpt['add_bos'], [])
-    folder = resolve_path(source)
-    model = from_pretrained(folder, Model=Model)
     config_json = read_json(folder / 'config.json', source)
     tokenizer = config_json.get('tokenizer')
     if not isinstance(tokenizer, str) or tokenizer.endswith(('.model', '.json')):
@@ -347,100 +307,16 @@ def load_model(source, Model=ChunkedMHF):
     if generation_config.exists():
         eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
     # the authors trained without bos
-    add_bos = config_json.get('add_bos') is True
-    return LoadedModel(model, str(source), str(source), tokenizer, None, add_bos, eos_ids)
-
-
-def init_model(init_from, checkpoints, Model):
-    """
-    Returns (model, ckpt, tokenizer_sha256) for train.py. init_from is 'scratch', 'resume' or a source for load_model;
-    checkpoints are those in out_dir. From scratch all three are None. ckpt, the checkpoint's dict, is None unless the
-    run is resumed. tokenizer_sha256 is None unless a Standard model of a known tokenizer was loaded. Raises InputError.
-    """
-    if init_from == 'resume':
-        return *checkpoints.load_latest(Model), None
-    if checkpoints.list():
-        exists = f'{checkpoints.folder} already has a checkpoint'
-        raise InputError(f'{exists}; resume it with --init_from=resume, or choose another --out_dir')
-    if init_from == 'scratch':
-        return None, None, None
-    loaded = load_model(init_from, Model)
-    # the signature table of a MultiHashFormer determines its tokenizer
-    tokenizer_sha256 = None if loaded.model.config.num_hashes else loaded.get_tokenizer_sha256()
-    return loaded.model, None, tokenizer_sha256
-
-
-def limit_to_tokenizer(model, V, unused_ids):
-    """
-    Sets the probability of unused_ids, and of ids from V on, to 0. Returns whether the model fits a tokenizer of V ids.
-    It does not fit if it has fewer ids, if an id from V on has a signature, or if a Standard model has too many rows.
-    """
-    beyond = len(model.token_mask) - V
-    if beyond < 0:
-        return False
-    token_mask = model.token_mask.cpu().numpy().copy()
-    token_mask[V:] = False
-    token_mask[unused_ids] = False
-    model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
-    if model.config.num_hashes == 0:
-        # embedding tables are padded: the authors' to a multiple of 128; Qwen3 has 151,936 rows for 151,669 tokens
-        return beyond < max(128, V // 100)
-    return not model.signatures[V:].any()
-
-
-def check_vocabulary(model, tokenizer_sha256, source, meta, table):
-    """
-    Raises InputError if a model loaded from `source` does not fit the bins of `meta`, whose signature table is `table`
-    (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
-    """
-    V = meta['vocab_size']
-    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
-        raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
-    if not limit_to_tokenizer(model, V, meta['unused_ids']):
-        raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
-    if table is not None and (model.signatures[:V].numpy() != table).any():
-        raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
-
-
-def open_model(out_dir='', released='', tokenizer=''):
-    """
-    Loads a run (without arguments the newest one up to two folders below) or a released model, and its tokenizer ->
-    LoadedModel. Raises InputError if the model was not trained with that tokenizer.
-    """
-    if not (out_dir or released):
-        paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
-        if not paths:
-            found = 'no ckpt.pt here or up to two folders below'
-            raise InputError(f'{found}; train a model with: python train.py config/mhf_tiny.py')
-        out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
-    if not released and not checkpoint_file(out_dir).exists():
-        raise InputError(f'no checkpoint at {checkpoint_file(out_dir)}; check the path, or train a model with train.py')
-    loaded = load_model(released or out_dir)
-    # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    tok = get_tokenizer(tokenizer or loaded.tokenizer or 'mistral')
-    facts = tokenizer_facts(tok)
-    model = loaded.model
-    c = model.config
-    mismatch = f"{loaded.name}: tokenizer '{tok.name}' is not the model's"
-    fix = "name the model's tokenizer with --tokenizer"
-    if loaded.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
-        raise InputError(f"{mismatch}, '{loaded.tokenizer}'; {fix}")
-    if not limit_to_tokenizer(model, facts['vocab_size'], facts['unused_ids']):
-        raise InputError(f'{mismatch}: {len(tok.tokens)} tokens, expected {c.vocab_size}; {fix}')
-    j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
-    if released and j < c.num_hashes - 1:
-        column = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
-        if (model.signatures[: len(column), j].numpy() != column).any():
-            raise InputError(f'{mismatch}: the signatures differ; {fix}')
-    return loaded._replace(tok=tok)
+    return dict(tokenizer=tokenizer, add_bos=config_json.get('add_bos') is True, eos_ids=eos_ids)
 
 
 if __name__ == '__main__':
+    from mhf.checkpoint import load  # which imports this module
+
     configurator.install_excepthook()
     if len(sys.argv) != 3 or sys.argv[1].startswith('-'):
         raise InputError('usage: python -m mhf.released OUT_DIR FOLDER')
     out_dir, folder = sys.argv[1:]
-    opened = open_model(out_dir)
-    save_pretrained(opened.model, folder, opened.tok.name, opened.add_bos)
-    print(f'{opened.name} -> {folder}')
+    loaded = load(out_dir)
+    save_pretrained(loaded.model, folder, loaded.tok.name, loaded.add_bos)
+    print(f'{loaded.name} -> {folder}')

@@ -131,7 +131,7 @@ BAD = [
     Bad('export over a folder', 'mhf.released out bins', says='bins already exists'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
-    Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
+    Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere: no such folder'),
     Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
     Bad('no compiler', 'sample.py cfg.py --compile', 'install g++, or name', lambda f: dict(CXX='nowhere/g++')),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
@@ -157,7 +157,7 @@ BAD = [
     Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m mhf.lm run --model_args path=... --tasks gsm8k'),
     Bad('a fraction of a document', EVAL + '--limit=0.5', says='limit=0.5'),
     Bad('a limit on a text', TEXT + 'docs.jsonl --limit=3', says='limit=3: bits_per_byte and card660'),
-    Bad('no checkpoint to evaluate', 'eval.py --out_dir=nowhere', says='no checkpoint at nowhere/ckpt.pt'),
+    Bad('no checkpoint to evaluate', 'eval.py --out_dir=nowhere', says='nowhere: no such folder'),
     Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),

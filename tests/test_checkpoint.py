@@ -119,7 +119,7 @@ def test_a_malicious_checkpoint_is_not_run(quick):
         assert not (quick / 'owned').exists()
 
 
-OPEN = "from mhf.released import open_model; open_model('out')"
+OPEN = "from mhf.checkpoint import load; load('out').tok"
 
 
 @pytest.mark.parametrize('program, module', [('import prepare', 'torch'), (OPEN, 'torch._dynamo')])

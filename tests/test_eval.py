@@ -11,7 +11,7 @@ from conftest import events, newest, ok, random_model, real_documents, run, run_
 
 import eval as evaluation
 from configurator import InputError
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 from mhf.lm import MHFLM
 from mhf.released import save_pretrained
 from test_mhf import write_released
@@ -131,7 +131,7 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
 def test_bos(trained, tmp_path, monkeypatch):
     """A model trained here gets bos in front of every context, a released one none, unless --bos is given."""
     small_tasks(tmp_path)
-    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    model, _ = read_checkpoint(trained / 'out/ckpt.pt')
     save_pretrained(model, tmp_path / 'export', 'mistral', add_bos=True)
     # the authors' config.json does not say how a model was trained
     write_released(tmp_path / 'authors', model)

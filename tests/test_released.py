@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import expand
 from configurator import InputError
 from hashing import signature_table
+from mhf.checkpoint import load
 from mhf.lm import open_lm
-from mhf.released import from_pretrained, open_model, save_pretrained
+from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
@@ -30,7 +31,7 @@ from test_mhf import SAYINGS
 def open_small(folder, **changes):
     """Opens a small Standard model in the released format, with some fields of config.json changed."""
     m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
-    return open_model(released=str(write_released(folder, m, **changes)), tokenizer='mistral')
+    return load(str(write_released(folder, m, **changes)), 'mistral')
 
 
 def test_export_of_a_run(quick, mistral):
@@ -38,38 +39,39 @@ def test_export_of_a_run(quick, mistral):
     done = ok('mhf.released', 'out', 'export', cwd=quick)
     assert done.stdout == 'out/ckpt.pt, step 24 -> export\n' and not done.stderr
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
-    assert open_model(released=str(quick / 'export')).tok.name == 'mistral'
+    assert load(str(quick / 'export')).tok.name == 'mistral'
     tok = AutoTokenizer.from_pretrained(quick / 'export')
     assert tok(TEXTS, add_special_tokens=False)['input_ids'] == mistral.encode(TEXTS)
     ok('expand.py', '--source_model=export', '--corpora=docs.jsonl@9', '--tokenizer=x.model', '--output_dir=grown',
        cwd=quick)  # fmt: skip
-    assert open_model(out_dir=quick / 'out').add_bos
+    assert load(quick / 'out').add_bos
     for name in ('export', 'grown'):
-        assert open_model(released=str(quick / name)).add_bos
+        assert load(str(quick / name)).add_bos
         config = json.loads((quick / name / 'config.json').read_text())
         del config['add_bos']
         (quick / name / 'config.json').write_text(json.dumps(config))
-        assert not open_model(released=str(quick / name)).add_bos
+        assert not load(str(quick / name)).add_bos
     # a model that is grown from one without bos, and one that train.py continues
     ok('expand.py', '--source_model=export', '--tokenizer=x.model', '--output_dir=grown_again', cwd=quick)
-    assert not open_model(released=str(quick / 'grown_again')).add_bos
+    assert not load(str(quick / 'grown_again')).add_bos
     ok('train.py', 'cfg.py', '--init_from=export', '--out_dir=more', '--max_steps=1', '--warmup_steps=0', cwd=quick)
-    assert open_model(out_dir=quick / 'more').add_bos
+    assert load(quick / 'more').add_bos
 
 
 def test_stop_ids(tmp_path):
     """A document ends at bos, eos, pad, and at every eos of config.json and generation_config.json."""
     loaded = open_small(tmp_path / 'a')
     assert loaded.stop_ids == {1, 2}
-    assert loaded._replace(tok=SimpleNamespace(bos=3, eos=4, pad=5), eos_ids=[]).stop_ids == {3, 4, 5}
+    loaded.tok = SimpleNamespace(bos=3, eos=4, pad=5)
+    assert loaded.stop_ids == {3, 4, 5}
     assert open_small(tmp_path / 'b', eos_token_id=[7, 9], pad_token_id=2).stop_ids == {1, 2, 7, 9}
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
-    opened = open_model(released=str(tmp_path / 'b'), tokenizer='mistral')
+    opened = load(str(tmp_path / 'b'), 'mistral')
     assert opened.stop_ids == {1, 2, 7, 9, 11}
     lm = open_lm(str(tmp_path / 'b'), tokenizer='mistral', device='cpu', dtype='float32')
     assert lm.stop_ids == opened.stop_ids
     save_pretrained(opened.model, tmp_path / 'c', 'mistral', opened.add_bos, [7, 9, 11])
-    assert open_model(released=str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
+    assert load(str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
     for wrong in ('</s>', [2, '</s>'], 2.0, {}):
         with pytest.raises(InputError, match='eos_token_id='):
             open_small(tmp_path / str(wrong), eos_token_id=wrong, pad_token_id=2)
@@ -207,7 +209,7 @@ def test_transformers_reads_an_export(tmp_path, kind, add_bos):
     assert ends == (sorted([tok.bos, tok.eos]) if add_bos else [tok.eos])
     x = torch.tensor([[tok.bos, *ids[0]]])
     assert (model(x).logits.log_softmax(-1) - m.log_probs(x)).abs().max() < 1e-5
-    opened = open_model(released=str(folder))
+    opened = load(str(folder))
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
 
 

@@ -37,7 +37,7 @@ from conftest import (
 )
 
 from hashing import signature_table
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 from mhf.data import Bins, block_indices
 from mhf.runtime import no_compiler
 
@@ -101,7 +101,7 @@ def test_the_product_loss_in_a_redirected_log(quick):
 def test_optimizer_groups(quick):
     """The groups of the optimizer are E, other matrices and vectors. Only E has embedding_lr_mult, no vector decays."""
     ok('train.py', 'cfg.py', '--out_dir=b', '--embedding_lr_mult=3.0', *until(2), cwd=quick)
-    model, ckpt = load_checkpoint(quick / 'b/ckpt.pt')
+    model, ckpt = read_checkpoint(quick / 'b/ckpt.pt')
     E, matrices, vectors = ckpt['optimizer']['param_groups']
     assert [group['weight_decay'] for group in (E, matrices, vectors)] == [0.1, 0.1, 0]
     assert [group['lr'] for group in (E, matrices, vectors)] == pytest.approx([7.5e-3, 2.5e-3, 2.5e-3])
@@ -122,7 +122,7 @@ def test_learning_rate_schedule(few):
 
 def test_validation_is_the_normalized_likelihood(few):
     """val_nats and val_bpb are the negative log-likelihood of all held-out tokens under the model."""
-    model, _ = load_checkpoint(few / 'out/ckpt.pt')
+    model, _ = read_checkpoint(few / 'out/ckpt.pt')
     ids_by_signature = {tuple(row): i for i, row in enumerate(model.signatures.tolist())}
     ids = torch.tensor([ids_by_signature[tuple(row)] for row in np.load(few / 'bins/val_000000.bin').tolist()])
     total = 0.0
@@ -290,7 +290,7 @@ def test_what_a_resumed_run_may_change(quick):
 
 def test_from_weights_of_another_run(quick):
     """init_from a model takes its weights and architecture; with --auto_resume the same command resumes the run."""
-    model, _ = load_checkpoint(quick / 'out/ckpt.pt')
+    model, _ = read_checkpoint(quick / 'out/ckpt.pt')
     write_released(quick / 'released', model, shards=2)
     # no flags for the architecture, which the model determines
     args = ['--data_dir=bins', '--block_size=16', '--batch_size=8', '--micro_batch_size=8', '--device=cpu']
@@ -477,7 +477,7 @@ def test_kill_train(quick):
         # a redirected log contains every line of a killed run
         assert done.returncode == -signal.SIGKILL and (killed or 'step 2: validation loss' in done.stdout)
         killed += 1
-        _, ckpt = load_checkpoint(quick / 'killed/ckpt.pt')
+        _, ckpt = read_checkpoint(quick / 'killed/ckpt.pt')
         print(f'killed {moment:.2f} s after the first checkpoint; the newest is of step {ckpt["step"]}')
     ok(*command, cwd=quick)
     assert_same({k: weights(quick, 'killed')[k] for k in expected}, expected)
