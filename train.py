@@ -99,8 +99,15 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 ignore_closed_output()  # a closed pipe or terminal never ends a run
-# A resumed run may not change these settings, which decide what a step reads and what is optimized.
-FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers')
+# what a resumed run may not change, because it decides which data a step reads or what is optimized
+FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers', 'tokenizer_sha256', 'train_sha256')
+
+
+def describe_changes(old, new, names):
+    """Returns the values that differ, 'seed=7 (was 42), loss=exact (was product)'."""
+    changed = [name for name in sorted(names) if new[name] != old[name]]
+    return ', '.join(f'{name}={new[name]!s:.20} (was {old[name]!s:.20})' for name in changed)
+
 
 # -----------------------------------------------------------------------------
 # setup: settings, processes
@@ -155,17 +162,12 @@ if ckpt and first_step >= max_steps:
         print(f'{out_dir} is already at step {first_step} of max_steps={max_steps}')
     runtime.cleanup()
     sys.exit(0)
-
-# the architecture is that of a loaded model; other values in a config file are ignored
+# the architecture is that of a loaded model; other values on the command line are errors, in a config file are ignored
 architecture = {}
 if model:
     names = (MHFConfig.__annotations__.keys() & config.keys()) - {'block_size', 'loss'}
     architecture = {name: getattr(model.config, name) for name in names}
 run_config = config | architecture
-for name in sorted(command_line_names() & architecture.keys()):
-    if config[name] != architecture[name]:
-        change = f'{name}={architecture[name]} (now {config[name]})'
-        raise InputError(f'{source} was trained with {change}, which must not change; omit --{name}')
 if 2 * unfrozen_end_layers > run_config['num_layers']:
     limit = f'half of num_layers={run_config["num_layers"]}'
     raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be at most {limit}, or 0 to train all layers')
@@ -186,20 +188,17 @@ data = dict(
 )
 runtime.check_same_on_all_ranks(data)
 table = get_table(run_config, meta)
-has_other_val_data = False
-if ckpt:
-    old = ckpt['config'] | ckpt['data']
-    new = run_config | data
-    changed = [name for name in (*FIXED, 'tokenizer_sha256', 'train_sha256') if new[name] != old[name]]
-    if changed:
-        changes = ', '.join(f'{name}={old[name]!s:.20} (now {new[name]!s:.20})' for name in changed)
-        fix = f'undo the change, or start a new run with --init_from={out_dir} and another --out_dir'
-        raise InputError(f'{out_dir} was trained with {changes}, which must not change; {fix}')
-    if not ckpt['optimizer']['state']:
-        fix = f'start a new run with --init_from={out_dir} and another --out_dir'
-        raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {fix}')
-    # a checkpoint of an earlier version of train.py has no fingerprint of its validation data
-    has_other_val_data = old.get('val_sha256', data['val_sha256']) != data['val_sha256']
+changes = describe_changes(architecture, config, command_line_names() & architecture.keys())
+new_run = f'start a new run with --init_from={out_dir} and another --out_dir'
+if ckpt and not changes:
+    changes = describe_changes(ckpt['config'] | ckpt['data'], config | data, FIXED)
+if changes:
+    fix = f'undo the change, or {new_run}' if ckpt else 'undo the change'
+    raise InputError(f'{source} was trained with other settings: {changes}; {fix}')
+if ckpt and not ckpt['optimizer']['state']:
+    raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {new_run}')
+# a checkpoint of an earlier version of train.py has no fingerprint of its validation data
+has_other_val_data = bool(ckpt) and ckpt['data'].get('val_sha256', data['val_sha256']) != data['val_sha256']
 
 # -----------------------------------------------------------------------------
 # setup: model
@@ -220,7 +219,8 @@ if ckpt and dtype is None:
 dtype = runtime.pick_dtype(dtype, device)
 run_config['dtype'] = dtype
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
-raw_model = model.to(device)
+model = model.to(device)
+raw_model = model
 raw_model.activation_checkpointing = activation_checkpointing
 if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
@@ -228,14 +228,7 @@ if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
 if world_size > 1:
-    model = runtime.wrap_ddp(raw_model)
-    # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
-    # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
-    # view of a bucket, which avoids a second copy of the gradients.
-    zeros = torch.zeros(micro_batch_size, block_size + 1, raw_model.config.num_coordinates, dtype=int, device=device)
-    with autocast:
-        model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
-    model.zero_grad(set_to_none=False)
+    model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast)
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
 # -----------------------------------------------------------------------------
@@ -249,7 +242,6 @@ groups = [
     dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
 ]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
-changes = ''
 if ckpt:
     settings = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
     # copied, because the checkpoint is mapped to a file that the run will replace
@@ -257,9 +249,8 @@ if ckpt:
     previous_lr = optimizer.param_groups[-1]['lr']
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
         group |= group_settings
-    names = sorted((run_config.keys() & ckpt['config'].keys()) - {'init_from', 'auto_resume'})
-    pairs = [(name, ckpt['config'][name], run_config[name]) for name in names]
-    changes = ', '.join(f'{name}={new} (was {old})' for name, old, new in pairs if new != old)
+    names = (run_config.keys() & ckpt['config'].keys()) - {'init_from', 'auto_resume'}
+    changes = describe_changes(ckpt['config'], run_config, names)
     ckpt = None  # frees its memory
 
 # -----------------------------------------------------------------------------
@@ -332,8 +323,8 @@ def check_finite(step, **values):
 # checkpoints, log, signals
 
 
-def checkpoint(step):
-    """Returns the checkpoint after `step` steps."""
+def get_checkpoint(step):
+    """Returns the contents of a checkpoint after `step` steps."""
     return dict(
         model=raw_model.state_dict(),
         model_config=asdict(raw_model.config),
@@ -387,8 +378,10 @@ def log(**event):
         log_file.write(json.dumps(event) + '\n')
     except OSError as e:  # a full disk
         problem = f'{log_path} cannot be written ({e})'
+        with contextlib.suppress(OSError):
+            log_file.close()  # drops the line; otherwise Python would write it again when it exits
         try:
-            save(out_dir, checkpoint(event['step']), is_best=False)
+            save(out_dir, get_checkpoint(event['step']), is_best=False)
         except InputError as second:
             raise InputError(f'{problem}; {second}') from None
         raise InputError(f'{problem}; resume with --init_from=resume') from None
@@ -427,8 +420,8 @@ def request_stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)
 
 
-for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):  # Windows has only the first two
-    signum = getattr(signal, name, None)
+for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
+    signum = getattr(signal, name, None)  # Windows has only the first two
     if signum and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
         signal.signal(signum, request_stop)
 
@@ -516,7 +509,7 @@ for step in range(first_step, max_steps):
     if is_best:
         best_val_loss = val_loss
     if master and (validates or stop_signal):
-        save(out_dir, checkpoint(done), is_best)
+        save(out_dir, get_checkpoint(done), is_best)
     if validates or stop_signal:
         runtime.barrier()  # waits up to an hour for the checkpoint
     if stop_signal:

@@ -145,9 +145,10 @@ def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
         config = MHFConfig(**ckpt['model_config'])
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; check the path, or train a model with train.py') from None
-    except OSError as e:
-        raise InputError(f'{path} cannot be read ({e})') from None
     except Exception as e:  # zipfile, pickle and torch raise many types
+        # in a truncated file torch seeks before its start (EINVAL)
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
+            raise InputError(f'{path} cannot be read ({e})') from None
         if mmap and 'unable to mmap' in str(e):  # a file system without it
             return read_checkpoint(path, Model, mmap=False)
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
