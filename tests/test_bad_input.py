@@ -61,6 +61,12 @@ def other_version(folder):
     torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != 'best_val_loss'}, path)
 
 
+def no_optimizer(folder):
+    """Removes the optimizer from the checkpoint, as study/sweep.py does."""
+    path = folder / 'out/ckpt.pt'
+    torch.save(torch.load(path, weights_only=True) | dict(optimizer=dict(state={}, param_groups=[{}])), path)
+
+
 def prepare_ids(folder):
     shutil.copytree(folder / 'bins', folder / 'data/x_mistral')
 
@@ -70,6 +76,7 @@ few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
+RESUME = 'train.py cfg.py --init_from=resume --max_steps=30'
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
 FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
@@ -116,15 +123,23 @@ BAD = [
     Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', lambda folder: dict(LOCAL_RANK='5')),
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
-    Bad('a device without its type', TRAIN + '--device=1', says='use cuda, cuda:1, cpu or mps'),
+    Bad('a device without its type', TRAIN + '--device=0', says='use cuda, cuda:1, cpu or mps'),
+    Bad(
+        'one GPU for two processes',
+        TRAIN + '--device=cuda:0',
+        'use --device=cuda',
+        lambda f: dict(LOCAL_WORLD_SIZE='2'),
+    ),
     Bad('no value for the device', TRAIN + '--device', says='device=True is not available'),
-    Bad('no such dtype', TRAIN + '--dtype=float8', says='dtype=float8'),
+    Bad('no such dtype', TRAIN + '--dtype=0', says='dtype=0'),
+    Bad('more unfrozen layers than layers', TRAIN + '--unfrozen_end_layers=9', says='at most half of num_layers=2'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
     Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
     # resuming
+    Bad('resume without an optimizer', RESUME, 'no optimizer state, so it cannot be resumed', no_optimizer),
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
