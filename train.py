@@ -214,9 +214,7 @@ else:
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = ChunkedMHF(model_config, table, meta['unused_ids'])
         model.init_weights()
-if ckpt and dtype is None:
-    dtype = ckpt['config']['dtype']
-dtype = runtime.pick_dtype(dtype, device)
+dtype = runtime.pick_dtype(ckpt['config']['dtype'] if ckpt and dtype is None else dtype, device)
 run_config['dtype'] = dtype
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 model = model.to(device)
