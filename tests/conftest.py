@@ -177,8 +177,7 @@ def rank_variables(number):
 def ranks(number, script, *args, **options):
     """Starts `number` processes of one run as torchrun would. Returns a list of Forked."""
     variables = rank_variables(number)
-    every = [dict(variables, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(number)]
-    return [Forked(script, *args, **own, **options) for own in every]
+    return [Forked(script, *args, **variables, **options, RANK=str(rank)) for rank in range(number)]
 
 
 def wait_all(processes):

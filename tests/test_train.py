@@ -193,8 +193,8 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     advice = r'start again with --init_from=resume and a smaller learning_rate'
     message = rf'error: step {step}: a value is not finite \({number} .*{advice}'
     assert done.returncode == 1 and re.search(message, done.stderr), done.stderr
-    (code, _, errors), other = run_ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick)
-    assert code == 1 and re.search(message, errors) and other == (1, '', ''), (errors, other)
+    for code, _, errors in run_ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick):
+        assert code == 1 and re.search(message, errors), errors
     ok(*args, '--init_from=resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
