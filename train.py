@@ -199,6 +199,8 @@ if ckpt and not ckpt['optimizer']['state']:
     raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {new_run}')
 # a checkpoint of an earlier version of train.py has no fingerprint of its validation data
 has_other_val_data = bool(ckpt) and ckpt['data'].get('val_sha256', data['val_sha256']) != data['val_sha256']
+if has_other_val_data:
+    best_val_loss = math.inf
 
 # -----------------------------------------------------------------------------
 # setup: model
@@ -371,18 +373,14 @@ log_file = open_log(log_path) if master else None
 
 
 def log(**event):
-    """Writes an event to log.jsonl. If that is impossible, saves a checkpoint and raises InputError."""
+    """Writes an event to log.jsonl. If it cannot, saves a checkpoint and raises InputError."""
     try:
         log_file.write(json.dumps(event) + '\n')
     except OSError as e:  # a full disk
-        problem = f'{log_path} cannot be written ({e})'
         with contextlib.suppress(OSError):
             log_file.close()  # drops the line; otherwise Python would write it again when it exits
-        try:
-            save(out_dir, get_checkpoint(event['step']), is_best=False)
-        except InputError as second:
-            raise InputError(f'{problem}; {second}') from None
-        raise InputError(f'{problem}; resume with --init_from=resume') from None
+        save(out_dir, get_checkpoint(event['step']), is_best=False)
+        raise InputError(f'{log_path} cannot be written ({e}); resume with --init_from=resume') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
 
@@ -426,8 +424,6 @@ for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
 # -----------------------------------------------------------------------------
 # training loop
 
-if has_other_val_data:
-    best_val_loss = math.inf
 if master:
     c = raw_model.config
     hash_params, layer_params = raw_model.num_params()

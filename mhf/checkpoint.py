@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -181,7 +181,7 @@ class LoadedModel:
     add_bos: bool  # whether the model was trained with bos before each document
     tokenizer: str | None  # the name of its tokenizer, if known
     tokenizer_sha256: str | None = None  # None for the released format
-    eos_ids: list = ()  # ids that end a document according to the files of a released model
+    eos_ids: list = field(default_factory=list)  # ids that end a document according to the files of a released model
     requested_tokenizer: str | None = None  # another name for it
 
     @functools.cached_property

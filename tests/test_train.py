@@ -515,7 +515,7 @@ def test_kill_train(quick):
     """A run killed at random moments of training, validation and writing ends with the bits of an uninterrupted one."""
     command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
     kills = []
-    while len(kills) < int(os.environ.get('MHF_KILLS', 6)):
+    while len(kills) < int(os.environ.get('MHF_KILLS', 3)):
         moment, (functions, most) = list(MOMENTS.items())[len(kills) % 3]
         n = random.randint(1, most)
         done = run(*command, cwd=quick, patch=KILL.format(n=n, functions=functions))
