@@ -18,7 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from configurator import InputError, get_defaults, install_excepthook
+from configurator import InputError, find_settings, install_excepthook
 from mhf.runtime import pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
@@ -35,7 +35,7 @@ MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
 
 def shapes(study):
     """{name: settings of bench.py} of the list's first group, each shape once, under its shortest name."""
-    known = get_defaults('bench.py').keys() & MHFConfig.__annotations__
+    known = find_settings('bench.py').keys() & MHFConfig.__annotations__
     names = {}
     for entry in study.entries:
         if entry['group'] == study.entries[0]['group']:

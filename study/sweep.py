@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, get_defaults, install_excepthook, read_config
+from configurator import InputError, find_settings, install_excepthook, read_config
 from mhf.data import replace_durably
 from study.rows import add_row, commit, read_rows
 
@@ -87,7 +87,7 @@ class Study:
 
     def settings(self, entry):
         """The settings of train.py that an entry and its config contain, without learning rate and seed."""
-        config = {k: v for k, v in read_config(entry['config']).items() if k in get_defaults('train.py')}
+        config = {k: v for k, v in read_config(entry['config']).items() if k in find_settings('train.py')}
         settings = config | entry
         return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - SWEEP_SETTINGS - {'source'})}
 

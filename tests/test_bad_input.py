@@ -108,7 +108,7 @@ BAD = [
     Bad('no such loss', TRAIN + '--loss=exat', says="loss='exat'"),
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
     Bad('a batch in unequal parts', TRAIN + '--batch_size=9', says='batch_size=9: must be a multiple'),
-    Bad('more processes than GPUs', TRAIN + '--device=cuda', 'has 0 GPUs', lambda folder: dict(LOCAL_RANK='5')),
+    Bad('no GPU', TRAIN + '--device=cuda', says='has 0 GPUs'),
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('a device without its type', TRAIN + '--device=1', says='use cuda, cuda:1, cpu or mps'),

@@ -21,16 +21,25 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from conftest import Forked, library_texts, ok, real_documents, refused, snapshot, wait_all, write_jsonl
+from conftest import (
+    Forked,
+    default_settings,
+    library_texts,
+    ok,
+    real_documents,
+    refused,
+    snapshot,
+    wait_all,
+    write_jsonl,
+)
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-import configurator
 import eval as evaluation
 import prepare
-from configurator import InputError, RankError
+from configurator import InputError
 from hashing import fingerprint, signature_table
 from mhf import data, sources
 from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins
@@ -45,7 +54,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 def prepared(folder, **changes):
     """Runs prepare.py on all .jsonl files with these settings; returns the ids of both splits."""
-    defaults = configurator.get_defaults('prepare.py') | dict(val_fraction=0.1, data_format='ids', dataset='*.jsonl')
+    defaults = prepare.config | dict(val_fraction=0.1, data_format='ids', dataset='*.jsonl')
     prepare.main(defaults | dict(data_dir=str(folder)) | changes)
     return [Bins(folder, split)[:].tolist() for split in data.SPLITS]
 
@@ -410,7 +419,7 @@ NAMES = {
 @pytest.mark.parametrize('name', NAMES)
 def test_names_of_data_folders(name):
     """A folder's name contains its data set, tokenizer and table, and does not change between commits."""
-    config = configurator.get_defaults('train.py') | dict(dataset='stdlib') | NAMES[name]
+    config = default_settings('train.py') | dict(dataset='stdlib') | NAMES[name]
     assert str(data_folder(config)) == f'data/{name}'
 
 
@@ -564,7 +573,7 @@ def test_an_error_of_the_system_is_not_damage(tmp_path, monkeypatch):
     prepared('d')
     train = Bins('d', 'train')
     os.truncate('d/train_000000.bin', 1000)
-    with pytest.raises(RankError, match='d/train_000000.bin: only'):
+    with pytest.raises(InputError, match='d/train_000000.bin: only'):
         train[:]
     for name in ('train_000000.bin', '000000.json', 'meta.json'):
         shutil.copytree('d', f'without_{name}')
@@ -575,7 +584,7 @@ def test_an_error_of_the_system_is_not_damage(tmp_path, monkeypatch):
             Bins(path.parent, 'train')
         assert 'delete' not in str(error.value)
     Path('d/train_000000.bin').unlink()
-    with pytest.raises(RankError, match='d/train_000000.bin cannot be read .*No such file'):
+    with pytest.raises(InputError, match='d/train_000000.bin cannot be read .*No such file'):
         train[5:9]
 
 
@@ -626,7 +635,7 @@ def small(tmp_path_factory, request):
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
     same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
     prepared(folder / 'bins', **same)
-    return folder, configurator.get_defaults('train.py') | same | dict(data_dir=str(folder / 'bins'))
+    return folder, default_settings('train.py') | same | dict(data_dir=str(folder / 'bins'))
 
 
 def test_bins_must_fit_the_tokenizer(small, mistral):
