@@ -608,6 +608,30 @@ def test_a_poor_file_system(tmp_path):
     refused('prepare.py', *args, '--part=1/2', '--data_dir=poor', says=says, **poor)
 
 
+@pytest.mark.parametrize('size', [100, 20_000])
+def test_a_full_disk(tmp_path, size):
+    """A first run that cannot write meta.json, or a shard, says why in one line and leaves no files."""
+    write_jsonl(tmp_path / 'a.jsonl', real_documents())
+    patch = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
+    patch += f'resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))'
+    before = snapshot(tmp_path)
+    refused(
+        'prepare.py', '--dataset=a.jsonl', '--data_dir=d', says='d cannot be written ([Errno', cwd=tmp_path, patch=patch
+    )
+    assert snapshot(tmp_path) == before
+
+
+def test_output_on_a_full_disk(tmp_path):
+    """If stdout cannot be written, one line says so, and the data are complete."""
+    write_jsonl(tmp_path / 'a.jsonl', real_documents())
+    patch = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    says = 'the output cannot be written ([Errno 28] No space'
+    refused(
+        'prepare.py', '--dataset=a.jsonl', '--val_fraction=0.1', '--data_dir=d', says=says, cwd=tmp_path, patch=patch
+    )
+    assert len(Bins('d', 'train')) > 9
+
+
 def test_a_failing_fsync_of_a_file(tmp_path, monkeypatch):
     """If fsync of a file fails, the file is not renamed, the old one stays, and the error is shown."""
     (tmp_path / 'a').write_text('old')
@@ -638,7 +662,7 @@ def small(tmp_path_factory, request):
     return folder, default_settings('train.py') | same | dict(data_dir=str(folder / 'bins'))
 
 
-def test_bins_must_fit_the_tokenizer(small, mistral):
+def test_bins_must_fit_the_tokenizer(small, mistral, capsys):
     """train.py refuses shards of another tokenizer, and folders without shards."""
     folder, config = small
     train, val, meta = open_bins(config)
@@ -648,6 +672,14 @@ def test_bins_must_fit_the_tokenizer(small, mistral):
         assert get_table(config | dict(num_hashes=0), meta) is None
     with pytest.raises(InputError, match="tokenizer 'mistral', which has other tokens than 'tekken'"):
         open_bins(config | dict(tokenizer='tekken'))
+    # the same tokenizer under another name
+    same = dict(tokenizer=str(folder / 'copy.model'))
+    (folder / 'copy.model').write_bytes(mistral.sp.serialized_model_proto())
+    assert (get_table(config | same, open_bins(config | same)[2]) == expected).all()
+    prepared(
+        folder / 'bins', **same, **{key: config[key] for key in ('dataset', 'data_format', *data.SIGNATURE_SETTINGS)}
+    )
+    assert 'already prepared' in capsys.readouterr().out
     for data_dir in ('nothing', str(folder / 'docs.jsonl')):
         with pytest.raises(InputError, match='no prepared data'):
             open_bins(config | dict(data_dir=data_dir))
