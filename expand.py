@@ -39,7 +39,7 @@ from configurator import InputError, configure
 from mhf.checkpoint import fits, has_signatures, load, mask_ids
 from mhf.data import build_table
 from mhf.released import save_pretrained
-from mhf.sources import initial_counts, read_documents, split_holdout
+from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # tokenizer
@@ -53,10 +53,6 @@ source_model = ''  # the model to expand: an out_dir, a folder in the released f
 output_dir = ''  # the folder for the expanded model, in the released format
 
 config = configure(globals())
-
-# the held-out share of a corpus, and its limit in bytes; with up to 10 sources, prepare.py's limit for each is as high
-HELD_OUT = 0.05
-HELD_OUT_BYTES = 400_000
 
 
 # -----------------------------------------------------------------------------

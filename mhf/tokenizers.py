@@ -235,7 +235,10 @@ def tokenizer_fingerprint(tok):
 
 
 def byte_lengths(tok):
-    """Returns the number of bytes of text of each id, (V,); 0 for bos and unk."""
+    """
+    Returns the number of bytes of text of each id, (V,); 0 for unk. That of bos is 0, or -1 if encode() puts a space
+    before each text.
+    """
     lengths = []
     for token in tok.tokens:
         if isinstance(token, str) and not getattr(tok, 'byte_level', False):
@@ -243,6 +246,9 @@ def byte_lengths(tok):
         lengths.append(len(token or ''))
     for i in {tok.bos, tok.unk} - {None}:
         lengths[i] = 0
+    first = tok.encode(['a'])[0][:1]
+    if first and str(tok.tokens[first[0]]).startswith(('▁', 'Ġ')):
+        lengths[tok.bos] = -1
     return lengths
 
 

@@ -96,12 +96,7 @@ BAD = [
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
     Bad('a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and a token count, like stdlib'),
-    Bad(
-        'a file in two sources',
-        PREPARE + '--dataset=docs.jsonl@9,*.jsonl@9',
-        'name each file once',
-        file('a.jsonl', b'{}'),
-    ),
+    Bad('val_bytes below the sources', PREPARE + '--dataset=a.txt@9,b.txt@9 --val_bytes=1', says='val_bytes=1: must'),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
@@ -111,7 +106,7 @@ BAD = [
     # train.py
     Bad('other text', TRAIN + '--dataset=x', 'bins was prepared from docs.jsonl, not from x; change --data_dir'),
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
-    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
+    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="prepared with tokenizer 'mistral'"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='signatures of num_buckets=256, the model has'),
     Bad('ids instead of signatures', TRAIN + '--data_dir= --dataset=x', 'with --data_format=ids', prepare_ids),
