@@ -154,22 +154,11 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
     Weights are float32. Raises InputError.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
     config_json = flatten_rope(read_json(folder / 'config.json', source))
     refuse_unsupported(config_json, source)
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise InputError(f'{source}: no model.safetensors')
-    weights = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except (OSError, SafetensorError) as e:
-            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
+    weights = read_weights(folder, source)
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         drop_tied_head(weights, config_json)
@@ -180,10 +169,37 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     return model
 
 
+def read_weights(folder, source):
+    """
+    Returns {name: tensor} of the files that model.safetensors.index.json names, or of model.safetensors. Other files,
+    such as leftover shards or averaged weights, are not part of the model. Raises InputError.
+    """
+    index = folder / 'model.safetensors.index.json'
+    if not index.exists():
+        return read_safetensors(folder / 'model.safetensors')
+    file_of = read_json(index, source).get('weight_map', {})
+    shards = {file: read_safetensors(folder / file) for file in set(file_of.values())}
+    missing = [name for name, file in file_of.items() if name not in shards[file]]
+    if missing:
+        raise InputError(f'{index} lists {missing[0]}, which {file_of[missing[0]]} lacks; download the model again')
+    return {name: shards[file][name] for name, file in file_of.items()}
+
+
+def read_safetensors(path):
+    """Returns {name: tensor} of a file. Raises InputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise InputError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
+
+
 def read_json(path, source):
     """Returns the dict in a JSON file. Raises InputError."""
     try:
-        return dict(json.loads(path.read_text(encoding='utf-8')))
+        return dict(json.loads(path.read_text(encoding='utf-8-sig')))
     except (OSError, TypeError, ValueError) as e:
         raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
@@ -195,7 +211,8 @@ def resolve_path(path_or_hub_id):
         return folder
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
-    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
+    weights = ['model.safetensors', 'model.safetensors.index.json', 'model-*.safetensors']
+    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, *weights]
     return download_from_hub(str(path_or_hub_id), files)
 
 

@@ -117,6 +117,26 @@ def test_released_models_that_are_refused(tmp_path):
         from_pretrained(file.parent)
 
 
+@pytest.mark.parametrize('shards, others', [(1, ['model_ema', 'model-00001-of-00002']), (3, ['model', 'model-00004'])])
+def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
+    """Weights are the files that the index names, or model.safetensors alone; other files next to them are ignored."""
+    m = random_model(dtype=torch.float32)
+    folder = write_released(tmp_path / 'm', m, shards)
+    first = min(folder.glob('*.safetensors'))
+    for name in others:
+        save_file({name: tensor + 1 for name, tensor in load_file(first).items()}, folder / f'{name}.safetensors')
+    # a shard, too, may contain tensors that the index assigns to another one
+    if shards > 1:
+        tensors = load_file(first)
+        save_file({'model.norm.weight': torch.zeros(m.config.hidden_size)} | tensors, first)
+    ids = torch.randint(0, 300, (2, 7))
+    assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
+    if shards > 1:
+        save_file({}, first)
+        with pytest.raises(InputError, match='lacks; download'):
+            from_pretrained(folder)
+
+
 @pytest.mark.parametrize('H, single_id', [(1, True), (1, False), (3, True), (3, False)])
 def test_single_id_survives_an_export(tmp_path, H, single_id):
     """single_id is exported, and inferred from the table of a model in the authors' format, which lacks it."""
