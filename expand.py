@@ -348,8 +348,11 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
-    if not tok.encode(['\n'])[0]:
-        fix = "train it with normalization_rule_name='identity' and remove_extra_whitespaces=False"
+    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
+    line_break = tok.encode(['\n'])[0]
+    if not line_break or tok.unk in line_break:
+        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
+        fix = f'train it with {options}'
         raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks, so it cannot be expanded; {fix}")
     source = load_source_model(tok) if source_model else None
 
