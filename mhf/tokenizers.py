@@ -14,6 +14,7 @@ Each tokenizer has
 """
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -98,6 +99,10 @@ def split_spaces(text):
     return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 
+# byte-level files represent each byte by a printable character
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTE_LETTERS = {byte: chr(256 + k) for k, byte in enumerate(sorted({*range(256)} - PRINTABLE))}
+
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 
@@ -116,9 +121,11 @@ class JsonTokenizer:
         self.file = Path(file)
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
-        # the file may enable truncation and padding
+        # the file may enable truncation, padding and BPE dropout, which is random
         self.json.no_truncation()
         self.json.no_padding()
+        if getattr(self.json.model, 'dropout', None):
+            self.json.model.dropout = None
         ids = self.json.get_vocab()
         self.tokens = [self.json.id_to_token(i) for i in range(max(ids.values(), default=-1) + 1)]
         names = {}
@@ -234,6 +241,33 @@ def tokenizer_fingerprint(tok):
     return digest.hexdigest()
 
 
+# texts on which tokenizers are compared: white space, scripts, characters that normalizations change, control pieces
+PROBES = (
+    '', ' ', ' a  b   c ', 'x' + 20 * ' ' + 'y', 'one\ntwo\r\n\r\n\tthree\xa0\u3000four ', '\n', '  \n x',
+    "Don't STOP 1234567 x_y=(z+1)*2;", 'ｆｕｌｌ　ＷＩＤＴＨ １２ ﬁ ① İß', 'e\u0301 é Å', 'a▁b ▁c',
+    'x\0\x1f\u200b\ufeffy', 'हिन्दी 中文 العربية Ελληνικά русский ภาษาไทย', '👩\u200d👧 🇺🇳 🫠',
+    'Hello</s><s> <unk><pad> <0x0A>',
+)  # fmt: skip
+
+
+def string_of(token):
+    """Returns the string in a tokenizer.json of a token, str, bytes or None."""
+    return token.decode('latin-1').translate(BYTE_LETTERS) if isinstance(token, bytes) else token
+
+
+def find_difference(a, b, texts=PROBES):
+    """Returns the first text that two tokenizers encode differently, or None."""
+    encoded = zip(texts, a.encode(texts), b.encode(texts), strict=True)
+    return next((text for text, ids, other_ids in encoded if ids != other_ids), None)
+
+
+def same_tokenizer(a, b):
+    """Returns whether two tokenizers have the same token strings, roles and ids of PROBES."""
+    roles = [(tok.bos, tok.eos, tok.pad) for tok in (a, b)]
+    strings = [[string_of(token) for token in tok.tokens] for tok in (a, b)]
+    return roles[0] == roles[1] and strings[0] == strings[1] and find_difference(a, b) is None
+
+
 def byte_lengths(tok):
     """Returns the number of bytes of text of each id, (V,); 0 for bos and unk."""
     lengths = []
@@ -247,7 +281,12 @@ def byte_lengths(tok):
 
 
 def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %."""
+    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %; an example, if it changes text."""
+    example = 'One\ttwo\n  three ４'
+    with contextlib.suppress(InputError):  # it cannot encode the example
+        changed = tok.decode(tok.encode([example])[0])
+        if changed != example:
+            print(f"warning: tokenizer '{tok.name}' changes text: {example!r} becomes {changed!r}", file=sys.stderr)
     if lost_bytes > 1e-4 * num_bytes:
         share = f'{lost_bytes / num_bytes:.2%}'
         print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
