@@ -171,9 +171,14 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         drop_tied_head(weights, config_json)
-        model = build_on_meta(config, Model)
-        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids') or ()))
-    except (TypeError, ValueError, RuntimeError, IndexError) as e:
+        state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
+    except (TypeError, ValueError, IndexError) as e:
+        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
+    # an error in a fork's Model shows its traceback
+    model = build_on_meta(config, Model)
+    try:
+        load_weights(model, state)
+    except RuntimeError as e:  # tensors of other names or shapes
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 

@@ -9,12 +9,12 @@ Each tokenizer has
     tokens         V strings in id order: str or bytes, None for an id without a token
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
+    normalizes     whether it may change a text before it encodes it
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
 
 import base64
-import contextlib
 import hashlib
 import itertools
 import json
@@ -38,6 +38,7 @@ class SentencePieceTokenizer:
         self.bos = self.sp.bos_id()
         self.eos = self.sp.eos_id()
         self.unk = self.sp.unk_id()
+        self.normalizes = True
         if min(self.bos, self.eos) < 0:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
@@ -66,6 +67,7 @@ class TiktokenTokenizer:
         self.name = name
         self.encoding = encoding
         self.unk = None
+        self.normalizes = False
         self.tokens = [None] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             try:
@@ -143,6 +145,7 @@ class JsonTokenizer:
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
         self.unk = ids.get(getattr(self.json.model, 'unk_token', '<unk>'))
+        self.normalizes = self.json.normalizer is not None
         self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'
 
     def encode(self, texts):
@@ -281,15 +284,14 @@ def byte_lengths(tok):
 
 
 def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %; an example, if it changes text."""
-    example = 'One\ttwo\n  three ４'
-    with contextlib.suppress(InputError):  # it cannot encode the example
-        changed = tok.decode(tok.encode([example])[0])
-        if changed != example:
-            print(f"warning: tokenizer '{tok.name}' changes text: {example!r} becomes {changed!r}", file=sys.stderr)
+    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %, and whether it normalizes text."""
     if lost_bytes > 1e-4 * num_bytes:
         share = f'{lost_bytes / num_bytes:.2%}'
         print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
+    example = 'One\ttwo\n  three ４'
+    changed = tok.decode(tok.encode([example])[0]) if tok.normalizes else example
+    if changed != example:
+        print(f"warning: tokenizer '{tok.name}' changes text: {example!r} becomes {changed!r}", file=sys.stderr)
 
 
 def tokenizer_facts(tok):
