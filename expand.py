@@ -36,7 +36,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
-from mhf.checkpoint import fits, has_signatures, load, mask_ids
+from mhf.checkpoint import fits, load, mask_ids
 from mhf.data import build_table
 from mhf.released import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
@@ -257,8 +257,11 @@ def load_source_model(tok):
     loaded = load(source_model)
     model = loaded.model
     V = len(tok.tokens)
-    is_known = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok))
-    if not (is_known and fits(model, V) and has_signatures(model, tok.tokens)):
+    is_same = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok)) and fits(model, V)
+    if is_same and model.config.num_hashes:
+        table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
+        is_same = (model.signatures[:V].numpy() == table).all()
+    if not is_same:
         known = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
         raise InputError(f"source_model='{source_model}' was trained with {known}, not '{base_tokenizer}'; {fix}")
@@ -343,8 +346,11 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
-    if not tok.encode(['\n'])[0]:
-        fix = "train it with normalization_rule_name='identity' and remove_extra_whitespaces=False"
+    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
+    line_break = tok.encode(['\n'])[0]
+    if not line_break or tok.unk in line_break:
+        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
+        fix = f'train it with {options}'
         raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks, so it cannot be expanded; {fix}")
     source = load_source_model(tok) if source_model else None
 

@@ -15,21 +15,17 @@ import functools
 import os
 import re
 import shutil
-import socket
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock, SoftFileLock, Timeout
 from tqdm import tqdm
 
 from configurator import InputError
-from hashing import signature_table
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.data import build_table, replace_durably
-from mhf.released import from_pretrained, read_facts, resolve_path
+from mhf.data import lock_folder, replace_durably
+from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
 from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
@@ -40,49 +36,16 @@ KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss',
 
 
 def lock(out_dir):
-    """Creates out_dir and locks it until this process ends. Raises InputError if another run holds the lock."""
+    """
+    Creates out_dir, locks it until this process ends, and deletes the temporary files of a killed run. Raises
+    InputError if another run holds the lock.
+    """
     folder = Path(out_dir)
-    path = folder / '.lock'
-    creates_folder = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path, file_lock = acquire(path)
-        atexit.register(unlock, path, file_lock, creates_folder)
-        path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
-        for temporary in folder.glob('ckpt*.pt.tmp'):  # of a killed run
-            temporary.unlink()
-    except Timeout as e:
-        path = Path(e.lock_file)
-        holder = ' on '.join(path.read_text().split())
-        fix = f'choose another out_dir; if that process has ended, delete {path}'
-        raise InputError(f'out_dir={folder} is in use by process {holder}; {fix}') from None
-    except OSError as e:
-        raise InputError(f'out_dir={folder} cannot be written ({e}); choose another') from None
-
-
-def acquire(path):
-    """Returns (path, lock) of a file lock; on a file system without locks, of a soft one, a file that exists."""
-    try:
-        file_lock = FileLock(path, timeout=0)
-        file_lock.acquire()
-    except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-        print(f'warning: {path.parent} has no file locks ({e})', file=sys.stderr)
-        path.unlink(missing_ok=True)
-        path = path.with_name('.soft_lock')
-        file_lock = SoftFileLock(path, timeout=0)
-        file_lock.acquire()
-    return path, file_lock
-
-
-def unlock(path, file_lock, creates_folder):
-    """Releases out_dir, and deletes it if this process created it and it is empty."""
-    path.unlink(missing_ok=True)
-    if creates_folder:
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
-    file_lock.release()
+    lock_of_process = contextlib.ExitStack()
+    lock_of_process.enter_context(lock_folder(folder, '.lock'))
+    atexit.register(lock_of_process.close)
+    for temporary in folder.glob('ckpt*.pt.tmp'):
+        temporary.unlink()
 
 
 def save(out_dir, state, is_best):
@@ -199,7 +162,8 @@ class LoadedModel:
             raise InputError(f"{mismatch}, '{self.tokenizer}'; {fix}")
         if not fits(self.model, V):
             raise InputError(f'{mismatch}: {V} tokens, expected {self.model.config.vocab_size}; {fix}')
-        if not (self.tokenizer_sha256 or has_signatures(self.model, tok.tokens)):
+        is_released = self.tokenizer_sha256 is None
+        if is_released and self.model.config.num_hashes and not has_signatures_of(self.model, tok.tokens):
             raise InputError(f'{mismatch}: the signatures differ; {fix}')
         mask_ids(self.model, [*facts['unused_ids'], *range(V, len(self.model.token_mask))])
         return tok
@@ -252,15 +216,8 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
 
 
 def fits(model, V):
-    """
-    Returns whether a model fits a tokenizer of V ids: it has V ids at least, further ids have no signature, and the
-    embedding of a Standard model has few further rows.
-    """
-    beyond = len(model.token_mask) - V
-    if model.config.num_hashes:
-        return beyond >= 0 and not model.signatures[V:].any()
-    # embedding tables are padded: the authors' to a multiple of 128; Qwen3 has 151,936 rows for 151,669 tokens
-    return 0 <= beyond < max(128, V // 100)
+    """Returns whether a model fits a tokenizer of V ids: it has at least V ids, and the others are padding."""
+    return V <= len(model.token_mask) and has_padding_from(model, V)
 
 
 def mask_ids(model, ids):
@@ -268,19 +225,6 @@ def mask_ids(model, ids):
     token_mask = model.token_mask.cpu().numpy().copy()
     token_mask[ids] = False
     model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
-
-
-def has_signatures(model, tokens):
-    """Returns whether a model's signatures are those of `tokens`, V strings. Standard models have none."""
-    c = model.config
-    if not c.num_hashes:
-        return True
-    signatures = model.signatures.cpu().numpy()
-    if not c.num_lsh:
-        return (signatures[: len(tokens)] == build_table(vars(c), tokens, c.pad_id)).all()
-    # LSH of all tokens takes minutes, so only the first coordinate of every 64th token is compared
-    sample = signature_table(tokens[::64], c.num_hashes, c.num_buckets, c.num_lsh)
-    return (signatures[: len(tokens) : 64, 0] == sample[:, 0]).mean() > 0.9  # the argmax of near ties may differ
 
 
 def check_vocabulary(model, source, meta, table, tokenizer_sha256=None):

@@ -19,8 +19,9 @@ import torch
 
 import configurator
 from configurator import InputError
+from hashing import hash_buckets, lsh_coordinates
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, same_tokenizer
 from model import MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
@@ -32,13 +33,14 @@ RELEASED_FIELDS = dict(
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
     encoder_init='encoder_init',
 )  # fmt: skip
-# other fields of config.json: their supported values; and a pattern of fields that change the computation
+# other fields of config.json that change the computation, also in nested dicts: those with other supported values than
+# null, and patterns of switches, which must be off, and of factors, which must be 1
 SUPPORTED = dict(
-    model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
-    rope_scaling=(None,), rope_parameters=(None,), rope_type=('default', None), type=('default', None),
-    layer_types=('full_attention', None),
+    model_type=('qwen3', 'mhf', 'mhf_standard'), hidden_act=('silu',), lsh_only_embed=(False,), rope_scaling=(),
+    rope_parameters=(), rope_type=('default',), type=('default',), layer_types=('full_attention',),
 )  # fmt: skip
-COMPUTATION = re.compile('bias|bidirectional|mrope|multiplier|quant|rotary|scal(ar|e|ing)|softcap|use_sliding_window')
+SWITCHES = re.compile('bias|bidirectional|mrope|quant|softcap|use_sliding_window')
+FACTORS = re.compile('factor|multiplier|rotary|scal(ar|e|ing)')
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -87,9 +89,10 @@ def released_config(model):
     unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
     if unused_ids:
         fields['unused_ids'] = unused_ids
-    if unused_ids or not c.num_hashes and c.embedding_scale != 1:
-        # transformers must refuse the model, because it would ignore these fields
-        fields |= dict(model_type='mhf_standard', architectures=['MHF'])
+    ignored_by_transformers = unused_ids or not c.num_hashes and c.embedding_scale != 1
+    # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
+    if ignored_by_transformers or c.num_hashes and c.num_hashes * c.num_buckets == c.vocab_size:
+        fields |= dict(model_type='mhf', architectures=['MHF'])
     return fields
 
 
@@ -150,36 +153,57 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
     Weights are float32. Raises InputError.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
     config_json = flatten_rope(read_json(folder / 'config.json', source))
     refuse_unsupported(config_json, source)
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise InputError(f'{source}: no model.safetensors')
-    weights = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except (OSError, SafetensorError) as e:
-            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
+    weights = read_weights(folder, source)
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         drop_tied_head(weights, config_json)
-        model = build_on_meta(config, Model)
-        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids') or ()))
-    except (TypeError, ValueError, RuntimeError, IndexError) as e:
+        state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
+    except (TypeError, ValueError, IndexError) as e:
+        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
+    # an error in a fork's Model shows its traceback
+    model = build_on_meta(config, Model)
+    try:
+        load_weights(model, state)
+    except RuntimeError as e:  # tensors of other names or shapes
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
+
+
+def read_weights(folder, source):
+    """
+    Returns {name: tensor} of the files that model.safetensors.index.json names, or of model.safetensors. Other files,
+    such as leftover shards or averaged weights, are not part of the model. Raises InputError.
+    """
+    index = folder / 'model.safetensors.index.json'
+    if not index.exists():
+        return read_safetensors(folder / 'model.safetensors')
+    file_of = read_json(index, source).get('weight_map', {})
+    shards = {file: read_safetensors(folder / file) for file in set(file_of.values())}
+    missing = [name for name, file in file_of.items() if name not in shards[file]]
+    if missing:
+        raise InputError(f'{index} lists {missing[0]}, which {file_of[missing[0]]} lacks; download the model again')
+    return {name: shards[file][name] for name, file in file_of.items()}
+
+
+def read_safetensors(path):
+    """Returns {name: tensor} of a file. Raises InputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise InputError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
 
 
 def read_json(path, source):
     """Returns the dict in a JSON file. Raises InputError."""
     try:
-        return dict(json.loads(path.read_text(encoding='utf-8')))
+        return dict(json.loads(path.read_text(encoding='utf-8-sig')))
     except (OSError, TypeError, ValueError) as e:
         raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
@@ -191,7 +215,8 @@ def resolve_path(path_or_hub_id):
         return folder
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
-    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
+    weights = ['model.safetensors', 'model.safetensors.index.json', 'model-*.safetensors']
+    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, *weights]
     return download_from_hub(str(path_or_hub_id), files)
 
 
@@ -199,22 +224,40 @@ def flatten_rope(config_json):
     """Moves the entries of rope_parameters (transformers 5) and rope_scaling (older) to the top level."""
     flat = dict(config_json)
     for key in ('rope_scaling', 'rope_parameters'):
-        if isinstance(flat.get(key), dict):
+        rope = flat.get(key)
+        # one dict per layer type is not supported
+        if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
             flat |= flat.pop(key)
     return flat
 
 
+def leaves(value, key=''):
+    """Yields (key, value) for each value in nested dicts and lists. The key of a nested value is like 'a.b'."""
+    if isinstance(value, dict):
+        for name, nested in value.items():
+            yield from leaves(nested, f'{key}.{name}' if key else name)
+    elif isinstance(value, list):
+        for nested in value:
+            yield from leaves(nested, key)
+    else:
+        yield key, value
+
+
 def refuse_unsupported(config_json, source):
     """Raises InputError for a key of config.json that changes the computation and is not implemented."""
-    for key, value in config_json.items():
-        if key in SUPPORTED:
-            values = value if isinstance(value, list) else [value]
-            is_supported = all(v in SUPPORTED[key] for v in values)
+    for key, value in leaves(config_json):
+        supported = SUPPORTED.keys() & key.split('.')
+        if value is None or key in RELEASED_FIELDS:
+            continue
+        if supported:
+            is_harmless = all(value in SUPPORTED[name] for name in supported)
+        elif SWITCHES.search(key):
+            is_harmless = value in (False, 0)
+        elif FACTORS.search(key):
+            is_harmless = value is False or value == 1 and value is not True
         else:
-            # a multiplier of 1 changes nothing
-            is_off = value is not True and value in (None, False, 1)
-            is_supported = is_off or key in RELEASED_FIELDS or not COMPUTATION.search(key)
-        if not is_supported:
+            continue
+        if not is_harmless:
             raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
 
 
@@ -234,16 +277,22 @@ def convert_config(config_json, table):
             raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json: its type must be {kind.__name__}')
         fields[name] = value
     fields.setdefault('head_dim', fields['hidden_size'] // max(1, fields['num_heads']))
+    eos_ids = parse_eos_ids(config_json)
     if table is not None:
+        if table.dim() != 2 or table.is_floating_point() or table.amin() < 0:
+            raise ValueError(f'model.hash_map of shape {tuple(table.shape)}: must be (V, H) integers from 0 on')
         fields['vocab_size'] = len(table)
+        eos_ids = [i for i in eos_ids if 0 <= i < len(table) and not table[i].any()]
         # Single-ID: all coordinates are the same hash, and tokens share it
         rows = table[table.any(dim=1)]
         same_on_all = bool((rows == rows[:, :1]).all())
         fields.setdefault('single_id', same_on_all and (rows.shape[1] > 1 or len(rows.unique(dim=0)) < len(rows)))
     # a tokenizer without pad uses eos
-    for eos in parse_eos_ids(config_json)[:1]:
+    for eos in eos_ids[:1]:
         fields.setdefault('pad_id', eos)
     config = MHFConfig(**fields)
+    if not 0 <= config.num_lsh <= config.num_hashes:
+        raise ValueError(f'num_lsh={config.num_lsh} in config.json: must be from 0 to num_hashes={config.num_hashes}')
     pad = config.pad_id
     if not 0 <= pad < config.vocab_size or table is not None and table[pad].any():
         raise ValueError(f'pad_token_id={pad} in config.json: must be an id whose signature is all zero')
@@ -264,7 +313,7 @@ def parse_eos_ids(config_json):
 def drop_tied_head(weights, config_json):
     """Merges the two embeddings. Raises ValueError unless they are equal."""
     head = weights.pop('lm_head.weight', None)
-    if head is None and config_json.get('tie_word_embeddings') is False:
+    if head is None and config_json.get('tie_word_embeddings') in (False, 0):
         raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
     if head is not None:
         E = weights.get('model.embed_tokens.weight')
@@ -287,6 +336,67 @@ def convert_state_dict(config, weights, unused_ids):
 
 
 # -----------------------------------------------------------------------------
+# the tokenizer of a released model
+
+
+def find_tokenizer(folder, config_json):
+    """
+    Returns the name of the tokenizer of a released folder, None if it is unknown: the folder's own tokenizer.json,
+    unless config.json names a tokenizer that is the same. A tokenizer.json that transformers wrote may have new tokens.
+    """
+    named = config_json.get('tokenizer')
+    own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
+    if isinstance(named, str) and named.endswith(('.model', '.json')):
+        named = own.get(named)
+    json_file = own.get('tokenizer.json')
+    if (
+        named
+        and json_file
+        and named != json_file
+        and not same_tokenizer(get_tokenizer(named), get_tokenizer(json_file))
+    ):
+        return json_file
+    return named or json_file or own.get('tokenizer.model')
+
+
+def has_padding_from(model, V):
+    """
+    Returns whether the rows of a model from V on are padding: rows without a signature, or of a Standard model zero
+    rows, fewer than 128 rows up to a multiple of 128 (the authors' models), or those of Qwen3.
+    """
+    if model.config.num_hashes:
+        return not model.signatures[V:].any()
+    rows = len(model.token_mask)
+    is_rounded_up = rows % 128 == 0 and rows - V < 128
+    return is_rounded_up or (V, rows) == (151669, 151936) or not model.embed.weight[V:].any()
+
+
+def has_signatures_of(model, tokens):
+    """
+    Returns whether the signature table of a released MultiHashFormer is that of these token strings. The last
+    coordinate may have been rehashed, by the authors' code for other tokens than by ours.
+    """
+    c = model.config
+    ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
+    only_lsh = c.num_lsh == c.num_hashes
+    if only_lsh:
+        # an LSH coordinate of all tokens takes minutes
+        ids = ids[:: -(-len(ids) // 256)]
+    strings = [tokens[i] for i in ids]
+    table = model.signatures[ids].numpy()
+    if only_lsh:
+        # rounding may change an argmax
+        return (table == lsh_coordinates(strings, c.num_lsh, c.num_buckets)).mean() > 0.5
+    for j in range(c.num_lsh, c.num_hashes):
+        equal = (table[:, j] == hash_buckets(strings, 0 if c.single_id else j, c.num_buckets)).mean()
+        # up to half of the tokens are rehashed, in a table with H = 1 and B = V
+        may_be_rehashed = j == c.num_hashes - 1 and not c.single_id
+        if equal < (1 / 3 if may_be_rehashed else 1):
+            return False
+    return True
+
+
+# -----------------------------------------------------------------------------
 # what a folder declares about its model, and the command that exports a run
 
 
@@ -296,12 +406,7 @@ def read_facts(folder, source):
     tokenizer, whether it was trained with bos, and the ids that end a document. Raises InputError.
     """
     config_json = read_json(folder / 'config.json', source)
-    tokenizer = config_json.get('tokenizer')
-    if not isinstance(tokenizer, str) or tokenizer.endswith(('.model', '.json')):
-        # the authors' tokenizer.json has tokens that a tokenizer.model next to it may lack
-        names = ('tokenizer.model',) if tokenizer == 'tokenizer.model' else ()
-        files = [folder / name for name in (*names, 'tokenizer.json', 'tokenizer.model')]
-        tokenizer = next((str(file) for file in files if file.exists()), None)
+    tokenizer = find_tokenizer(folder, config_json)
     eos_ids = parse_eos_ids(config_json)
     generation_config = folder / 'generation_config.json'
     if generation_config.exists():

@@ -42,11 +42,13 @@ def smaller_mistral(folder):
     (folder / 'x.model').write_bytes(model.SerializeToString())
 
 
-def default_sentencepiece(folder):
-    """Writes b.model: SentencePiece with its default normalization, for which a line break is a space."""
-    options = dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2)
-    lines = iter(['some words'] * 9)
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / 'b'), **options)
+def sentencepiece_model(**options):
+    """Returns a setup that writes b.model: SentencePiece, by default with a normalization to which \\n is a space."""
+    options |= dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2, sentence_iterator=iter(['some words'] * 9))
+    return lambda folder: sentencepiece.SentencePieceTrainer.train(model_prefix=str(folder / 'b'), **options)
+
+
+UNNORMALIZED = sentencepiece_model(normalization_rule_name='identity', remove_extra_whitespaces=False)
 
 
 def released(**changes):
@@ -153,7 +155,8 @@ BAD = [
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
     Bad('expand into another kind of file', 'expand.py --corpora=docs.jsonl --tokenizer=new.json', says='new.json'),
-    Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', default_sentencepiece),
+    Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', sentencepiece_model()),
+    Bad('expand with unknown line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', UNNORMALIZED),
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('no number of hashes to plan', 'bench.py --plan --num_hashes=-1', says='num_hashes=-1'),
     Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),

@@ -1,22 +1,18 @@
 """mhf/checkpoint.py: writing, damage, errors of the environment, and loading."""
 
 import errno
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
-from conftest import REPO, assert_same, ok, random_model, refused, steps, weights
+from conftest import REPO, assert_same, ok, refused, steps, weights
 
 from configurator import InputError
-from mhf import checkpoint
-from mhf.checkpoint import find_checkpoints, has_signatures, load, read_checkpoint, resume, save
+from mhf.checkpoint import find_checkpoints, load, read_checkpoint, resume, save
 from mhf.chunked import ChunkedMHF
-from mhf.data import build_table
 
 # -----------------------------------------------------------------------------
 # writing
@@ -106,24 +102,6 @@ def test_the_picture_cannot_be_written(quick):
     assert weights(quick, 'b')['step'] == 1
 
 
-@pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_no_lock_service(tmp_path, monkeypatch, number):
-    """On a file system without locks an out_dir has a soft lock, and an error about it names the file to delete."""
-
-    def flock(fd, operation):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, 'flock', flock)
-    monkeypatch.setattr(checkpoint.atexit, 'register', lambda *args: held.append(args))
-    held = []
-    checkpoint.lock(tmp_path)
-    with pytest.raises(InputError, match=rf'in use by process {os.getpid()} .* delete {tmp_path}/.soft_lock'):
-        checkpoint.lock(tmp_path)
-    unlock, *args = held[0]
-    unlock(*args)
-    assert not list(tmp_path.iterdir())
-
-
 # -----------------------------------------------------------------------------
 # reading
 
@@ -192,7 +170,6 @@ def test_an_error_of_a_changed_model_is_not_damage(few):
 def test_a_resumed_run_does_not_keep_the_replaced_file(quick):
     """After a resume no memory is mapped to the file of a checkpoint, which would keep it on the disk."""
     patch = """
-from mhf import checkpoint
 def save(*args, real=checkpoint.save):
     real(*args)
     open('maps', 'w').write(open('/proc/self/maps').read())
@@ -213,15 +190,6 @@ def test_a_malicious_checkpoint_is_not_run(quick):
     for command in (('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')):
         refused(*command, says='not a checkpoint', cwd=quick)
         assert not (quick / 'owned').exists()
-
-
-@pytest.mark.parametrize('fields', [dict(), dict(single_id=True), dict(num_lsh=2)], ids=['hashes', 'single_id', 'lsh'])
-def test_the_signatures_decide_about_a_tokenizer(fields):
-    """A model's signatures are those of its own tokens and not those of others."""
-    config = replace(random_model().config, num_hashes=2, num_buckets=256, **fields)
-    own, other = ([f'{word}{i}' for i in range(config.vocab_size)] for word in ('token', 'word'))
-    model = ChunkedMHF(config, build_table(vars(config), own, config.pad_id))
-    assert has_signatures(model, own) and not has_signatures(model, other)
 
 
 OPEN = "from mhf.checkpoint import load; load('out').tok"

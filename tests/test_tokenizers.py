@@ -9,6 +9,7 @@ import tokenizers
 import torch
 from conftest import ok, random_model, real_documents, weights, write_jsonl, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from test_released import learned_model
 from tokenizers import decoders, models, pre_tokenizers
 
 import expand
@@ -18,7 +19,7 @@ from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.data import held_out_ids
 from mhf.tokenizer_json import write_tokenizer
-from mhf.tokenizers import byte_lengths, get_tokenizer
+from mhf.tokenizers import byte_lengths, get_tokenizer, warn_lost
 from test_mhf import SAYINGS
 
 
@@ -112,6 +113,15 @@ def test_roles_of_other_tokenizers(mistral, tmp_path):
         (tmp_path / 'x.model').write_bytes(model.SerializeToString())
         with pytest.raises(InputError, match=f'it has no {role}'):
             get_tokenizer(str(tmp_path / 'x.model'))
+
+
+def test_a_warning_names_changed_text(tmp_path, mistral, capsys):
+    """A tokenizer that changes white space or characters is named once, with an example; others are not."""
+    warn_lost(mistral, 0, 100)
+    assert not capsys.readouterr().err
+    warn_lost(get_tokenizer(learned_model(tmp_path)), 0, 100)
+    [line] = capsys.readouterr().err.splitlines()
+    assert 'learned.model' in line and "'One\\ttwo\\n" in line and 'becomes' in line
 
 
 def test_huge_runs_of_spaces():

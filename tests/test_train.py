@@ -406,7 +406,8 @@ def test_one_run_in_an_out_dir(quick):
     command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
-    refused(*command, says=f'out_dir=b is in use by process {first.pid} on ', cwd=quick)
+    refused(*command, says='b is in use by another process, named in b/.lock', cwd=quick)
+    assert (quick / 'b/.lock').read_text().startswith(f'{first.pid}\n')
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
