@@ -18,7 +18,7 @@ from configurator import InputError, check_numbers, configure
 from mhf.generate import Engine
 from mhf.released import open_model
 from mhf.runtime import pick_compile, pick_device, pick_dtype
-from model import sample_token
+from model import check_sampling
 
 out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
@@ -55,7 +55,7 @@ opened = open_model(out_dir, released, tokenizer)
 model = opened.model
 tok = opened.tok
 try:
-    sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
+    check_sampling(len(tok.tokens), temperature, top_k, top_p)
 except ValueError as e:
     raise InputError(e) from None
 print(f'{opened.name}; seed {seed}', file=sys.stderr)
