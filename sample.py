@@ -18,7 +18,7 @@ from configurator import InputError, check_numbers, configure
 from mhf.checkpoint import load
 from mhf.generate import Engine
 from mhf.runtime import pick_compile, pick_device, pick_dtype
-from model import sample_token
+from model import check_sampling
 
 out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
@@ -57,7 +57,7 @@ tok = loaded.tok
 # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
 torch.backends.cuda.enable_cudnn_sdp(False)
 try:
-    sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
+    check_sampling(len(tok.tokens), temperature, top_k, top_p)
 except ValueError as e:
     raise InputError(e) from None
 print(f'{loaded.name}; seed {seed}', file=sys.stderr)
