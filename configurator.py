@@ -49,10 +49,10 @@ class Output(io.FileIO):
         except OSError as e:
             if Output.discards_errors:
                 return len(data)
+            ignore_closed_output()
             if isinstance(e, BrokenPipeError):
-                ignore_closed_output()
                 sys.exit(1)
-            raise
+            raise InputError(f'the output cannot be written ({e})') from None  # a full disk
 
 
 def ignore_closed_output():

@@ -5,13 +5,14 @@ over the real tokens.
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=folder --limit=100  # part of each, from local files
     $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
+    $ python eval.py --tasks=mmlu,gsm8k                                       # any tasks of lm-eval, as it defines them
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --benchmark_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
 Writes results/<model>/results_<date>.json. Each process draws its own few-shot examples, so scores of the tasks with 5
-shots (ARC-E, OBQA, SIQA) depend on the number of processes. lm-eval's other tasks run on its own command line with
-this model: python -m mhf.lm run --help.
+shots (ARC-E, OBQA, SIQA) depend on the number of processes. lm-eval's own options (--num_fewshot, --log_samples ...):
+python -m mhf.lm run --help.
 """
 
 import contextlib
@@ -27,10 +28,9 @@ import torch
 import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 
-from configurator import InputError, configure, did_you_mean
+from configurator import InputError, configure
 from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
-from mhf.released import checkpoint_file
 from mhf.runtime import all_gather_object, cleanup
 from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
@@ -40,11 +40,11 @@ from mhf.tokenizers import byte_lengths, warn_lost
 out_dir = ''
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
-# tasks: paper | bits_per_byte | card660 | names of the paper's tasks; several are separated by commas
+# tasks: paper | bits_per_byte | card660 | names of lm-eval's tasks and groups; several are separated by commas
 tasks = 'paper'
-benchmark_dir = ''  # folder of local benchmark files, instead of the hub; required by card660
+benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub; required by card660
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
-limit = None  # documents per task; None: all
+limit = None  # documents per task of lm-eval; None: all
 output_path = 'results'
 # evaluation
 bos = None  # bos in front of every context; None: as in training, True for train.py's models, False for the authors'
@@ -53,7 +53,7 @@ dtype = None
 
 config = configure(globals())
 
-OTHER_TASKS = ('paper', 'bits_per_byte', 'card660')
+OTHER_TASKS = {'bits_per_byte', 'card660'}
 
 
 # -----------------------------------------------------------------------------
@@ -61,49 +61,55 @@ OTHER_TASKS = ('paper', 'bits_per_byte', 'card660')
 
 
 def check_settings():
-    """Validates the settings. Returns the names in `tasks`. Raises InputError."""
-    names = [name.strip() for name in tasks.split(',')]
-    for name in names:
-        if name not in PAPER and name not in OTHER_TASKS:
-            near = did_you_mean(name, [*OTHER_TASKS, *PAPER])
-            command = f'python -m mhf.lm run --model_args path=... --tasks {name}'
-            raise InputError(f"unknown task '{name}'{near}; run other tasks of lm-eval with: {command}")
+    """
+    Validates the settings. Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError.
+    """
+    names = []
+    for name in tasks.split(','):
+        names += PAPER if name.strip() == 'paper' else [name.strip()]
     if limit is not None and (type(limit) is not int or limit < 1):
         raise InputError(f'limit={limit!r}: must be a count of documents, at least 1')
-    if limit is not None and not {'bits_per_byte', 'card660'}.isdisjoint(names):
+    if limit is not None and set(names) <= OTHER_TASKS:
         raise InputError(f'limit={limit}: bits_per_byte and card660 have no documents to limit; omit --limit')
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
-    if out_dir and not checkpoint_file(out_dir).exists():
-        file = checkpoint_file(out_dir)
-        raise InputError(f'no checkpoint at {file}; check the path, or name a released model by --released')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
         )
-    if text and bos is False:
-        raise InputError('bos=False: bits_per_byte has bos before every document; omit --bos')
-    return names
+    return list(dict.fromkeys(names))
 
 
 # -----------------------------------------------------------------------------
 # bits per byte
 
 
-def read_ids(path, tok):
-    """Returns the token ids and the bytes of text of a file's documents, or of the held-out split of a folder."""
-    if Path(path).is_dir():
-        return held_out_ids(Path(path), tok)
-    ids = []
-    num_bytes = 0
-    for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
-        num_bytes += len(document.encode())
-        ids += [tok.bos, *tok.encode([document])[0]]
-    if set(ids) <= {tok.bos}:
+def read_ids(path, lm):
+    """
+    Returns the token ids and the bytes of text of a file's documents, or of the held-out split of a folder. Each
+    document follows bos, if the model has it.
+    """
+    tok = lm.tok
+    is_folder = Path(path).is_dir()
+    if is_folder:
+        ids, num_bytes = held_out_ids(Path(path), tok)
+    else:
+        ids = []
+        num_bytes = 0
+        for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
+            num_bytes += len(document.encode())
+            ids += [tok.bos, *tok.encode([document])[0]]
+    if lm.bos is None:
+        ids = [i for i in ids if i != tok.bos]
+    if len(ids) < 2 or set(ids) == {tok.bos}:
         raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
-    lengths = byte_lengths(tok)
-    warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
+    if not is_folder:
+        lengths = byte_lengths(tok)
+        warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
+    if lm.bos is None:
+        # the first token follows nothing, so it is not scored
+        num_bytes -= len(tok.decode(ids[:1]).encode())
     return ids, num_bytes
 
 
@@ -146,12 +152,12 @@ def calibration_error(is_best, confidence, bins=15):
 
 
 def bits_per_byte(lm, ids, num_bytes):
-    """Returns the scores of packed documents, each preceded by bos, as prepare.py packs them."""
+    """Returns the scores of packed documents. Every bos after the first is scored like a token."""
     nats, is_best, confidence = score_windows(lm, ids)
     nats_per_token = nats.mean().item()
     T = lm.max_length
     return dict(
-        bos=True,
+        bos=lm.bos is not None,
         tokens=len(nats),
         bytes=num_bytes,
         window=T,
@@ -173,17 +179,20 @@ def read_word_pairs(folder):
     path = Path(folder) / 'dataset.tsv'
     try:
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8-sig').splitlines() if line]
-        return [(a, b, float(score)) for a, b, score in lines]
+        pairs = [(a, b, float(score)) for a, b, score in lines]
+        if len(pairs) < 2:
+            raise ValueError('fewer than two pairs have no correlation')
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {e}; --benchmark_dir must be the folder of Card-660's dataset.tsv") from None
+    return pairs
 
 
 @torch.no_grad()
 def word_states(lm, word):
     """A word's states {'last': after the final norm, 'second_to_last': before the last block}, each (d,) float32."""
     ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
-    if lm.bos is not None:
-        ids = [lm.bos, *ids]
+    if lm.bos is not None or not ids:
+        ids = [lm.tok.bos, *ids]
     inputs = []  # of the last block
     hook = lm.model.layers[-1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     with lm.autocast():
@@ -192,18 +201,22 @@ def word_states(lm, word):
     return dict(last=h[0, -1].float(), second_to_last=inputs[0][0, -1].float())
 
 
+def ranks(values):
+    """Returns the ranks of values (n,), from 1; equal values have the mean of their ranks."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[index]
+
+
 def card660(lm, pairs):
     """Returns the correlations of human similarity with the cosine of two words' hidden states."""
-    from scipy.stats import pearsonr, spearmanr
-
     words = sorted({word for a, b, _ in pairs for word in (a, b)})
     states = {word: word_states(lm, word) for word in progress_bar(words, desc='card660')}
     human = [score for _, _, score in pairs]
     results = dict(bos=lm.bos is not None, pairs=len(pairs))
     for layer in ('last', 'second_to_last'):
         cosines = [F.cosine_similarity(states[a][layer], states[b][layer], dim=0).item() for a, b, _ in pairs]
-        results[f'{layer}_pearson'] = float(pearsonr(cosines, human)[0])
-        results[f'{layer}_spearman'] = float(spearmanr(cosines, human)[0])
+        results[f'{layer}_pearson'] = np.corrcoef(cosines, human)[0, 1].item()
+        results[f'{layer}_spearman'] = np.corrcoef(ranks(cosines), ranks(human))[0, 1].item()
     return results
 
 
@@ -226,7 +239,7 @@ def nearest_published(lm, column):
 
 def print_results(results):
     print(results['name'])
-    if 'published' in results:
+    if 'results' in results:
         print_tasks(results)
     for path, values in results.get('bits_per_byte', {}).items():
         print_values(f'bits_per_byte, {path}', values)
@@ -235,15 +248,19 @@ def print_results(results):
 
 
 def print_tasks(results):
-    """Prints lm-eval's table of all scores, then the paper's metrics next to its numbers."""
-    published = results['published']
+    """Prints lm-eval's tables of tasks and groups, then the paper's metrics next to its numbers."""
     print(f'\n{make_table(results)}')
-    print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]}')
+    if results.get('groups'):
+        print(make_table(results, 'groups'))
+    if 'published' in results:
+        published = results['published']
+        print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]} (lm-eval 0.4.8, bos=False)')
     for task, scores in results['results'].items():
-        metric = PAPER[task]['metric']
-        score = 100 * scores[f'{metric},none']
-        print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}')
-    print(f'lm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}; published: lm-eval 0.4.8, bos=False')
+        if task in PAPER:
+            metric = PAPER[task]['metric']
+            score = 100 * scores[f'{metric},none']
+            print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}')
+    print(f'lm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}')
     for task, notes in results['notes'].items():
         print(f'{task}: {"; ".join(notes)}')
 
@@ -277,13 +294,10 @@ def evaluate():
     """Evaluates the model. Returns the path for the results file and the results, or None on ranks above 0."""
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
-    if limit is not None and limit < lm.world_size:
-        raise InputError(f'limit={limit}: each of {lm.world_size} processes needs a document; start fewer processes')
-
     # read all data before scoring
-    texts = {path: read_ids(path, lm.tok) for path in text.split(',') if path}
+    texts = {path: read_ids(path, lm) for path in text.split(',') if path}
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
-    chosen = [task for task in PAPER if task in names or 'paper' in names]
+    chosen = [name for name in names if name not in OTHER_TASKS]
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
     file = results_file(lm.info['source'])
 
@@ -292,7 +306,9 @@ def evaluate():
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
         results |= run_tasks(lm, loaded, notes, limit) or {}
-        results |= dict(bos=lm.info['bos'], published=nearest_published(lm, 'ARC-E'))
+        results['bos'] = lm.info['bos']
+    if not PAPER.keys().isdisjoint(chosen):
+        results['published'] = nearest_published(lm, 'ARC-E')
     if texts:
         results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
     if pairs:

@@ -36,9 +36,10 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
+from mhf.checkpoint import fits, load, mask_ids
 from mhf.data import build_table
-from mhf.released import limit_to_tokenizer, load_model, save_pretrained
-from mhf.sources import initial_counts, read_documents, split_holdout
+from mhf.released import save_pretrained
+from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
 
 # tokenizer
@@ -52,10 +53,6 @@ source_model = ''  # the model to expand: an out_dir, a folder in the released f
 output_dir = ''  # the folder for the expanded model, in the released format
 
 config = configure(globals())
-
-# the held-out share of a corpus, and its limit in bytes; with up to 10 sources, prepare.py's limit for each is as high
-HELD_OUT = 0.05
-HELD_OUT_BYTES = 400_000
 
 
 # -----------------------------------------------------------------------------
@@ -257,18 +254,19 @@ def learn_tokenizer(tok, languages, counts):
 
 def load_source_model(tok):
     """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
-    loaded = load_model(source_model)
+    loaded = load(source_model)
     model = loaded.model
-    fits = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok))
-    # a released table may end with unused rows
-    fits = fits and limit_to_tokenizer(model, len(tok.tokens), [])
-    if fits and model.config.num_hashes:
+    V = len(tok.tokens)
+    is_same = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok)) and fits(model, V)
+    if is_same and model.config.num_hashes:
         table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
-        fits = (model.signatures[: len(table)].numpy() == table).all()
-    if not fits:
+        is_same = (model.signatures[:V].numpy() == table).all()
+    if not is_same:
         known = loaded.tokenizer or 'another tokenizer'
         fix = 'name its tokenizer with --base_tokenizer'
         raise InputError(f"source_model='{source_model}' was trained with {known}, not '{base_tokenizer}'; {fix}")
+    # a released table may end with unused rows
+    mask_ids(model, range(V, len(model.token_mask)))
     return loaded
 
 
@@ -348,8 +346,11 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
-    if not tok.encode(['\n'])[0]:
-        fix = "train it with normalization_rule_name='identity' and remove_extra_whitespaces=False"
+    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
+    line_break = tok.encode(['\n'])[0]
+    if not line_break or tok.unk in line_break:
+        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
+        fix = f'train it with {options}'
         raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks, so it cannot be expanded; {fix}")
     source = load_source_model(tok) if source_model else None
 

@@ -56,10 +56,15 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
         table[registered, :num_lsh] = lsh_coordinates(strings, num_lsh, B)
     for j in range(num_lsh, H):
         seed = j if unique else 0
-        table[registered, j] = [mmh3.hash128(w, seed) % (B - 1) + 1 for w in strings]
+        table[registered, j] = hash_buckets(strings, seed, B)
     if unique and num_lsh < H:
         rehash_collisions(table, tokens, registered, B)
     return table
+
+
+def hash_buckets(strings, seed, B):
+    """Returns the bucket of each string, from 1 to B - 1, by the MMH3 hash with this seed."""
+    return [mmh3.hash128(w, seed) % (B - 1) + 1 for w in strings]
 
 
 def rehash_collisions(table, tokens, registered, B):

@@ -468,6 +468,16 @@ class MHF(nn.Module):
         return ids
 
 
+def check_sampling(V, temperature=1.0, top_k=None, top_p=None):
+    """Raises ValueError if a setting of sample_token is out of range for a vocabulary of V token ids."""
+    if not 0 <= temperature < 1e30:
+        raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above, and below 1e30')
+    if top_k is not None and not 1 <= top_k <= V:
+        raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f'top_p={top_p}: must be above 0 and at most 1')
+
+
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     """
     Samples one token id per row: logits (N, V) -> (N,).
@@ -479,13 +489,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
         noise: (N, V), exponentially distributed; drawn if None
     Raises ValueError for settings out of range.
     """
-    V = logits.shape[-1]
-    if not 0 <= temperature < 1e30:
-        raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above, and below 1e30')
-    if top_k is not None and not 1 <= top_k <= V:
-        raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f'top_p={top_p}: must be above 0 and at most 1')
+    check_sampling(logits.shape[-1], temperature, top_k, top_p)
     if temperature < 1e-6:  # division would overflow
         return logits.argmax(-1)
     logits = logits / temperature

@@ -30,14 +30,12 @@ From a document to its loss:
 import contextlib
 import hashlib
 import itertools
-import json
 import sys
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from configurator import InputError, check_numbers, configure
@@ -75,7 +73,10 @@ FLUSH_TOKENS = 1 << 20  # per write to a shard
 
 
 def group_files(files, parts):
-    """Groups {path: size} into units, each a list of [path, size]. With several parts each file is a unit."""
+    """
+    Groups {path: size} into units. A unit is a list of [path, size, digest], without the digest for a file of the hub.
+    With several parts each file is a unit.
+    """
     units = []
     total = 0
     for path, size in files.items():
@@ -83,7 +84,8 @@ def group_files(files, parts):
         if not units or parts > 1 or total > UNIT_BYTES:
             units.append([])
             total = size
-        units[-1].append([path, size])
+        digest = [] if path.startswith('hf://') else [sources.file_digest(path)]
+        units[-1].append([path, size, *digest])
     return units
 
 
@@ -94,14 +96,15 @@ def describe_sources(config, parts, existing):
         pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
     described = []
     first_unit = 0
-    source_by_path = {}
+    source_by_file = {}
     for name, limit in sources.parse_mixture(config['dataset']):
         units = pinned.get(name) or group_files(sources.input_files(name), parts)
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
-        for path, _ in itertools.chain(*units):
-            if source_by_path.setdefault(path, name) != name:
-                both = f"'{source_by_path[path]}' and '{name}' both contain {path}"
+        for path, *_ in itertools.chain(*units):
+            other = source_by_file.setdefault(sources.file_id(path), name)
+            if other != name:
+                both = f"'{other}' and '{name}' both contain {path}"
                 raise InputError(f'{both}, and would hold out different documents; name each file once')
         limit = limit and limit // parts
         described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
@@ -118,17 +121,19 @@ def describe(config, parts, tok, table, existing):
     return meta | tokenizer_facts(tok) | dict(sources=describe_sources(config, parts, existing))
 
 
-def check_same(folder, existing, meta):
+def check_same(folder, existing, meta, tok):
     """Raises InputError with the first difference between the existing meta.json and that of this run."""
+    data.check_tokenizer(folder, existing, tok)
     change = f'delete {folder} to start over, or change --data_dir'
     for key in meta:
-        if key != 'sources' and existing.get(key) != meta[key]:
+        if key not in ('sources', 'tokenizer') and existing.get(key) != meta[key]:
             values = f'{key}={existing.get(key)!s:.60}, now it is {meta[key]!s:.60}'
             raise InputError(f'{folder} was prepared with {values}; {change}')
-    before, now = ({tuple(f) for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
-    if before != now:
-        path, _ = min(before ^ now)
-        raise InputError(f'{folder}: the input file {path} is new, missing or has another size; {change}')
+    before, now = ({f[0]: f[1:] for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
+    for path in sorted(before.keys() | now.keys()):
+        # zip() ignores the digest if meta.json is of an earlier version, which has only sizes
+        if any(a != b for a, b in zip(before.get(path, [None]), now.get(path, [None]), strict=False)):
+            raise InputError(f'{folder}: the input file {path} is new, missing or has other contents; {change}')
 
 
 # -----------------------------------------------------------------------------
@@ -198,8 +203,9 @@ class ShardWriter:
 
     def discard(self):
         """Deletes the file unless close() has renamed it."""
-        self.file.close()
         self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a full disk, because close() writes what is in its buffer
+            self.file.close()
 
 
 def batches(documents):
@@ -230,10 +236,13 @@ def prepare_unit(job, source, number, unit, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     meta = job.meta
     val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
-    texts = sources.read_files(path for path, _ in unit)
+    texts = sources.read_files(path for path, *_ in unit)
     documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
-    writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
-    try:
+    writers = {}
+    with contextlib.ExitStack() as cleanup:
+        for split in SPLITS:
+            writers[split] = ShardWriter(job, job.folder / f'{split}_{number:06}.bin')
+            cleanup.callback(writers[split].discard)
         # the thread of prefetch() updates counts; closing() waits for it
         with contextlib.closing(encode(job.tok, documents)) as encoded:
             for pieces in encoded:
@@ -249,26 +258,61 @@ def prepare_unit(job, source, number, unit, counts):
                 data.check_enough_tokens(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
-    finally:
-        for writer in writers.values():
-            writer.discard()
 
 
-def prepare_source(job, source):
-    """Prepares the units of a source that belong to this part and are not finished; returns the source's counts."""
+def start_counts(job, source):
+    """Returns the counts before the first unit of a source that belongs to this part, None if it is finished."""
+    first = data.unit_numbers(source, job.part, job.meta['parts'])[0]
+    if data.read_unit(job.folder, first):
+        return None
+    return sources.initial_counts(read_source(job, source), job.meta['val_fraction']) | dict(tokens=0)
+
+
+def read_source(job, source):
+    """Yields the documents of a source that belong to this part."""
+    units = source['units'][job.part :: job.meta['parts']]
+    return sources.read_files(path for unit in units for path, *_ in unit)
+
+
+def ends_before_held_out(job, source):
+    """Returns whether a source reaches its limit before its first held-out document, if it holds out documents."""
+    if source['limit'] is None:
+        return False
+    texts = list(itertools.islice(read_source(job, source), round(1 / job.meta['val_fraction']) - 1))
+    if sum(len(text.encode()) + 1 for text in texts) < source['limit']:  # a token has at least one byte
+        return False
+    tokens = 0
+    for text in texts:
+        tokens += 1 + len(job.tok.encode([text])[0])
+        if tokens >= source['limit']:
+            return True
+    return False
+
+
+def check_held_out(job, counts):
+    """Prints a warning for each source that will have no held-out text. Raises InputError if all have none."""
+    problems = []
+    for source, source_counts in zip(job.meta['sources'], counts, strict=True):
+        if source_counts and not source_counts['hold_out_tails'] and ends_before_held_out(job, source):
+            name = f'{source["dataset"]}@{source["limit"]}'
+            first = round(1 / job.meta['val_fraction'])
+            problems.append(f'{name} ends before document {first}, the first held-out one')
+    fix = 'use more tokens or a larger --val_fraction'
+    if len(problems) == len(counts) and job.meta['parts'] == 1:
+        raise InputError(f'no held-out text: {", ".join(problems)}; {fix}')
+    for problem in problems:
+        print(f'warning: {problem}; {fix}', file=sys.stderr)
+
+
+def prepare_source(job, source, counts):
+    """Prepares the units of a source that belong to this part and are not finished. Returns the counts after them."""
     parts = job.meta['parts']
-    units = source['units'][job.part :: parts]
-    counts = None
-    for number, unit in zip(data.unit_numbers(source, job.part, parts), units, strict=True):
-        path = job.folder / f'{number:06}.json'
-        if path.exists():
-            finished = json.loads(path.read_bytes())
+    numbers = data.unit_numbers(source, job.part, parts)
+    for number, unit in zip(numbers, source['units'][job.part :: parts], strict=True):
+        if finished := data.read_unit(job.folder, number):
             counts = finished['counts']
             job.bar.update(finished['train']['tokens'])
         else:
-            if counts is None:
-                texts = sources.read_files(path for unit in units for path, _ in unit)
-                counts = sources.initial_counts(texts, job.meta['val_fraction']) | dict(tokens=0)
             prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break
@@ -290,32 +334,22 @@ def parse_part(text):
 @contextlib.contextmanager
 def locked(folder, meta, part):
     """
-    Creates the folder and meta.json, and locks the part against another prepare.py. A run without --part that fails
-    before its first unit is finished leaves no files. Raises InputError.
+    Locks the part in a folder against another prepare.py, and creates meta.json. A run without --part that fails before
+    its first unit is finished leaves no files. Raises InputError.
     """
-    creates_folder = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f'.part_{part}.lock', timeout=0) as lock:
-            creates_meta = not (folder / 'meta.json').exists()
-            try:
-                if creates_meta:
-                    data.write_json(folder / 'meta.json', meta, part)
-                yield
-            finally:
-                if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
-                    shards = [f'{split}_000000.bin{end}' for split in SPLITS for end in ('', '.tmp')]
-                    for name in (*shards, 'meta.json'):
-                        (folder / name).unlink(missing_ok=True)
-                Path(lock.lock_file).unlink()
-    except Timeout:
-        raise InputError(f'another prepare.py is running in {folder}') from None
-    except OSError as e:
-        raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
-    finally:
-        if creates_folder:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only if it is empty
+    with data.lock_folder(folder, f'.part_{part}.lock'):
+        creates_meta = not (folder / 'meta.json').exists()
+        try:
+            if creates_meta:
+                data.write_json(folder / 'meta.json', meta, part)
+            yield
+        except OSError as e:
+            raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
+        finally:
+            if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+                shards = [f'{split}_000000.bin' for split in SPLITS]
+                for name in (*shards, 'meta.json'):
+                    (folder / name).unlink(missing_ok=True)
 
 
 def report(job, counts):
@@ -345,17 +379,20 @@ def main(config):
     if not 1e-9 < config['val_fraction'] < 1:
         raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     part, parts = parse_part(config['part'])
+    quotas = parts * len(sources.parse_mixture(config['dataset']))
+    if config['val_bytes'] < quotas:
+        raise InputError(f'val_bytes={config["val_bytes"]}: must be at least {quotas}, one for each source and part')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     # list shards before reading meta.json, because a part that starts in between writes meta.json first
     shards = [path for name in ('*_[0-9]*.bin', '*_[0-9]*.bin.tmp', '[0-9]*.json') for path in folder.glob(name)]
-    existing = data.parse_meta(folder)
+    existing = data.read_meta(folder)
     if shards and not existing:
-        raise InputError(f'{min(shards)} was not written by prepare.py and could be overwritten; change --data_dir')
+        raise InputError(f'{min(shards)} could be overwritten, because {folder} has no meta.json; change --data_dir')
     meta = describe(config, parts, tok, table, existing)
     if existing:
-        check_same(folder, existing, meta)
+        check_same(folder, existing, meta, tok)
         if not data.read_units(folder, meta)[1]:
             for split in SPLITS:
                 data.Bins(folder, split)  # checks that each shard exists and has its size
@@ -366,9 +403,13 @@ def main(config):
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, meta, part), bar:
-        check_same(folder, data.parse_meta(folder), meta)  # another part may have written meta.json since it was read
+        check_same(
+            folder, data.read_meta(folder), meta, tok
+        )  # another part may have written meta.json since it was read
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
-        counts = [prepare_source(job, source) for source in meta['sources']]
+        starts = [start_counts(job, source) for source in meta['sources']]
+        check_held_out(job, starts)
+        counts = [prepare_source(job, *source_start) for source_start in zip(meta['sources'], starts, strict=True)]
     report(job, counts)
 
 

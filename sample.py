@@ -15,10 +15,10 @@ from types import NoneType
 import torch
 
 from configurator import InputError, check_numbers, configure
+from mhf.checkpoint import load
 from mhf.generate import Engine
-from mhf.released import open_model
 from mhf.runtime import pick_compile, pick_device, pick_dtype
-from model import sample_token
+from model import check_sampling
 
 out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below
 released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
@@ -51,19 +51,21 @@ if start.startswith('FILE:'):
         start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
     except (OSError, RuntimeError) as e:  # RuntimeError: ~ of an unknown user
         raise InputError(f'--start={start}: {e}') from None
-opened = open_model(out_dir, released, tokenizer)
-model = opened.model
-tok = opened.tok
+loaded = load(out_dir or released, tokenizer)
+model = loaded.model
+tok = loaded.tok
+# cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
+torch.backends.cuda.enable_cudnn_sdp(False)
 try:
-    sample_token(torch.zeros(1, len(tok.tokens)), temperature, top_k, top_p)
+    check_sampling(len(tok.tokens), temperature, top_k, top_p)
 except ValueError as e:
     raise InputError(e) from None
-print(f'{opened.name}; seed {seed}', file=sys.stderr)
+print(f'{loaded.name}; seed {seed}', file=sys.stderr)
 dtype = pick_dtype(dtype, device)
 model.to(device, getattr(torch, dtype)).eval()
 
 prompt = tok.encode([start])[0]
-if opened.add_bos or not prompt:
+if loaded.add_bos or not prompt:
     prompt = [tok.bos, *prompt]
 if len(prompt) > model.config.block_size:
     print(f'the prompt has {len(prompt)} tokens; the model reads the last {model.config.block_size}', file=sys.stderr)
@@ -95,7 +97,7 @@ def print_sample():
     written = list(prompt)
     printed = print_text(written, 0)
     for token in stream_ids():
-        if token in opened.stop_ids:
+        if token in loaded.stop_ids:
             break
         written.append(token)
         printed = print_text(written, printed)

@@ -2,8 +2,7 @@
 Tests of the method, in-process and in seconds:  pytest -rs test_mhf.py
 
 Golden tables and logits, parity with Qwen3, the head in chunks and at once, the KV cache, and invariants of signatures.
-tests/ contains the tests of the scripts. Tests that need the project's shared/ folder next to the clone are skipped
-without it; with MHF_STRICT=1 they fail.
+tests/ contains the tests of the scripts.
 """
 
 import copy
@@ -45,14 +44,7 @@ from mhf.tokenizers import get_tokenizer
 from model import ABLATIONS, MHF, MHFConfig, sample_token, validate_table
 
 REPO = Path(__file__).resolve().parent
-SHARED = REPO.parent / 'shared'
-
-
-def shared(path):
-    if not (SHARED / path).exists():
-        reason = f'needs ../shared/{path}'
-        pytest.fail(reason) if os.environ.get('MHF_STRICT') == '1' else pytest.skip(reason)
-    return SHARED / path
+GOLDEN_DIR = REPO / 'tests/golden'
 
 
 @pytest.fixture(scope='session')
@@ -87,7 +79,7 @@ def test_golden_tables(mistral, H, B):
 
 def test_golden_lsh_table(mistral):
     """With LSH on two of four coordinates every row equals the golden one."""
-    golden = np.load(shared('golden/signature_table_H4B1024_lsh2_first2000.npy'))
+    golden = np.load(GOLDEN_DIR / 'signature_table_H4B1024_lsh2_first2000.npy')
     table = signature_table(mistral.tokens[:2000], 4, 1024, num_lsh=2, pad_id=mistral.pad)
     np.testing.assert_array_equal(table, golden)
 
@@ -255,8 +247,8 @@ def write_released(folder, m, shards=1, **extra):
 
 def test_golden_forward():
     """Bucket logits, hidden states and log P equal those of the released code."""
-    expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
-    m = from_pretrained(shared('golden/tiny_a')).double()
+    expect = load_file(GOLDEN_DIR / 'tiny_a/expect.safetensors')
+    m = from_pretrained(GOLDEN_DIR / 'tiny_a').double()
     ids = expect['input_ids']
     assert relative(bucket_logits(m, ids), expect['bucket_logits']) < 1e-9
     assert relative(m.hidden_states(m.signatures[ids]), expect['last_hidden']) < 1e-9
@@ -266,8 +258,8 @@ def test_golden_forward():
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-8), (torch.float32, 1e-4)])
 def test_golden_training(dtype, tolerance):
     """Losses and gradient norms of 20 training steps equal those of the released code."""
-    expect = load_file(shared('golden/tiny_a') / 'expect.safetensors')
-    m = from_pretrained(shared('golden/tiny_a')).to(dtype)
+    expect = load_file(GOLDEN_DIR / 'tiny_a/expect.safetensors')
+    m = from_pretrained(GOLDEN_DIR / 'tiny_a').to(dtype)
     matrices = dict(params=[p for p in m.parameters() if p.dim() >= 2], weight_decay=0.1)
     vectors = dict(params=[p for p in m.parameters() if p.dim() < 2], weight_decay=0)
     optimizer = torch.optim.AdamW([matrices, vectors], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)

@@ -12,12 +12,14 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
 Reads the bins that prepare.py writes with the same config. The docstring of prepare.py traces a document to its loss.
-Writes to out_dir: ckpt.pt (the newest), ckpt_best.pt, the last two as ckpt_000123.pt, log.jsonl and loss.png. On
-SIGTERM or Ctrl-C it finishes the step, saves a checkpoint and exits with 143 or 130; for a checkpoint that takes over
-30 s to write, set TORCH_ELASTIC_SHUTDOWN_TIMEOUT. The global batch at a step depends only on (seed, step), so a run can
-resume on any number of processes. A resumed run may change only the settings in FREE_ON_RESUME. With the same number of
-processes and settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run.
-To go back to an earlier checkpoint, delete ckpt.pt and the later ckpt_000123.pt.
+Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, log.jsonl and loss.png. The global batch at a
+step depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
+settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run. A resumed run
+keeps its architecture, and refuses other values of the settings in FIXED, another tokenizer and other training data.
+
+On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
+torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
+longer, the one before remains. To go back to the previous checkpoint, delete ckpt.pt.
 """
 
 import contextlib
@@ -32,15 +34,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from configurator import InputError, check_numbers, command_line_names, configure, print_error
-from hashing import fingerprint
+from configurator import InputError, check_numbers, command_line_names, configure, ignore_closed_output
 from mhf import runtime
-from mhf.checkpoint import Checkpoints
+from mhf.checkpoint import check_vocabulary, find_checkpoints, load, lock, mask_ids, resume, save
 from mhf.chunked import ChunkedMHF, make_config
 from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
-from mhf.released import check_vocabulary, init_model
 from model import MHFConfig
 
 # output
@@ -97,18 +98,19 @@ deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-# The settings that a resumed run may change; the number of processes may change too. dataset and data_dir may change
-# only if the data are identical. dtype=None keeps the checkpoint's. A resumed run, and a run with --init_from=MODEL,
-# keeps the architecture of the loaded model: another value in a config file is ignored; on the command line it is an
-# error.
-FREE_ON_RESUME = {
-    'out_dir', 'eval_interval', 'log_interval', 'wandb', 'dataset', 'data_dir', 'init_from', 'auto_resume',
-    'micro_batch_size', 'learning_rate', 'max_steps', 'warmup_steps', 'lr_decay_steps', 'grad_clip', 'device', 'dtype',
-    'compile', 'deterministic', 'activation_checkpointing',
-}  # fmt: skip
+ignore_closed_output()  # a closed pipe or terminal never ends a run
+# what a resumed run may not change, because it decides which data a step reads or what is optimized
+FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers', 'tokenizer_sha256', 'train_sha256')
+
+
+def describe_changes(old, new, names):
+    """Returns the values that differ, 'seed=7 (was 42), loss=exact (was product)'."""
+    changed = [name for name in sorted(names) if new[name] != old[name]]
+    return ', '.join(f'{name}={new[name]!s:.20} (was {old[name]!s:.20})' for name in changed)
+
 
 # -----------------------------------------------------------------------------
-# setup: settings and processes
+# setup: settings, processes
 
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
 check_numbers(config, 'learning_rate embedding_lr_mult', positive=True)
@@ -118,10 +120,10 @@ check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
-checkpoints = Checkpoints(out_dir, writes=runtime.is_rank0())
-checkpoints.lock()
+master = runtime.is_rank0()
+if master:
+    lock(out_dir)
 rank, world_size, device = runtime.init_distributed(device, deterministic)
-master = rank == 0
 device_type = torch.device(device).type
 compile = runtime.pick_compile(compile, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
@@ -132,57 +134,80 @@ if remainder:
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
-# setup: data and loaded model
+# setup: the checkpoint or the model from which the run starts
 
-resume = init_from == 'resume' or auto_resume and bool(checkpoints.list())
-model, ckpt, tokenizer_sha256 = init_model('resume' if resume else init_from, checkpoints, ChunkedMHF)
-source = out_dir if resume else init_from
+checkpoints = find_checkpoints(out_dir)
+is_resumed = init_from == 'resume' or auto_resume and bool(checkpoints)
+if checkpoints and not is_resumed:
+    fix = 'resume it with --init_from=resume, or choose another --out_dir'
+    raise InputError(f'{out_dir} already has a checkpoint, {checkpoints[0].name}; {fix}')
+model, ckpt, tokenizer_sha256 = (None, None, None)
+source = out_dir if is_resumed else init_from
+if is_resumed:
+    model, ckpt = resume(out_dir)
+elif init_from != 'scratch':
+    loaded = load(init_from)
+    model = loaded.model
+    # the signature table of a MultiHashFormer determines its tokenizer
+    tokenizer_sha256 = None if model.config.num_hashes else loaded.get_tokenizer_sha256()
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
-# settings that a loaded model determines: the fields of MHFConfig except these two
-model_settings = MHFConfig.__annotations__.keys() & config.keys() - {'block_size', 'loss'} if model else set()
-run_config = config | {name: getattr(model.config, name) for name in model_settings}
+same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
+same_on_all_ranks |= {'resume': is_resumed, 'checkpoint step': first_step, 'device type': device_type}
+runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
+if ckpt and first_step >= max_steps:
+    if not auto_resume:
+        raise InputError(f'{out_dir} is already at step {first_step}: raise max_steps={max_steps}')
+    if master:
+        print(f'{out_dir} is already at step {first_step} of max_steps={max_steps}')
+    runtime.cleanup()
+    sys.exit(0)
+# the architecture is that of a loaded model; other values on the command line are errors, in a config file are ignored
+architecture = {}
+if model:
+    names = (MHFConfig.__annotations__.keys() & config.keys()) - {'block_size', 'loss'}
+    architecture = {name: getattr(model.config, name) for name in names}
+run_config = config | architecture
+if 2 * unfrozen_end_layers > run_config['num_layers']:
+    limit = f'half of num_layers={run_config["num_layers"]}'
+    raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be at most {limit}, or 0 to train all layers')
+
+# -----------------------------------------------------------------------------
+# setup: data
 
 train_bins, val_bins, meta = open_bins(run_config, config)
 num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'
     raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
-same_on_all_ranks |= {'resume': resume, 'checkpoint step': first_step, 'device type': device_type}
-same_on_all_ranks |= {'training data': train_bins.fingerprint, 'validation data': val_bins.fingerprint}
-runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
-
-table = get_table(run_config, meta)
 data = dict(
     tokenizer=meta['tokenizer'],
     tokenizer_sha256=meta['tokenizer_sha256'],
-    table_sha256=None if table is None else fingerprint(table),
     train_sha256=train_bins.fingerprint,
+    val_sha256=val_bins.fingerprint,
 )
-
-# -----------------------------------------------------------------------------
-# setup: refuse changes of a resumed run outside FREE_ON_RESUME, and changes of the architecture of a loaded model
-
-old = ckpt['config'] | ckpt['data'] if ckpt else run_config
-new = config | data
-fixed = new.keys() - FREE_ON_RESUME if ckpt else model_settings
-fixed = fixed - (model_settings - command_line_names())  # a config file's are ignored
-changed = [name for name in sorted(fixed) if new[name] != old.get(name)]
-changes = ', '.join(f'{name}={old.get(name)!s:.20} (now {new[name]!s:.20})' for name in changed)
+runtime.check_same_on_all_ranks(data)
+table = get_table(run_config, meta)
+changes = describe_changes(architecture, config, command_line_names() & architecture.keys())
+new_run = f'start a new run with --init_from={out_dir} and another --out_dir'
+if ckpt and not changes:
+    changes = describe_changes(ckpt['config'] | ckpt['data'], config | data, FIXED)
 if changes:
-    fix = 'undo the change'
-    if model_settings.isdisjoint(changed):
-        fix += f', or start a new run with --init_from={source} and another --out_dir'
-    raise InputError(f'{source} was trained with {changes}, which must not change; {fix}')
-if ckpt and first_step >= max_steps and not auto_resume:
-    raise InputError(f'{source} is already at step {first_step}: raise max_steps={max_steps}')
+    fix = f'undo the change, or {new_run}' if ckpt else 'undo the change'
+    raise InputError(f'{source} was trained with other settings: {changes}; {fix}')
+if ckpt and not ckpt['optimizer']['state']:
+    raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {new_run}')
+# a checkpoint of an earlier version of train.py has no fingerprint of its validation data
+has_other_val_data = bool(ckpt) and ckpt['data'].get('val_sha256', data['val_sha256']) != data['val_sha256']
+if has_other_val_data:
+    best_val_loss = math.inf
 
 # -----------------------------------------------------------------------------
 # setup: model
 
 if model:
-    check_vocabulary(model, tokenizer_sha256, source, meta, table)
+    check_vocabulary(model, source, meta, table, tokenizer_sha256)
+    mask_ids(model, [*meta['unused_ids'], *range(meta['vocab_size'], len(model.token_mask))])
     model.config.block_size = block_size
     model.config.loss = loss
 else:
@@ -192,47 +217,40 @@ else:
         model = ChunkedMHF(model_config, table, meta['unused_ids'])
         model.init_weights()
 dtype = runtime.pick_dtype(ckpt['config']['dtype'] if ckpt and dtype is None else dtype, device)
+run_config['dtype'] = dtype
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
-raw_model = model.to(device)
+model = model.to(device)
+raw_model = model
 raw_model.activation_checkpointing = activation_checkpointing
 if unfrozen_end_layers:
     raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
 if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-model = raw_model
 if world_size > 1:
-    model = runtime.wrap_ddp(raw_model)
-    # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
-    # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
-    # view of a bucket, which avoids a second copy of the gradients.
-    zeros = torch.zeros(micro_batch_size, block_size + 1, raw_model.config.num_coordinates, dtype=int, device=device)
-    with autocast:
-        model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
-    model.zero_grad(set_to_none=False)
+    model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast)
 trains_product = raw_model.config.loss == 'product' and raw_model.config.num_hashes > 0
 
 # -----------------------------------------------------------------------------
-# setup: optimizer
+# setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
 
-
-def configure_optimizer():
-    """AdamW with three groups: E has a learning-rate multiplier, and vectors have no weight decay."""
-    E = raw_model.embed.weight
-    trained = [p for p in raw_model.parameters() if p.requires_grad]
-    other_matrices = [p for p in trained if p.dim() >= 2 and p is not E]
-    vectors = [p for p in trained if p.dim() < 2]
-    groups = [
-        dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
-        dict(params=other_matrices, weight_decay=weight_decay, lr_mult=1.0),
-        dict(params=vectors, weight_decay=0.0, lr_mult=1.0),
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
-
-
-optimizer = configure_optimizer()
+E = raw_model.embed.weight
+trained = [p for p in raw_model.parameters() if p.requires_grad]
+groups = [
+    dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
+    dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
+    dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
+]
+optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if ckpt:
-    optimizer.load_state_dict(ckpt['optimizer'])
+    settings = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    # copied, because the checkpoint is mapped to a file that the run will replace
+    optimizer.load_state_dict(tree_map_only(torch.Tensor, lambda x: x.to(device, copy=True), ckpt['optimizer']))
+    previous_lr = optimizer.param_groups[-1]['lr']
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group |= group_settings
+    names = (run_config.keys() & ckpt['config'].keys()) - {'init_from', 'auto_resume'}
+    changes = describe_changes(ckpt['config'], run_config, names)
     ckpt = None  # frees its memory
 
 # -----------------------------------------------------------------------------
@@ -293,38 +311,51 @@ def evaluate():
     return dict(val_loss=means[0], val_nats=nats, val_bpb=nats * n / math.log(2) / val_bins.bytes)
 
 
+def check_finite(step, **values):
+    """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
+    if not all(map(math.isfinite, values.values())):
+        shown = ', '.join(f'{key} {value}' for key, value in values.items())
+        fix = 'with --init_from=resume and' if find_checkpoints(out_dir) else 'with'
+        raise InputError(f'step {step}: a value is not finite ({shown}); start again {fix} a smaller learning_rate')
+
+
 # -----------------------------------------------------------------------------
-# log and signals
-
-log_path = Path(out_dir) / 'log.jsonl'
+# checkpoints, log, signals
 
 
-def open_wandb():
+def get_checkpoint(step):
+    """Returns the contents of a checkpoint after `step` steps."""
+    return dict(
+        model=raw_model.state_dict(),
+        model_config=asdict(raw_model.config),
+        optimizer=optimizer.state_dict(),
+        config=run_config,
+        step=step,
+        best_val_loss=best_val_loss,
+        data=data,
+        add_bos=True,  # prepare.py puts bos before each document
+    )
+
+
+def start_wandb():
     """Starts a run of Weights & Biases. Raises InputError."""
     try:
         import wandb as weights_and_biases
 
-        run = weights_and_biases.init(config=run_config)
+        return weights_and_biases.init(config=run_config)
     except Exception as e:  # not installed, a folder of this name, not logged in, no network
         fix = 'pip install wandb, run `wandb login`, or set WANDB_MODE=offline'
         raise InputError(f'wandb=True: {e}; {fix}') from None
 
-    def report(*error):
-        run.finish(exit_code=1)
-        print_error(*error)
 
-    sys.excepthook = report  # wandb's hook prints a traceback
-    return run
-
-
-def open_log():
+def open_log(path):
     """
     Opens log.jsonl in append mode. Drops the lines after first_step, which a resumed run writes again, and all lines
     from a damaged one on.
     """
-    log_path.touch()
+    path.touch()
     size = 0
-    for line in log_path.read_bytes().splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
             is_kept = line.endswith(b'\n') and json.loads(line)['step'] <= first_step
         except (ValueError, TypeError, KeyError):  # a crash of the machine
@@ -332,15 +363,24 @@ def open_log():
         if not is_kept:
             break
         size += len(line)
-    os.truncate(log_path, size)
-    return open(log_path, 'a', buffering=1)
+    os.truncate(path, size)
+    return open(path, 'a', buffering=1)
+
+
+log_path = Path(out_dir) / 'log.jsonl'
+wandb_run = start_wandb() if wandb and master else None
+log_file = open_log(log_path) if master else None
 
 
 def log(**event):
+    """Writes an event to log.jsonl. If it cannot, saves a checkpoint and raises InputError."""
     try:
         log_file.write(json.dumps(event) + '\n')
     except OSError as e:  # a full disk
-        raise InputError(f'{log_path} cannot be written ({e}); {checkpoints.resume_hint()}') from None
+        with contextlib.suppress(OSError):
+            log_file.close()  # drops the line; otherwise Python would write it again when it exits
+        save(out_dir, get_checkpoint(event['step']), is_best=False)
+        raise InputError(f'{log_path} cannot be written ({e}); resume with --init_from=resume') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
 
@@ -376,20 +416,15 @@ def request_stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)
 
 
-def check_finite(**values):
-    """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
-    if not all(map(math.isfinite, values.values())):
-        checkpoints.wait()
-        runtime.barrier()  # rank 0 waits for its write first: torchrun kills it when another rank exits
-        if not master:
-            sys.exit(1)
-        shown = ', '.join(f'{key} {value}' for key, value in values.items())
-        fix = checkpoints.resume_hint('a smaller learning_rate')
-        raise InputError(f'step {step + 1}: a value is not finite ({shown}); {fix}')
+for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
+    signum = getattr(signal, name, None)  # Windows has only the first two
+    if signum and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        signal.signal(signum, request_stop)
 
+# -----------------------------------------------------------------------------
+# training loop
 
-def print_setup():
-    """Prints the model, the batch and the schedule."""
+if master:
     c = raw_model.config
     hash_params, layer_params = raw_model.num_params()
     name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
@@ -402,27 +437,20 @@ def print_setup():
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(run_config)}')
     if schedule_steps < max_steps:
         print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from that step to max_steps={max_steps}')
-    if resume:
-        previous_lr = optimizer.param_groups[-1]['lr']
-        print(f'resumed at step {first_step}: learning rate {previous_lr:.2e} before, {get_lr(first_step):.2e} now')
-
-
-# -----------------------------------------------------------------------------
-# training loop
-
-if master:
-    wandb_run = open_wandb() if wandb else None
-    log_file = open_log()
-    print_setup()
-for signum in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signum, request_stop)
+if master and is_resumed:
+    print(f'resumed at step {first_step}: learning rate {previous_lr:.2e} before, {get_lr(first_step):.2e} now')
+    if changes:
+        print(f'changed settings: {changes}')
+if master and has_other_val_data:
+    print('other validation data: ckpt_best.pt becomes ckpt_best_old.pt, and the lowest validation loss starts anew')
+    if (Path(out_dir) / 'ckpt_best.pt').exists():
+        os.replace(Path(out_dir) / 'ckpt_best.pt', Path(out_dir) / 'ckpt_best_old.pt')
 peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
 bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
 done = first_step
 for step in range(first_step, max_steps):
-    checkpoints.raise_if_failed()
     start = time.perf_counter()
     lr = get_lr(step)
     for group in optimizer.param_groups:
@@ -442,12 +470,12 @@ for step in range(first_step, max_steps):
     mean_loss, any_signal = shared.tolist()
     if any_signal and not stop_signal:
         stop_signal = signal.SIGTERM  # another rank received it
-    check_finite(loss=mean_loss, grad_norm=grad_norm)
+    done = step + 1
+    check_finite(done, loss=mean_loss, grad_norm=grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=world_size == 1)
     step_seconds.append(time.perf_counter() - start)
 
-    done = step + 1
     tokens = done * tokens_per_step
     bar.update()
     if master:
@@ -465,27 +493,19 @@ for step in range(first_step, max_steps):
     if validates:
         result = evaluate()
         val_loss = result['val_loss']
-        check_finite(val_loss=val_loss)
+        check_finite(done, val_loss=val_loss)
         is_best = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)
     if validates and master:
         log(step=done, tokens=tokens, **result)
         nats = f', -log P(w) {result["val_nats"]:.4f} nats per token' if trains_product else ''
         best = ' (best)' if is_best else ''
         tqdm.write(f'step {done}: validation loss {val_loss:.4f}, {result["val_bpb"]:.4f} bits per byte{nats}{best}')
+    if is_best:
+        best_val_loss = val_loss
+    if master and (validates or stop_signal):
+        save(out_dir, get_checkpoint(done), is_best)
     if validates or stop_signal:
-        state = dict(
-            model=raw_model.state_dict(),
-            model_config=asdict(raw_model.config),
-            optimizer=optimizer.state_dict(),
-            config=run_config | dict(dtype=dtype),
-            step=done,
-            best_val_loss=best_val_loss,
-            data=data,
-            add_bos=True,  # prepare.py puts bos before each document
-        )
-        checkpoints.save(state, is_best)
-        runtime.barrier()  # waits up to an hour: rank 0 may still have been writing the previous checkpoint
+        runtime.barrier()  # waits up to an hour for the checkpoint
     if stop_signal:
         break
 
@@ -493,11 +513,10 @@ for step in range(first_step, max_steps):
 # summary
 
 bar.close()
-checkpoints.wait()
 runtime.cleanup()
 if done < max_steps:
     if master:
-        print(f'stopped by signal {stop_signal:d}; {checkpoints.resume_hint()}', file=sys.stderr)
+        print(f'stopped by signal {stop_signal:d} at step {done}; resume with --init_from=resume', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
     plot_loss()

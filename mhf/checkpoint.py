@@ -1,197 +1,241 @@
 """
-Checkpoints of a run: train.py writes them and resumes from them.
+Checkpoints: train.py writes them and resumes from them, and every script loads trained models.
 
-    model, ckpt = load_checkpoint('out/mhf_tiny/ckpt.pt')
+    loaded = load('out/mhf_tiny')        # the out_dir of a run, a *.pt, a folder in the released format, or a hub id
+    loaded.model, loaded.tok             # the tokenizer is read when it is first used
 
-A checkpoint is a dict with the keys KEYS. It is written to a temporary file and renamed, so every ckpt*.pt is complete.
+A run writes ckpt.pt, which is the newest checkpoint, ckpt_previous.pt, the one before, and ckpt_best.pt, which has the
+lowest validation loss. Each is complete: a run can resume from it. A checkpoint is a dict with the keys KEYS.
 """
 
 import atexit
 import contextlib
+import errno
+import functools
 import os
 import re
 import shutil
-import socket
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from configurator import InputError
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.data import replace_durably
-from model import MHFConfig
+from mhf.data import lock_folder, replace_durably
+from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
+from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
+from model import MHF, MHFConfig
 
-KEEP_CHECKPOINTS = 2  # numbered ones; if ckpt.pt does not load, a run resumes from the previous one
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
+# -----------------------------------------------------------------------------
+# write
 
-def load_checkpoint(path, Model=ChunkedMHF):
-    """Loads a checkpoint of train.py on the CPU. Returns (model, the checkpoint's dict). Raises InputError."""
+
+def lock(out_dir):
+    """
+    Creates out_dir, locks it until this process ends, and deletes the temporary files of a killed run. Raises
+    InputError if another run holds the lock.
+    """
+    folder = Path(out_dir)
+    lock_of_process = contextlib.ExitStack()
+    lock_of_process.enter_context(lock_folder(folder, '.lock'))
+    atexit.register(lock_of_process.close)
+    for temporary in folder.glob('ckpt*.pt.tmp'):
+        temporary.unlink()
+
+
+def save(out_dir, state, is_best):
+    """
+    Writes a checkpoint. Its file is on the disk before a name changes: a copy becomes ckpt_best.pt if `is_best`, then
+    ckpt.pt becomes ckpt_previous.pt, and the new file ckpt.pt. A run that is killed in between loses nothing: it
+    resumes from the checkpoint before and writes all of them again. Raises InputError.
+    """
+    start = time.perf_counter()
+    folder = Path(out_dir)
+    newest = folder / 'ckpt.pt'
+    temporary = folder / 'ckpt.pt.tmp'
+    copy = folder / 'ckpt_best.pt.tmp'
+    torch.serialization.set_crc32_options(False)  # torch.load does not verify them
     try:
-        ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        with open(temporary, 'wb') as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if is_best:
+            shutil.copyfile(temporary, copy)
+            replace_durably(copy, folder / 'ckpt_best.pt')
+        if newest.exists():
+            os.replace(newest, folder / 'ckpt_previous.pt')
+        replace_durably(temporary, newest)
+    except (OSError, RuntimeError) as e:
+        for path in (temporary, copy):
+            path.unlink(missing_ok=True)
+        reason = e.__context__ or e  # torch.save hides a full disk behind a RuntimeError
+        raise InputError(f'{folder}: the checkpoint of step {state["step"]} could not be written ({reason})') from None
+    tqdm.write(f'checkpoint of step {state["step"]}, written in {time.perf_counter() - start:.2f} s')
+
+
+# -----------------------------------------------------------------------------
+# find and read
+
+
+def find_checkpoints(out_dir):
+    """
+    Returns the paths of the checkpoints in out_dir; a run resumes from the first. ckpt_000123.pt are those of earlier
+    versions of train.py.
+    """
+    folder = Path(out_dir)
+    numbered = [path for path in folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
+    numbered.sort(key=lambda path: int(path.stem[5:]), reverse=True)
+    paths = [folder / 'ckpt.pt', folder / 'ckpt_previous.pt', *numbered, folder / 'ckpt_best.pt']
+    return [path for path in paths if path.exists()]
+
+
+def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
+    """
+    Reads a checkpoint of train.py. Returns (model, the checkpoint's dict), on the CPU; the dict is mapped to the file,
+    the model is not. Raises InputError.
+    """
+    try:
+        ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
         missing = [key for key in KEYS if key not in ckpt]
         if missing:
             raise ValueError(f'no {", ".join(missing)} in it')
-        model = build_on_meta(MHFConfig(**ckpt['model_config']), Model)
-        # copied out of the mapped file, because a training run may replace it
-        load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
+        config = MHFConfig(**ckpt['model_config'])
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; check the path, or train a model with train.py') from None
     except Exception as e:  # zipfile, pickle and torch raise many types
+        # in a truncated file torch seeks before its start (EINVAL)
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
+            raise InputError(f'{path} cannot be read ({e})') from None
+        if mmap and 'unable to mmap' in str(e):  # a file system without it
+            return read_checkpoint(path, Model, mmap=False)
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
-        raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}') from None
+        others = [other.name for other in find_checkpoints(path.parent) if other.name != path.name]
+        fix = f'; the folder also has {", ".join(others)}: move {path.name} away to use them' if others else ''
+        raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}{fix}') from None
+    # an error of a changed model.py is not damage
+    model = build_on_meta(config, Model)
+    load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
     return model, ckpt
 
 
-class Checkpoints:
+def resume(out_dir, Model=ChunkedMHF):
+    """Reads the checkpoint that a run resumes from. Returns (model, the checkpoint's dict). Raises InputError."""
+    paths = find_checkpoints(out_dir) or [Path(out_dir) / 'ckpt.pt']
+    return read_checkpoint(paths[0], Model)
+
+
+# -----------------------------------------------------------------------------
+# trained models
+
+
+@dataclass
+class LoadedModel:
+    """A trained model, and what its files say about it."""
+
+    model: MHF
+    source: str  # out_dir, folder or hub id
+    name: str  # for messages
+    add_bos: bool  # whether the model was trained with bos before each document
+    tokenizer: str | None  # the name of its tokenizer, if known
+    tokenizer_sha256: str | None = None  # None for the released format
+    eos_ids: list = field(default_factory=list)  # ids that end a document according to the files of a released model
+    requested_tokenizer: str | None = None  # another name for it
+
+    @functools.cached_property
+    def tok(self):
+        """
+        The tokenizer. Reading it sets the probability of ids without a token to 0. Raises InputError if the model was
+        not trained with it.
+        """
+        tok = get_tokenizer(self.requested_tokenizer or self.tokenizer or 'mistral')
+        facts = tokenizer_facts(tok)
+        V = facts['vocab_size']
+        mismatch = f"{self.name}: tokenizer '{tok.name}' is not the model's"
+        fix = "name the model's tokenizer with --tokenizer"
+        if self.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
+            raise InputError(f"{mismatch}, '{self.tokenizer}'; {fix}")
+        if not fits(self.model, V):
+            raise InputError(f'{mismatch}: {V} tokens, expected {self.model.config.vocab_size}; {fix}')
+        is_released = self.tokenizer_sha256 is None
+        if is_released and self.model.config.num_hashes and not has_signatures_of(self.model, tok.tokens):
+            raise InputError(f'{mismatch}: the signatures differ; {fix}')
+        mask_ids(self.model, [*facts['unused_ids'], *range(V, len(self.model.token_mask))])
+        return tok
+
+    @property
+    def stop_ids(self):
+        """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
+        return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
+
+    def get_tokenizer_sha256(self):
+        """Returns the fingerprint of the tokenizer that the files name, or None if they name none."""
+        if self.tokenizer_sha256 or not self.tokenizer:
+            return self.tokenizer_sha256
+        return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
+
+
+def load(source='', tokenizer=None, Model=ChunkedMHF):
     """
-    The checkpoints in out_dir: ckpt.pt is the newest, ckpt_best.pt has the lowest validation loss, and the newest
-    KEEP_CHECKPOINTS also exist as ckpt_000123.pt, named by their step. All ranks call save(); a thread of the rank with
-    writes=True writes the files. On it, last_path and last_step describe the last one loaded or written.
+    Loads a trained model -> LoadedModel. Raises InputError.
+
+    Args:
+        source: the out_dir of a run, for its newest checkpoint; a *.pt; a folder in the released format, or its hub
+            id[@revision]; '' is the newest run up to two folders below the working folder
+        tokenizer: a name for get_tokenizer; default: the one that the files name, else mistral
     """
+    if not source:
+        paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
+        if not paths:
+            found = 'no ckpt.pt here or up to two folders below'
+            raise InputError(f'{found}; train a model with: python train.py config/mhf_tiny.py')
+        source = max(paths, key=lambda path: path.stat().st_mtime).parent
+    paths = [Path(source)] if Path(source).suffix == '.pt' else find_checkpoints(source)
+    if paths:
+        model, ckpt = read_checkpoint(paths[0], Model)
+        data = ckpt['data']
+        name = f'{paths[0]}, step {ckpt["step"]}'
+        facts = dict(add_bos=ckpt['add_bos'], tokenizer=data['tokenizer'], tokenizer_sha256=data['tokenizer_sha256'])
+    else:
+        folder = resolve_path(source)
+        if not (folder / 'config.json').exists():
+            raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
+        model = from_pretrained(folder, Model)
+        name = str(source)
+        facts = read_facts(folder, source)
+    return LoadedModel(model, str(source), name, **facts, requested_tokenizer=tokenizer)
 
-    def __init__(self, out_dir, writes=True):
-        self.folder = Path(out_dir)
-        self.writes = writes
-        self.newest = self.folder / 'ckpt.pt'
-        self.best = self.folder / 'ckpt_best.pt'
-        self.temporary = self.folder / 'ckpt.pt.tmp'
-        self.temporary_link = self.folder / 'ckpt_link.tmp'
-        self.last_path = None
-        self.last_step = None
-        self.pending = None  # the future of the last write
-        self.thread = ThreadPoolExecutor(1)
-        torch.serialization.set_crc32_options(False)  # torch.load does not verify them
 
-    def lock(self):
-        """
-        Creates out_dir and locks it until this process ends, on the rank that writes. Raises InputError if another run
-        holds the lock.
-        """
-        if not self.writes:
-            return
-        path = self.folder / '.lock'
-        file_lock = FileLock(path, timeout=0)
-        creates_folder = not self.folder.exists()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file_lock.acquire()
-            atexit.register(self.unlock, path, file_lock, creates_folder)
-            path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
-            # a killed run may have left these files
-            self.temporary.unlink(missing_ok=True)
-            self.temporary_link.unlink(missing_ok=True)
-        except Timeout:
-            holder = ' on '.join(path.read_text().split())
-            raise InputError(f'out_dir={self.folder} is in use by process {holder}; choose another out_dir') from None
-        except OSError as e:
-            raise InputError(f'out_dir={self.folder} cannot be written ({e}); choose another') from None
+# -----------------------------------------------------------------------------
+# vocabularies
 
-    def unlock(self, path, file_lock, creates_folder):
-        """Releases out_dir, and deletes it if this process created it and it is empty."""
-        path.unlink(missing_ok=True)
-        if creates_folder:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-        file_lock.release()
 
-    def numbered(self):
-        """Returns {step: path} of the checkpoints with a step in their name, newest first."""
-        # _write deletes old checkpoints, so only the names that it creates count
-        paths = [path for path in self.folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
-        return dict(sorted(((int(path.stem[5:]), path) for path in paths), reverse=True))
+def fits(model, V):
+    """Returns whether a model fits a tokenizer of V ids: it has at least V ids, and the others are padding."""
+    return V <= len(model.token_mask) and has_padding_from(model, V)
 
-    def list(self):
-        """Returns the checkpoints that a run can resume from, newest first, or only ckpt_best.pt if no other exists."""
-        paths = [path for path in (self.newest, *self.numbered().values()) if path.exists()]
-        return paths or [path for path in [self.best] if path.exists()]
 
-    def load_latest(self, Model=ChunkedMHF):
-        """
-        Loads the newest intact checkpoint of list(), with a warning for each damaged one. Returns (model, the
-        checkpoint's dict). Raises InputError if there is none.
-        """
-        paths = self.list() or [self.newest]
-        for path in paths:
-            try:
-                model, ckpt = load_checkpoint(path, Model)
-            except InputError as e:
-                if path == paths[-1]:
-                    raise
-                if self.writes:
-                    print(f'WARNING: {e}; using the previous checkpoint', file=sys.stderr)
-            else:
-                for name in (self.newest.name, f'ckpt_{ckpt["step"]:06}.pt'):
-                    # missing if a user deleted it, or if a kill came before its rename
-                    if self.writes and not (self.folder / name).exists():
-                        self._link(path, name)
-                self.last_path = path
-                self.last_step = ckpt['step']
-                return model, ckpt
+def mask_ids(model, ids):
+    """Sets the probability of `ids` to 0."""
+    token_mask = model.token_mask.cpu().numpy().copy()
+    token_mask[ids] = False
+    model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
 
-    def save(self, state, is_best):
-        """Waits for the previous write, copies the state to the host, and starts to write it in the thread."""
-        self.wait()
-        if not self.writes:
-            return
-        state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to('cpu', copy=True), state)
-        self.pending = self.thread.submit(self._write, state, is_best)
 
-    def wait(self):
-        """Waits for the write in progress. Raises its error."""
-        if self.pending:
-            self.pending.result()
-
-    def raise_if_failed(self):
-        """Raises the error of a write that has ended, so that a full disk stops a run at its next step."""
-        if self.pending and self.pending.done():
-            self.wait()
-
-    def _write(self, state, is_best):
-        """
-        Runs in the thread: writes a temporary file, links it as ckpt_best.pt if it is the best, renames it to ckpt.pt
-        (only now is it the current checkpoint), links it as ckpt_STEP.pt, and deletes old checkpoints.
-        """
-        start = time.perf_counter()
-        step = state['step']
-        try:
-            with open(self.temporary, 'wb') as f:
-                torch.save(state, f)
-            # ckpt_best.pt first: a run that is killed here resumes from the old ckpt.pt and writes both files again
-            if is_best:
-                self._link(self.temporary, self.best.name)
-            replace_durably(self.temporary, self.newest)
-            self.last_path = self.newest
-            self.last_step = step
-            self._link(self.newest, f'ckpt_{step:06}.pt')
-            # checkpoints of later steps are left over from before the run was resumed or restarted
-            numbered = self.numbered()
-            kept = [saved_step for saved_step in numbered if saved_step <= step][:KEEP_CHECKPOINTS]
-            for saved_step in numbered.keys() - kept:
-                numbered[saved_step].unlink()
-        except (OSError, RuntimeError) as e:
-            self.temporary.unlink(missing_ok=True)
-            reason = f'the checkpoint of step {step} could not be written ({e})'
-            raise InputError(f'{self.folder}: {reason}; {self.resume_hint()}') from None
-        tqdm.write(f'checkpoint of step {step}, written in {time.perf_counter() - start:.2f} s')
-
-    def _link(self, path, name):
-        """Creates a hard link to a checkpoint, or a copy on a file system without hard links."""
-        try:
-            os.link(path, self.temporary_link)
-        except OSError:
-            shutil.copyfile(path, self.temporary_link)
-        replace_durably(self.temporary_link, self.folder / name)
-
-    def resume_hint(self, change=''):
-        """Returns a message that names the last checkpoint and says how to resume a run that stops."""
-        if self.last_step is None:
-            return 'no checkpoint was written yet; start again' + (change and f' with {change}')
-        resume = 'resume with --init_from=resume' + (change and f' and {change}')
-        return f'{self.last_path} contains step {self.last_step}; {resume}'
+def check_vocabulary(model, source, meta, table, tokenizer_sha256=None):
+    """
+    Raises InputError if a model loaded from `source`, whose tokenizer has the fingerprint `tokenizer_sha256` (None:
+    unknown), does not fit the bins of `meta`, whose signature table is `table` (V, H), None for a Standard model.
+    """
+    V = meta['vocab_size']
+    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
+        raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
+    if not fits(model, V):
+        raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
+    if table is not None and (model.signatures[:V].numpy() != table).any():
+        raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")

@@ -9,7 +9,7 @@ A folder contains token ids or signatures:
 
 It contains these files, three for each unit:
 
-    meta.json         settings, tokenizer, and the input files of every unit with their sizes; written first
+    meta.json         settings, tokenizer, and the input files of every unit with size and digest; written first
     train_000012.bin  a .npy file: a header of HEADER bytes, then the tokens of all documents, each document after bos
     val_000012.bin    the same for the held-out documents
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
@@ -18,21 +18,26 @@ It contains these files, three for each unit:
 A folder is complete when, for each source and part, every unit's json exists or the part has reached its token limit.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
+import socket
 import sys
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, SoftFileLock, Timeout
 
 from configurator import InputError, command_line_names, find_settings
 from hashing import fingerprint, signature_table
-from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
@@ -77,35 +82,99 @@ def holds_signatures(config):
 
 
 def replace_durably(temporary, path):
-    """Renames a file. Even after a crash of the machine `path` exists only with its complete contents."""
+    """Renames a file. Even after a crash of the machine `path` exists only with complete contents."""
     with open(temporary, 'rb') as f:
         os.fsync(f.fileno())
     os.replace(temporary, path)
     if hasattr(os, 'O_DIRECTORY'):
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
+        with contextlib.suppress(OSError):  # some network file systems
+            folder = os.open(path.parent, os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def write_json(path, value, part):
     """Writes a JSON file that is complete once it exists. Each part has its own temporary file."""
     temporary = path.with_name(f'{path.name}.tmp{part}')
-    temporary.write_text(json.dumps(value, indent=1))
-    replace_durably(temporary, path)
+    try:
+        temporary.write_text(json.dumps(value, indent=1))
+        replace_durably(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def parse_meta(folder):
+def read_json(path, fix):
+    """Returns the contents of a JSON file, None if it does not exist. `fix` ends the InputError for a damaged one."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        raise InputError(f'{path} cannot be read ({e})') from None
+    except ValueError as e:  # empty after a crash of the machine, or of another program
+        raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
+
+
+def read_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
     path = Path(folder) / 'meta.json'
-    if not os.path.exists(path):  # Path.exists raises an error for a folder that cannot be read
-        return None
-    try:
-        meta = json.loads(path.read_bytes())
-    except ValueError:  # of another program
-        meta = {}
-    if 'parts' not in meta:
+    meta = read_json(path, f'change --data_dir, or delete {folder} and prepare it again')
+    if meta is not None and 'parts' not in meta:
         raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
     return meta
+
+
+def read_unit(folder, number):
+    """Returns the contents of a unit's json, or None if the unit is not finished. Raises InputError."""
+    return read_json(Path(folder) / f'{number:06}.json', 'delete this file, then rerun prepare.py')
+
+
+@contextlib.contextmanager
+def lock_folder(folder, name):
+    """
+    Creates a folder and locks it by a file `name` in it, which contains the id and the host of this process. Afterwards
+    deletes the file, and the folder if this process created it and it is empty. Raises InputError.
+    """
+    creates_folder = not os.path.exists(folder)
+    try:
+        lock = acquire_lock(folder / name)
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
+    finally:
+        if creates_folder:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if it is empty
+
+
+def acquire_lock(path):
+    """
+    Locks a file, in a new folder if necessary, and returns the lock. On a file system without locks the existence of a
+    file is the lock, which a killed process leaves behind. Raises InputError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(path, timeout=0, fallback_to_soft=False)
+            lock.acquire()
+            path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            path.unlink(missing_ok=True)
+            lock = SoftFileLock(path.with_suffix('.softlock'), timeout=0)
+            lock.acquire()
+            print(f'warning: {path.parent} has no lock service ({e}); {lock.lock_file} is the lock', file=sys.stderr)
+    except Timeout as e:
+        fix = '' if e.lock_file == str(path) else '; delete this file if that process was killed'
+        raise InputError(f'{path.parent} is in use by another process, named in {e.lock_file}{fix}') from None
+    except OSError as e:
+        raise InputError(f'{path.parent} cannot be written ({e})') from None
+    return lock
 
 
 def read_units(folder, meta):
@@ -115,12 +184,12 @@ def read_units(folder, meta):
     for source in meta['sources']:
         for part in range(meta['parts']):
             for number in unit_numbers(source, part, meta['parts']):
-                path = Path(folder) / f'{number:06}.json'
-                if not path.exists():
+                unit = read_unit(folder, number)
+                if unit is None:
                     incomplete.add(part)
                     break
-                finished[number] = json.loads(path.read_bytes())
-                if reached_limit(finished[number]['counts'], source):
+                finished[number] = unit
+                if reached_limit(unit['counts'], source):
                     break
     return dict(sorted(finished.items())), incomplete
 
@@ -139,13 +208,13 @@ def reached_limit(counts, source):
 class Bins:
     """
     The shards of a split as one array: bins[a:b] contains token ids (b - a,) uint16 or uint32, or signatures
-    (b - a, num_hashes) uint16. Within one shard it is memory-mapped. `tokens`, `documents` and `bytes` (of text) are
+    (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` (of text) are
     totals, `fingerprint` is a SHA-256 of the shards' SHA-256, `meta` is meta.json. Raises InputError if the folder is
     absent or incomplete.
     """
 
     def __init__(self, folder, split):
-        self.meta = parse_meta(folder)
+        self.meta = read_meta(folder)
         if self.meta is None:
             raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
         units, incomplete = read_units(folder, self.meta)
@@ -159,7 +228,7 @@ class Bins:
         check_enough_tokens(self.tokens, split, folder)
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        self.shards = [open_shard(folder, shard) for shard in shards if shard['tokens']]
+        self.shards = [Shard(folder, shard) for shard in shards]
         self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # index of each shard's last token + 1
 
     def __len__(self):
@@ -171,10 +240,11 @@ class Bins:
         k = bisect_right(self.ends, start)
         while start < stop:
             first = self.ends[k] - len(self.shards[k])
-            pieces.append(self.shards[k][start - first : stop - first])
-            start = self.ends[k]
+            end = min(stop, self.ends[k])
+            pieces.append(self.shards[k].read(start - first, end - first))
+            start = end
             k += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self.shards[0][:0]])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def check_enough_tokens(tokens, split, folder):
@@ -184,16 +254,49 @@ def check_enough_tokens(tokens, split, folder):
         raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
 
 
-def open_shard(folder, shard):
-    """Memory-maps a shard, an entry of a unit's json. Raises InputError if it is missing or has another size."""
-    path = Path(folder) / shard['file']
-    try:
-        tokens = np.load(path, mmap_mode='r')
-        if len(tokens) != shard['tokens']:
-            raise ValueError(f'{len(tokens):,} tokens, its json has {shard["tokens"]:,}')
-    except (OSError, ValueError, EOFError) as e:  # missing, cut off, or not .npy
-        raise InputError(f'{path} is missing or damaged ({e!s:.200}); delete {folder} and prepare it again') from None
-    return tokens
+class Shard:
+    """
+    The file of an entry of a unit's json, whose header and size are checked. A shard keeps no descriptor and no mapping
+    of it, because a data set may have more shards than a process may have open files. Raises InputError.
+    """
+
+    def __init__(self, folder, entry):
+        self.path = Path(folder) / entry['file']
+        fix = f'delete {folder}/{self.path.stem.split("_")[1]}.json, then rerun prepare.py'
+        try:
+            with open(self.path, 'rb') as file:
+                np.lib.format.read_magic(file)
+                shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
+                self.header = file.tell()  # bytes
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise InputError(f'{self.path} is missing; {fix}') from None
+        except OSError as e:
+            raise InputError(f'{self.path} cannot be read ({e})') from None
+        except ValueError as e:
+            raise InputError(f'{self.path} is damaged ({e!s:.200}); {fix}') from None
+        self.tokens, *self.token_shape = shape
+        self.values = math.prod(self.token_shape)  # of each token
+        expected = self.header + entry['tokens'] * self.values * self.dtype.itemsize
+        if self.tokens != entry['tokens'] or size != expected:
+            raise InputError(f'{self.path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
+
+    def __len__(self):
+        return self.tokens
+
+    def read(self, start, stop):
+        """Returns the tokens from `start` to `stop` - 1."""
+        count = (stop - start) * self.values
+        offset = self.header + start * self.values * self.dtype.itemsize
+        try:
+            tokens = np.fromfile(self.path, self.dtype, count, offset=offset)
+        except OSError as e:
+            raise InputError(f'{self.path} cannot be read ({e})') from None
+        if len(tokens) < count:
+            raise InputError(
+                f'{self.path}: only {len(tokens):,} of {count:,} values could be read from byte {offset:,} on'
+            )
+        return tokens.reshape(-1, *self.token_shape)
 
 
 def open_bins(config, given=None):
@@ -202,13 +305,12 @@ def open_bins(config, given=None):
     model replaced some; the prepare.py command in an error passes the replaced ones. Raises InputError.
     """
     folder = data_folder(config)
-    if parse_meta(folder) is None:
+    if read_meta(folder) is None:
         raise no_bins(config, folder, given or config)
     train = Bins(folder, 'train')
     meta = train.meta
     if meta['tokenizer'] != config['tokenizer']:
-        differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
-        raise InputError(f'{folder} was prepared with {differs}; change --data_dir')
+        check_tokenizer(folder, meta, get_tokenizer(config['tokenizer']))
     # --data_dir alone means the data of that folder, whatever dataset a config file has
     given = command_line_names()
     if meta['dataset'] != config['dataset'] and ('dataset' in given or 'data_dir' not in given):
@@ -240,6 +342,13 @@ def build_table(config, tokens, pad_id):
     return signature_table(tokens, *sizes, pad_id, unique=not config['single_id'])
 
 
+def check_tokenizer(folder, meta, tok):
+    """Raises InputError if a folder was prepared with another tokenizer. Its contents decide, not its name."""
+    if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
+        differs = f"tokenizer '{meta['tokenizer']}', which has other tokens than '{tok.name}'"
+        raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
+
+
 def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model. Raises InputError if
@@ -254,11 +363,8 @@ def get_table(config, meta):
     if not config['num_hashes']:
         return None
     tok = get_tokenizer(config['tokenizer'])
-    for key, value in tokenizer_facts(tok).items():
-        if meta[key] != value:
-            differs = f'{key}={str(meta[key]):.20}, now {str(value):.20}'
-            raise InputError(f"{folder} was prepared with another '{config['tokenizer']}' tokenizer: {differs}")
-    table = build_table(config, tok.tokens, tok.pad)
+    check_tokenizer(folder, meta, tok)
+    table = build_table(config, tok.tokens, meta['pad_id'])
     check_table_sha256(folder, meta, table)
     return table
 
@@ -273,11 +379,10 @@ def held_out_ids(folder, tok):
     """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
     val = Bins(folder, 'val')
     meta = val.meta
-    if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
-        raise InputError(f"{folder} was prepared with tokenizer '{meta['tokenizer']}', the model's is '{tok.name}'")
+    check_tokenizer(folder, meta, tok)
     if meta['data_format'] == 'ids':
         return val[:].tolist(), val.bytes
-    table = build_table(meta, tok.tokens, tok.pad)
+    table = build_table(meta, tok.tokens, meta['pad_id'])
     check_table_sha256(folder, meta, table)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):

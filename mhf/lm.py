@@ -3,14 +3,14 @@ lm-evaluation-harness (lm-eval) with this repository's models, and the paper's t
 
     $ python -m mhf.lm run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
     $ python -m mhf.lm run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
-    $ python -m mhf.lm run --help         # lm-eval's options: --limit, --log_samples, --output_path, --use_cache ...
+    $ python -m mhf.lm run --help         # lm-eval's options: --limit, --log_samples, --output_path ...
     $ python -m mhf.lm ls tasks           # lm-eval's tasks and those of eval_tasks/
     $ torchrun --standalone --nproc_per_node=8 -m mhf.lm run --model_args path=out/mhf_1b --tasks mmlu
 
-This is lm-eval's command line; the default --model is mhf, and eval_tasks/ is included. model_args are path (the
-out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working folder),
-revision (of a hub id), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer.
-With n processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
+This is lm-eval's command line with --model mhf and --include_path eval_tasks, unless it names others. model_args are
+path (the out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working
+folder), revision (of a hub id), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or
+fewer. With n processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
@@ -18,11 +18,11 @@ With n processes, each evaluates every n-th document and draws its own few-shot 
 
 import csv
 import functools
-import hashlib
 import inspect
 import logging
+import math
 import os
-import re
+import random
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -37,11 +37,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from configurator import InputError, did_you_mean, install_excepthook
+from mhf.checkpoint import load
 from mhf.generate import Engine
-from mhf.released import checkpoint_file, open_model
-from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_device, pick_dtype
-from mhf.tokenizers import tokenizer_fingerprint
-from model import sample_token
+from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_dtype
+from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
 MAX_ROWS = 256  # per batch
@@ -90,11 +89,9 @@ def pack(rows):
     return torch.from_numpy(packed)
 
 
-def decode_continuation(tok, prompt, new_ids):
-    """Decodes new_ids, which follow the ids of a prompt, without an incomplete last character."""
-    # SentencePiece drops the first space of a text, so decode with the end of the prompt, from a complete character on
-    ends = (prompt[-8:][k:] for k in range(4))
-    context = next((ids for ids in ends if not tok.decode(ids).startswith('\ufffd')), prompt[-8:])
+def decode_continuation(tok, context, new_ids):
+    """Decodes new_ids, which follow the ids of a context, without an incomplete last character."""
+    # SentencePiece drops the first space of a text, so decode with the context
     before = tok.decode(context)
     texts = []
     # a character consists of at most four tokens
@@ -156,7 +153,7 @@ class MHFLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
-        return cls.create_from_arg_obj(simple_parse_args_string(quote_text(arg_string)), additional_config)
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def tokenizer_name(self):
@@ -167,18 +164,8 @@ class MHFLM(TemplateLM):
         return self.info
 
     def set_cache_hook(self, cache_hook):
-        """Stores each score in lm-eval's cache (--use_cache) under the fingerprint of the model."""
-        super().set_cache_hook(cache_hook)
-        fingerprint = self.fingerprint()
-        cache_hook.dbdict.encode_key = lambda request: fingerprint + request
-
-    def fingerprint(self):
-        """A SHA-256 of the weights, the tokenizer, bos and the dtype, which determine the scores."""
-        settings = self.model.config, tokenizer_fingerprint(self.tok), self.bos, self.info['dtype']
-        digest = hashlib.sha256(str(settings).encode())
-        for tensor in self.model.state_dict().values():
-            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        """lm-eval's cache (--use_cache) finds a score by its text alone, also if another model computed it."""
+        raise InputError('--use_cache is not supported, because its scores may be those of another model; omit it')
 
     # ---- communication, which lm-eval's evaluator calls if world_size > 1
 
@@ -215,7 +202,6 @@ class MHFLM(TemplateLM):
         results = [None] * len(requests)
         for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
             results[k] = logp.sum().item(), bool(is_best.all())
-            self.cache_hook.add_partial('loglikelihood', requests[k][0], results[k])
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -312,24 +298,25 @@ class MHFLM(TemplateLM):
         prompts = self.encode_prompts(requests)
         # the longest prompts first; a batch shares its options
         collator = Collator(prompts, sort_fn=lambda p: -len(p[0]), group_fn=lambda p: p[1], group_by='gen_kwargs')
-        results = []
+        texts = []
         with progress_bar(desc='generating', total=len(requests)) as bar:
             for batch in collator.get_batched(batch_fn=self.generation_batch_size):
-                texts = self.with_oom_retry(self.generate_batch, batch)
-                for (_, _, request), text in zip(batch, texts, strict=True):
-                    self.cache_hook.add_partial('generate_until', request.args, text)
-                results += texts
+                texts += self.with_oom_retry(self.generate_batch, batch)
                 bar.update(len(batch))
-        return collator.get_original(results)
+        return collator.get_original(texts)
 
     def encode_prompts(self, requests):
-        """Requests -> [(prompt ids, generation options, request)]. Long prompts are truncated on the left."""
+        """
+        Requests -> [(prompt ids, generation options, ids of the end of its text)]. Long prompts are truncated on the
+        left, possibly inside a character.
+        """
+        ends = self.tok.encode([request.args[0][-16:] for request in requests])
         prompts = []
-        for request in requests:
+        for request, end in zip(requests, ends, strict=True):
             options = self.parse_gen_kwargs(request.args[1])
             room = self.max_length - options['max_gen_toks']
             ids = self.fit_context(self.tok_encode(request.args[0]), room, (request.task_name, request.doc_id))
-            prompts.append((ids or [self.tok.bos], options, request))
+            prompts.append((ids or [self.tok.bos], options, list(end)))
         return prompts
 
     def generation_batch_size(self, _, prompts):
@@ -346,8 +333,7 @@ class MHFLM(TemplateLM):
             options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
             options['top_k'] = int(options.get('top_k') or 0) or None
             options['top_p'] = float(options.get('top_p') or 0) or None
-            logits = torch.zeros(1, len(self.tok.tokens))
-            sample_token(logits, options['temperature'], options['top_k'], options['top_p'])
+            check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
             options['until'] = [str(stop) for stop in options['until'] if stop]
         except (TypeError, ValueError, OverflowError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
@@ -358,14 +344,13 @@ class MHFLM(TemplateLM):
         T = self.max_length
         if not 1 <= options['max_gen_toks'] < T:
             problem = f'max_gen_toks={options["max_gen_toks"]} must be at least 1 and below the context of {T} tokens'
-            raise InputError(f'{problem}; use another, such as --gen_kwargs max_gen_toks={T // 2}')
+            raise InputError(f'{problem}; use python -m mhf.lm, such as with --gen_kwargs max_gen_toks={T // 2}')
         return options
 
     @torch.no_grad()
     def generate_batch(self, batch):
         """Items of encode_prompts with the same options, the longest first -> the text generated after each."""
-        prompts = [prompt for prompt, _, _ in batch]
-        options = batch[0][1]
+        prompts, (options, *_), contexts = zip(*batch, strict=True)
         longest = len(prompts[0])
         # pad on the left
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -374,7 +359,6 @@ class MHFLM(TemplateLM):
             lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
         new_ids = [[] for _ in prompts]
-        texts = [''] * len(prompts)
         active = set(range(len(prompts)))
         with self.autocast():
             for tokens in engine.stream(ids, options['max_gen_toks'], lengths=lengths):
@@ -383,12 +367,23 @@ class MHFLM(TemplateLM):
                     ended = tokens[n] in self.stop_ids
                     if not ended:
                         new_ids[n].append(tokens[n])
-                        texts[n] = decode_continuation(self.tok, prompts[n], new_ids[n])
-                    if ended or any(stop in texts[n] for stop in options['until']):
+                    if ended or self.reaches_stop(contexts[n], new_ids[n], options['until']):
                         active.remove(n)
                 if not active:
                     break
+        texts = map(functools.partial(decode_continuation, self.tok), contexts, new_ids)
         return [postprocess_generated_text(text, options['until'], None) for text in texts]
+
+    def reaches_stop(self, context, new_ids, stops):
+        """Returns whether the text of new_ids contains a stop string, which none of its prefixes contains."""
+        # decoding the complete text for every token would take longer than computing the token. The last tokens contain
+        # the stop string and up to two incomplete characters
+        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
+        if len(new_ids) > num_last:
+            end = self.tok.decode(new_ids[-num_last:])
+            stops = [stop for stop in stops if stop in end]
+        text = decode_continuation(self.tok, context, new_ids) if stops else ''
+        return any(stop in text for stop in stops)
 
 
 # -----------------------------------------------------------------------------
@@ -409,10 +404,9 @@ def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=Non
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
-    if not revision and (not path or checkpoint_file(path).exists()):
-        opened = open_model(out_dir=path, tokenizer=tokenizer)
-    else:
-        opened = open_model(released=f'{path}@{revision}' if revision else path, tokenizer=tokenizer)
+    # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    opened = load(f'{path}@{revision}' if revision else path, tokenizer)
     dtype = pick_dtype(dtype, device)
     if bos is None:
         bos = opened.add_bos
@@ -475,8 +469,9 @@ def local_config(name, config, folder):
 
 def load_tasks(names, folder=''):
     """
-    Loads tasks of the paper with their data, from the hub or from the files in a folder -> {name: lm-eval's task},
-    {name: [how its data differ from the paper's]}.
+    Loads tasks with their data: the paper's from the hub or from the files in a folder, others as lm-eval defines them.
+
+    Returns lm-eval's dict of tasks and groups, and {task: [how its data differ from the paper's]}.
     """
     import datasets
     from lm_eval.tasks import TaskManager
@@ -487,45 +482,69 @@ def load_tasks(names, folder=''):
     if folder:
         datasets.disable_progress_bars()
     # lm-eval's index of all tasks takes seconds
-    manager = TaskManager(include_defaults=False)
+    manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
     group = {task['task']: task for task in load_yaml(EVAL_TASKS / 'paper.yaml')['task']}
-    loaded = {}
-    notes = {}
+    # lm_eval.simple_evaluate does the same, but also describes the environment, which takes seconds
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+    loaded = dict(tasks={}, groups={}, group_map={})
+    notes = defaultdict(list)
     for name in names:
-        file = PAPER[name].get('yaml')
-        file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
-        config = load_yaml(file) | group[name]
-        notes[name] = []
-        if folder:
-            changes, notes[name] = local_config(name, config, folder)
-            config |= changes
-        loaded |= load_task(manager, name, config)
-        loaded[name].set_fewshot_seed(1234)
+        if name in PAPER:
+            file = PAPER[name].get('yaml')
+            file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
+            config = load_yaml(file) | group[name]
+            if folder:
+                changes, notes[name] = local_config(name, config, folder)
+                config |= changes
+            specs = [config]
+        else:
+            specs = manager.match_tasks([name])
+        if not specs:
+            near = did_you_mean(name, manager.all_tasks)
+            raise InputError(f"unknown task '{name}'{near}; list all tasks with: python -m mhf.lm ls tasks")
+        for kind, items in load_task(manager, name, specs).items():
+            loaded[kind] |= items
+    for task in loaded['tasks'].values():
+        if task.config.num_fewshot is None:
+            task.set_config(key='num_fewshot', value=0)
+        task.set_fewshot_seed(1234)
     return loaded, notes
 
 
-def load_task(manager, name, config):
-    """{name: lm-eval's task}, with its data, from its config."""
+def load_task(manager, name, specs):
+    """Returns lm-eval's dict of tasks and groups, with their data, for names or configs of tasks. Raises InputError."""
     try:
-        return manager.load([config])['tasks']
-    # no network; a truncated, empty or malformed file; a missing field
+        loaded = manager.load(specs)
+    # no network; a truncated, empty or malformed file; a missing field; a missing package
     except Exception as e:
-        data = config['dataset_path']
-        if data == 'json':
-            data = ', '.join(config['dataset_kwargs']['data_files'].values())
+        source = 'its data'
+        fix = ''
+        if isinstance(specs[0], dict) and specs[0]['dataset_path'] == 'json':
+            source = ', '.join(specs[0]['dataset_kwargs']['data_files'].values())
+            fix = '; files of --benchmark_dir need the field names of the hub'
+        elif isinstance(e, OSError):
+            fix = '; connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
-        hint = 'files of --benchmark_dir need the field names of the hub'
-        raise InputError(f'{name}: {data} cannot be read ({type(e).__name__}: {reason}); {hint}') from None
+        raise InputError(f'{name}: {source} cannot be read ({type(e).__name__}: {reason}){fix}') from None
+    if any(getattr(task, 'UNSAFE_CODE', False) for task in loaded['tasks'].values()):
+        raise InputError(f'{name} runs generated code; use python -m mhf.lm with --confirm_run_unsafe_code')
+    return loaded
 
 
 def run_tasks(lm, loaded, notes, limit=None):
     """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; None on ranks above 0."""
-    results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=limit, bootstrap_iters=1000, log_samples=False)
+    for name, task in loaded['tasks'].items():
+        count = min(len(task.eval_docs), limit or math.inf)
+        if count < lm.world_size:
+            raise InputError(f'{name}: {count} documents for {lm.world_size} processes; start fewer processes')
+    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     truncated = all_gather_object(lm.truncated)
     if results is None:
         return None
     for task, count in results['n-samples'].items():
-        total = int(PAPER[task]['documents'])
+        total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:
             notes[task].append(f'{count["effective"]:,} of {total:,} documents')
         # each document belongs to one rank
@@ -541,42 +560,30 @@ def run_tasks(lm, loaded, notes, limit=None):
 # lm-eval's command line
 
 
-def quote_text(model_args):
-    """Quotes the simple words among the values of TEXT_ARGS, because lm-eval reads path=007 as a number."""
-    return re.sub(rf'(?<![^,])({"|".join(TEXT_ARGS)})=([\w.+-]+)(?=,|$)', r'\1="\2"', model_args)
+# what people's mistakes raise in lm-eval
+FIXES = {
+    'Tasks not found': 'list all tasks with: python -m mhf.lm ls tasks',
+    'did not find any docs': 'start at most as many processes as a task has documents',
+}
 
 
 def main():
-    """Runs lm-eval's command line. The default model is mhf, and the tasks of eval_tasks/ are added to lm-eval's."""
-    from lm_eval.__main__ import HarnessCLI, setup_logging
-    from lm_eval.config.evaluate_config import EvaluatorConfig
+    """Runs lm-eval's command line with this model and the tasks of eval_tasks/."""
+    from lm_eval.__main__ import cli_evaluate
 
-    setup_logging(logging.INFO if is_rank0() else logging.WARNING)
-    # hides the warning that tasks of eval_tasks/ replace lm-eval's own
-    logging.getLogger('lm_eval.tasks').setLevel(logging.ERROR)
-    # a shell does not expand the ~ of --output_path=~/x
-    words = [re.fullmatch('(--[a-z_]+=)?(.*)', argument, re.DOTALL).groups('') for argument in sys.argv]
-    sys.argv = [option + os.path.expanduser(value) for option, value in words]
-    cli = HarnessCLI()
-    cli._subparsers.choices['run']._option_string_actions['--model_args'].type = quote_text
-    args = cli.parse_args()
-    config = getattr(args, 'config', None)
+    if len(sys.argv) > 2:
+        command = sys.argv[1] if sys.argv[1] in ('ls', 'validate') else 'run'
+        # argparse reads the last of several equal options: the user's
+        defaults = [f'--include_path={EVAL_TASKS}'] + ['--model=mhf'] * (command == 'run')
+        position = 2 if sys.argv[1] == command else 1
+        sys.argv[position:position] = defaults
     try:
-        given = EvaluatorConfig.load_yaml_config(config) if config else {}
-    except (OSError, TypeError, ValueError) as e:  # missing, or not YAML
-        raise InputError(f'--config={config}: {e}') from None
-    if args.command == 'run':
-        args.model = args.model or given.get('model', 'mhf')
-        args.device = args.device or given.get('device') or pick_device()
-    include_path = getattr(args, 'include_path', None) or given.get('include_path')
-    included = include_path if isinstance(include_path, list) else [include_path]
-    args.include_path = [str(EVAL_TASKS), *filter(None, included)]
-    try:
-        cli.execute(args)
+        cli_evaluate()
     except ValueError as e:
-        if not str(e).startswith('Tasks not found'):
+        fix = next((fix for problem, fix in FIXES.items() if problem in str(e)), None)
+        if fix is None:
             raise
-        raise InputError(f'{e}; list all tasks with: python -m mhf.lm ls tasks') from None
+        raise InputError(f'{e}; {fix}') from None
     cleanup()
 
 

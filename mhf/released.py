@@ -1,9 +1,8 @@
 """
-The released format of the paper's authors, in both directions, and loading of trained models.
+The released format of the paper's authors, in both directions.
 
     model = from_pretrained('user/name@revision')               # a folder, or from the hub
     save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
-    opened = open_model()                                       # the newest run, with its tokenizer
 
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
 """
@@ -14,18 +13,16 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import configurator
 from configurator import InputError
-from hashing import signature_table
-from mhf.checkpoint import load_checkpoint
+from hashing import hash_buckets, lsh_coordinates
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_facts, tokenizer_fingerprint
-from model import MHF, MHFConfig, validate_table
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, same_tokenizer
+from model import MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
 RELEASED_FIELDS = dict(
@@ -36,13 +33,14 @@ RELEASED_FIELDS = dict(
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
     encoder_init='encoder_init',
 )  # fmt: skip
-# other fields of config.json: their supported values; and a pattern of fields that change the computation
+# other fields of config.json that change the computation, also in nested dicts: those with other supported values than
+# null, and patterns of switches, which must be off, and of factors, which must be 1
 SUPPORTED = dict(
-    model_type=('qwen3', 'mhf_standard', None), hidden_act=('silu', None), lsh_only_embed=(False, None),
-    rope_scaling=(None,), rope_parameters=(None,), rope_type=('default', None), type=('default', None),
-    layer_types=('full_attention', None),
+    model_type=('qwen3', 'mhf', 'mhf_standard'), hidden_act=('silu',), lsh_only_embed=(False,), rope_scaling=(),
+    rope_parameters=(), rope_type=('default',), type=('default',), layer_types=('full_attention',),
 )  # fmt: skip
-COMPUTATION = re.compile('bias|bidirectional|mrope|multiplier|quant|rotary|scal(ar|e|ing)|softcap|use_sliding_window')
+SWITCHES = re.compile('bias|bidirectional|mrope|quant|softcap|use_sliding_window')
+FACTORS = re.compile('factor|multiplier|rotary|scal(ar|e|ing)')
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -91,9 +89,10 @@ def released_config(model):
     unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
     if unused_ids:
         fields['unused_ids'] = unused_ids
-    if unused_ids or not c.num_hashes and c.embedding_scale != 1:
-        # transformers must refuse the model, because it would ignore these fields
-        fields |= dict(model_type='mhf_standard', architectures=['MHF'])
+    ignored_by_transformers = unused_ids or not c.num_hashes and c.embedding_scale != 1
+    # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
+    if ignored_by_transformers or c.num_hashes and c.num_hashes * c.num_buckets == c.vocab_size:
+        fields |= dict(model_type='mhf', architectures=['MHF'])
     return fields
 
 
@@ -154,36 +153,57 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
     Weights are float32. Raises InputError.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
     config_json = flatten_rope(read_json(folder / 'config.json', source))
     refuse_unsupported(config_json, source)
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise InputError(f'{source}: no model.safetensors')
-    weights = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except (OSError, SafetensorError) as e:
-            raise InputError(f'{file} cannot be read: {" ".join(str(e).split())[:200]}') from None
+    weights = read_weights(folder, source)
     try:
         config = convert_config(config_json, weights.get('model.hash_map'))
         drop_tied_head(weights, config_json)
-        model = build_on_meta(config, Model)
-        load_weights(model, convert_state_dict(config, weights, config_json.get('unused_ids') or ()))
-    except (TypeError, ValueError, RuntimeError, IndexError) as e:
+        state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
+    except (TypeError, ValueError, IndexError) as e:
+        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
+    # an error in a fork's Model shows its traceback
+    model = build_on_meta(config, Model)
+    try:
+        load_weights(model, state)
+    except RuntimeError as e:  # tensors of other names or shapes
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
+
+
+def read_weights(folder, source):
+    """
+    Returns {name: tensor} of the files that model.safetensors.index.json names, or of model.safetensors. Other files,
+    such as leftover shards or averaged weights, are not part of the model. Raises InputError.
+    """
+    index = folder / 'model.safetensors.index.json'
+    if not index.exists():
+        return read_safetensors(folder / 'model.safetensors')
+    file_of = read_json(index, source).get('weight_map', {})
+    shards = {file: read_safetensors(folder / file) for file in set(file_of.values())}
+    missing = [name for name, file in file_of.items() if name not in shards[file]]
+    if missing:
+        raise InputError(f'{index} lists {missing[0]}, which {file_of[missing[0]]} lacks; download the model again')
+    return {name: shards[file][name] for name, file in file_of.items()}
+
+
+def read_safetensors(path):
+    """Returns {name: tensor} of a file. Raises InputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise InputError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
 
 
 def read_json(path, source):
     """Returns the dict in a JSON file. Raises InputError."""
     try:
-        return dict(json.loads(path.read_text(encoding='utf-8')))
+        return dict(json.loads(path.read_text(encoding='utf-8-sig')))
     except (OSError, TypeError, ValueError) as e:
         raise InputError(f'{source}: no readable {path.name} ({e})') from None
 
@@ -195,7 +215,8 @@ def resolve_path(path_or_hub_id):
         return folder
     if folder.parent != Path() and folder.parent.is_dir():
         raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
-    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, 'model*.safetensors']
+    weights = ['model.safetensors', 'model.safetensors.index.json', 'model-*.safetensors']
+    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, *weights]
     return download_from_hub(str(path_or_hub_id), files)
 
 
@@ -203,22 +224,40 @@ def flatten_rope(config_json):
     """Moves the entries of rope_parameters (transformers 5) and rope_scaling (older) to the top level."""
     flat = dict(config_json)
     for key in ('rope_scaling', 'rope_parameters'):
-        if isinstance(flat.get(key), dict):
+        rope = flat.get(key)
+        # one dict per layer type is not supported
+        if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
             flat |= flat.pop(key)
     return flat
 
 
+def leaves(value, key=''):
+    """Yields (key, value) for each value in nested dicts and lists. The key of a nested value is like 'a.b'."""
+    if isinstance(value, dict):
+        for name, nested in value.items():
+            yield from leaves(nested, f'{key}.{name}' if key else name)
+    elif isinstance(value, list):
+        for nested in value:
+            yield from leaves(nested, key)
+    else:
+        yield key, value
+
+
 def refuse_unsupported(config_json, source):
     """Raises InputError for a key of config.json that changes the computation and is not implemented."""
-    for key, value in config_json.items():
-        if key in SUPPORTED:
-            values = value if isinstance(value, list) else [value]
-            is_supported = all(v in SUPPORTED[key] for v in values)
+    for key, value in leaves(config_json):
+        supported = SUPPORTED.keys() & key.split('.')
+        if value is None or key in RELEASED_FIELDS:
+            continue
+        if supported:
+            is_harmless = all(value in SUPPORTED[name] for name in supported)
+        elif SWITCHES.search(key):
+            is_harmless = value in (False, 0)
+        elif FACTORS.search(key):
+            is_harmless = value is False or value == 1 and value is not True
         else:
-            # a multiplier of 1 changes nothing
-            is_off = value is not True and value in (None, False, 1)
-            is_supported = is_off or key in RELEASED_FIELDS or not COMPUTATION.search(key)
-        if not is_supported:
+            continue
+        if not is_harmless:
             raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
 
 
@@ -238,16 +277,22 @@ def convert_config(config_json, table):
             raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json: its type must be {kind.__name__}')
         fields[name] = value
     fields.setdefault('head_dim', fields['hidden_size'] // max(1, fields['num_heads']))
+    eos_ids = parse_eos_ids(config_json)
     if table is not None:
+        if table.dim() != 2 or table.is_floating_point() or table.amin() < 0:
+            raise ValueError(f'model.hash_map of shape {tuple(table.shape)}: must be (V, H) integers from 0 on')
         fields['vocab_size'] = len(table)
+        eos_ids = [i for i in eos_ids if 0 <= i < len(table) and not table[i].any()]
         # Single-ID: all coordinates are the same hash, and tokens share it
         rows = table[table.any(dim=1)]
         same_on_all = bool((rows == rows[:, :1]).all())
         fields.setdefault('single_id', same_on_all and (rows.shape[1] > 1 or len(rows.unique(dim=0)) < len(rows)))
     # a tokenizer without pad uses eos
-    for eos in parse_eos_ids(config_json)[:1]:
+    for eos in eos_ids[:1]:
         fields.setdefault('pad_id', eos)
     config = MHFConfig(**fields)
+    if not 0 <= config.num_lsh <= config.num_hashes:
+        raise ValueError(f'num_lsh={config.num_lsh} in config.json: must be from 0 to num_hashes={config.num_hashes}')
     pad = config.pad_id
     if not 0 <= pad < config.vocab_size or table is not None and table[pad].any():
         raise ValueError(f'pad_token_id={pad} in config.json: must be an id whose signature is all zero')
@@ -268,7 +313,7 @@ def parse_eos_ids(config_json):
 def drop_tied_head(weights, config_json):
     """Merges the two embeddings. Raises ValueError unless they are equal."""
     head = weights.pop('lm_head.weight', None)
-    if head is None and config_json.get('tie_word_embeddings') is False:
+    if head is None and config_json.get('tie_word_embeddings') in (False, 0):
         raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
     if head is not None:
         E = weights.get('model.embed_tokens.weight')
@@ -291,156 +336,92 @@ def convert_state_dict(config, weights, unused_ids):
 
 
 # -----------------------------------------------------------------------------
-# load a model
+# the tokenizer of a released model
 
 
-class LoadedModel(NamedTuple):
-    model: MHF
-    source: str  # out_dir, folder or hub id
-    name: str  # for messages
-    tokenizer: str | None  # its name, if known
-    tokenizer_sha256: str | None
-    add_bos: bool  # whether the model was trained with bos before each document
-    eos_ids: list  # ids that end a document according to the files of a released model
-    tok: object = None  # the tokenizer itself; open_model loads it
-
-    def get_tokenizer_sha256(self):
-        """Returns the fingerprint of the model's tokenizer, or None if the tokenizer is unknown."""
-        if self.tokenizer_sha256 or not self.tokenizer:
-            return self.tokenizer_sha256
-        return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
-
-    @property
-    def stop_ids(self):
-        """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
-        return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
-
-
-def checkpoint_file(source):
-    """Returns `source` if it is named *.pt, else the path of the newest checkpoint in the out_dir `source`."""
-    path = Path(source)
-    return path if path.suffix == '.pt' else path / 'ckpt.pt'
-
-
-def load_model(source, Model=ChunkedMHF):
+def find_tokenizer(folder, config_json):
     """
-    Loads an out_dir or one of its checkpoints, or the released format from a folder or the hub -> LoadedModel. Raises
-    InputError.
+    Returns the name of the tokenizer of a released folder, None if it is unknown: the folder's own tokenizer.json,
+    unless config.json names a tokenizer that is the same. A tokenizer.json that transformers wrote may have new tokens.
     """
-    path = checkpoint_file(source)
-    if path.exists():
-        model, ckpt = load_checkpoint(path, Model)
-        data = ckpt['data']
-        name = f'{path}, step {ckpt["step"]}'
-        return LoadedModel(model, str(source), name, data['tokenizer'], data['tokenizer_sha256'], ckpt['add_bos'], [])
-    folder = resolve_path(source)
-    model = from_pretrained(folder, Model=Model)
+    named = config_json.get('tokenizer')
+    own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
+    if isinstance(named, str) and named.endswith(('.model', '.json')):
+        named = own.get(named)
+    json_file = own.get('tokenizer.json')
+    if (
+        named
+        and json_file
+        and named != json_file
+        and not same_tokenizer(get_tokenizer(named), get_tokenizer(json_file))
+    ):
+        return json_file
+    return named or json_file or own.get('tokenizer.model')
+
+
+def has_padding_from(model, V):
+    """
+    Returns whether the rows of a model from V on are padding: rows without a signature, or of a Standard model zero
+    rows, fewer than 128 rows up to a multiple of 128 (the authors' models), or those of Qwen3.
+    """
+    if model.config.num_hashes:
+        return not model.signatures[V:].any()
+    rows = len(model.token_mask)
+    is_rounded_up = rows % 128 == 0 and rows - V < 128
+    return is_rounded_up or (V, rows) == (151669, 151936) or not model.embed.weight[V:].any()
+
+
+def has_signatures_of(model, tokens):
+    """
+    Returns whether the signature table of a released MultiHashFormer is that of these token strings. The last
+    coordinate may have been rehashed, by the authors' code for other tokens than by ours.
+    """
+    c = model.config
+    ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
+    only_lsh = c.num_lsh == c.num_hashes
+    if only_lsh:
+        # an LSH coordinate of all tokens takes minutes
+        ids = ids[:: -(-len(ids) // 256)]
+    strings = [tokens[i] for i in ids]
+    table = model.signatures[ids].numpy()
+    if only_lsh:
+        # rounding may change an argmax
+        return (table == lsh_coordinates(strings, c.num_lsh, c.num_buckets)).mean() > 0.5
+    for j in range(c.num_lsh, c.num_hashes):
+        equal = (table[:, j] == hash_buckets(strings, 0 if c.single_id else j, c.num_buckets)).mean()
+        # up to half of the tokens are rehashed, in a table with H = 1 and B = V
+        may_be_rehashed = j == c.num_hashes - 1 and not c.single_id
+        if equal < (1 / 3 if may_be_rehashed else 1):
+            return False
+    return True
+
+
+# -----------------------------------------------------------------------------
+# what a folder declares about its model, and the command that exports a run
+
+
+def read_facts(folder, source):
+    """
+    Returns what a folder declares about its model, as fields of LoadedModel (mhf/checkpoint.py): the name of its
+    tokenizer, whether it was trained with bos, and the ids that end a document. Raises InputError.
+    """
     config_json = read_json(folder / 'config.json', source)
-    tokenizer = config_json.get('tokenizer')
-    if not isinstance(tokenizer, str) or tokenizer.endswith(('.model', '.json')):
-        # the authors' tokenizer.json has tokens that a tokenizer.model next to it may lack
-        names = ('tokenizer.model',) if tokenizer == 'tokenizer.model' else ()
-        files = [folder / name for name in (*names, 'tokenizer.json', 'tokenizer.model')]
-        tokenizer = next((str(file) for file in files if file.exists()), None)
+    tokenizer = find_tokenizer(folder, config_json)
     eos_ids = parse_eos_ids(config_json)
     generation_config = folder / 'generation_config.json'
     if generation_config.exists():
         eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
     # the authors trained without bos
-    add_bos = config_json.get('add_bos') is True
-    return LoadedModel(model, str(source), str(source), tokenizer, None, add_bos, eos_ids)
-
-
-def init_model(init_from, checkpoints, Model):
-    """
-    Returns (model, ckpt, tokenizer_sha256) for train.py. init_from is 'scratch', 'resume' or a source for load_model;
-    checkpoints are those in out_dir. From scratch all three are None. ckpt, the checkpoint's dict, is None unless the
-    run is resumed. tokenizer_sha256 is None unless a Standard model of a known tokenizer was loaded. Raises InputError.
-    """
-    if init_from == 'resume':
-        return *checkpoints.load_latest(Model), None
-    if checkpoints.list():
-        exists = f'{checkpoints.folder} already has a checkpoint'
-        raise InputError(f'{exists}; resume it with --init_from=resume, or choose another --out_dir')
-    if init_from == 'scratch':
-        return None, None, None
-    loaded = load_model(init_from, Model)
-    # the signature table of a MultiHashFormer determines its tokenizer
-    tokenizer_sha256 = None if loaded.model.config.num_hashes else loaded.get_tokenizer_sha256()
-    return loaded.model, None, tokenizer_sha256
-
-
-def limit_to_tokenizer(model, V, unused_ids):
-    """
-    Sets the probability of unused_ids, and of ids from V on, to 0. Returns whether the model fits a tokenizer of V ids.
-    It does not fit if it has fewer ids, if an id from V on has a signature, or if a Standard model has too many rows.
-    """
-    beyond = len(model.token_mask) - V
-    if beyond < 0:
-        return False
-    token_mask = model.token_mask.cpu().numpy().copy()
-    token_mask[V:] = False
-    token_mask[unused_ids] = False
-    model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
-    if model.config.num_hashes == 0:
-        # embedding tables are padded: the authors' to a multiple of 128; Qwen3 has 151,936 rows for 151,669 tokens
-        return beyond < max(128, V // 100)
-    return not model.signatures[V:].any()
-
-
-def check_vocabulary(model, tokenizer_sha256, source, meta, table):
-    """
-    Raises InputError if a model loaded from `source` does not fit the bins of `meta`, whose signature table is `table`
-    (V, H), None for a Standard model. Sets the probability of ids without a token to 0.
-    """
-    V = meta['vocab_size']
-    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
-        raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
-    if not limit_to_tokenizer(model, V, meta['unused_ids']):
-        raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
-    if table is not None and (model.signatures[:V].numpy() != table).any():
-        raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
-
-
-def open_model(out_dir='', released='', tokenizer=''):
-    """
-    Loads a run (without arguments the newest one up to two folders below) or a released model, and its tokenizer ->
-    LoadedModel. Raises InputError if the model was not trained with that tokenizer.
-    """
-    if not (out_dir or released):
-        paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
-        if not paths:
-            found = 'no ckpt.pt here or up to two folders below'
-            raise InputError(f'{found}; train a model with: python train.py config/mhf_tiny.py')
-        out_dir = max(paths, key=lambda path: path.stat().st_mtime).parent
-    if not released and not checkpoint_file(out_dir).exists():
-        raise InputError(f'no checkpoint at {checkpoint_file(out_dir)}; check the path, or train a model with train.py')
-    loaded = load_model(released or out_dir)
-    # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    tok = get_tokenizer(tokenizer or loaded.tokenizer or 'mistral')
-    facts = tokenizer_facts(tok)
-    model = loaded.model
-    c = model.config
-    mismatch = f"{loaded.name}: tokenizer '{tok.name}' is not the model's"
-    fix = "name the model's tokenizer with --tokenizer"
-    if loaded.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
-        raise InputError(f"{mismatch}, '{loaded.tokenizer}'; {fix}")
-    if not limit_to_tokenizer(model, facts['vocab_size'], facts['unused_ids']):
-        raise InputError(f'{mismatch}: {len(tok.tokens)} tokens, expected {c.vocab_size}; {fix}')
-    j = c.num_lsh  # the first coordinate that is a plain hash; the last one may have been rehashed
-    if released and j < c.num_hashes - 1:
-        column = signature_table(tok.tokens, c.num_hashes, c.num_buckets, 0, c.pad_id)[:, j]
-        if (model.signatures[: len(column), j].numpy() != column).any():
-            raise InputError(f'{mismatch}: the signatures differ; {fix}')
-    return loaded._replace(tok=tok)
+    return dict(tokenizer=tokenizer, add_bos=config_json.get('add_bos') is True, eos_ids=eos_ids)
 
 
 if __name__ == '__main__':
+    from mhf.checkpoint import load  # which imports this module
+
     configurator.install_excepthook()
     if len(sys.argv) != 3 or sys.argv[1].startswith('-'):
         raise InputError('usage: python -m mhf.released OUT_DIR FOLDER')
     out_dir, folder = sys.argv[1:]
-    opened = open_model(out_dir)
-    save_pretrained(opened.model, folder, opened.tok.name, opened.add_bos)
-    print(f'{opened.name} -> {folder}')
+    loaded = load(out_dir)
+    save_pretrained(loaded.model, folder, loaded.tok.name, loaded.add_bos)
+    print(f'{loaded.name} -> {folder}')

@@ -50,6 +50,8 @@ def pick_device(device=None):
     device = str(device)
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    elif device.startswith('cuda:') and os.environ.get('LOCAL_WORLD_SIZE', '1') != '1':
+        raise InputError(f'device={device}: all processes of this machine would use one GPU; use --device=cuda')
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
@@ -202,14 +204,23 @@ def check_same_on_all_ranks(values):
             raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')
 
 
-def wrap_ddp(model):
+def wrap_ddp(model, micro_batch_size, autocast):
     """Returns the model under DDP, which starts all ranks with the weights of rank 0."""
     device = model.signatures.device
+    c = model.config
     options = dict(device_ids=[device] if device.type == 'cuda' else None)
     # the buffers never change; torch 2.11 calls this option broadcast_buffers
     names = inspect.signature(DDP).parameters
     options['forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers'] = False
-    return DDP(model, gradient_as_bucket_view=True, **options)
+    model = DDP(model, gradient_as_bucket_view=True, **options)
+    # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
+    # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
+    # view of a bucket, which avoids a second copy of the gradients.
+    zeros = torch.zeros(micro_batch_size, c.block_size + 1, c.num_coordinates, dtype=int, device=device)
+    with autocast:
+        model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
+    model.zero_grad(set_to_none=False)
+    return model
 
 
 def all_reduce(tensor):

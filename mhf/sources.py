@@ -10,6 +10,7 @@ once; put text that does not fit into a .jsonl. To add a data set of the Hugging
 
 import glob
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -33,8 +34,14 @@ HUB = {
     'fineweb-2:LANGUAGE': 'HuggingFaceFW/fineweb-2/data/LANGUAGE/train',  # such as fineweb-2:arb_Arab
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
+COMPRESSED = ('.gz', '.xz', '.zst')
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
 LOOKAHEAD_CHARS = 1 << 26  # maximum read by initial_counts
+DIGEST_BYTES = 1 << 16  # of each end of a file
+# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out the same documents if
+# val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
+HELD_OUT = 0.05
+HELD_OUT_BYTES = 400_000
 
 # -----------------------------------------------------------------------------
 # files
@@ -84,16 +91,38 @@ def input_files(dataset):
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f'{pattern}: no such file, glob or data set{suggestion}')
         for path in paths:
-            # a symbolic or hard link does not add a second copy
             target = os.path.realpath(path)
-            file = os.stat(target) if os.path.exists(target) else None
-            files.setdefault((file.st_dev, file.st_ino) if file and file.st_nlink > 1 else target, str(path))
+            files.setdefault(file_id(target) if os.path.exists(target) else target, str(path))
+    sizes = {}
     for path in files.values():
         if not os.path.exists(path):
             raise InputError(f'{path} is a broken link')
+        sizes[path] = os.path.getsize(path)
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
             raise InputError(f'{path}: expected .parquet, or .txt or .jsonl, which may end in .gz, .xz or .zst')
-    return {path: os.path.getsize(path) for path in files.values()}
+        if not sizes[path] and path.endswith(COMPRESSED):
+            raise InputError(f'{path} is truncated: it has 0 bytes; download or compress it again')
+    return sizes
+
+
+def file_id(path):
+    """Returns what all names of a file have in common: symbolic links, hard links, other spellings of its path."""
+    if path.startswith('hf://'):
+        return path
+    file = os.stat(path)
+    return file.st_dev, file.st_ino
+
+
+def file_digest(path):
+    """Returns a digest of the first and the last DIGEST_BYTES of a local file. Raises InputError."""
+    try:
+        with open(path, 'rb') as file:
+            digest = hashlib.sha256(file.read(DIGEST_BYTES))
+            file.seek(max(file.tell(), os.path.getsize(path) - DIGEST_BYTES))
+            digest.update(file.read(DIGEST_BYTES))
+    except OSError as e:
+        raise InputError(f'{path} cannot be read ({e})') from None
+    return digest.hexdigest()[:16]
 
 
 def hub_files(folder):
@@ -145,6 +174,8 @@ def read_file(path):
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
         if isinstance(e, UnicodeError):
             reason += '; convert it to UTF-8'
+        elif path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
+            reason += '; download it again, or compress it again with the default options'
         if path.startswith('hf://'):
             reason += '; rerun the same command to resume'
         raise InputError(f'{path}, row {row:,}: {reason}') from None

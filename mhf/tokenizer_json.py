@@ -1,12 +1,14 @@
 """Converts tokenizers to the files that transformers reads: tokenizer.json and tokenizer_config.json."""
 
 import json
+import re
 import shutil
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
+from configurator import InputError
+from mhf.tokenizers import PROBES, JsonTokenizer, SentencePieceTokenizer, find_difference, string_of
 
 
 def write_pretty_json(path, content):
@@ -16,11 +18,11 @@ def write_pretty_json(path, content):
 def write_tokenizer(tok, folder, add_bos):
     """
     Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
-    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json.
-
-    AutoTokenizer's ids may differ for a SentencePiece model with user-defined symbols, with a normalization rule (rare
-    sequences of combining characters) or of the type Unigram (sequences of pieces with equal scores).
+    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. Raises InputError if
+    the tokenizer.json encodes one of PROBES differently. Other texts may still differ: rare sequences of combining
+    characters, if a SentencePiece model has a normalization, and sequences of Unigram pieces with equal scores.
     """
+    texts = PROBES
     settings = {}
     if isinstance(tok, JsonTokenizer):
         name = 'tokenizer.json'
@@ -31,6 +33,7 @@ def write_tokenizer(tok, folder, add_bos):
     elif isinstance(tok, SentencePieceTokenizer):
         name = tok.name
         converted = convert_sentencepiece(tok)
+        texts = [*PROBES, *(piece.replace('▁', ' ') for piece in tok.tokens)]
         if name.endswith('.model'):
             name = 'tokenizer.model'
             shutil.copyfile(tok.name, folder / name)
@@ -38,17 +41,21 @@ def write_tokenizer(tok, folder, add_bos):
         name = tok.name
         converted = convert_tiktoken(tok)
     roles = dict(bos_token=tok.bos, eos_token=tok.eos, pad_token=tok.pad)
-    roles = {role: tok.tokens[i] for role, i in roles.items()}
-    roles = {role: token.decode() if isinstance(token, bytes) else token for role, token in roles.items()}
+    roles = {role: string_of(tok.tokens[i]) for role, i in roles.items()}
     # text that looks like a special token is encoded as plain text
     settings |= dict(tokenizer_class='PreTrainedTokenizerFast', split_special_tokens=True, **roles)
     settings['add_bos_token'] = add_bos
     converted.post_processor = None
     if add_bos:
-        bos = roles['bos_token']
-        converted.post_processor = processors.TemplateProcessing(f'{bos} $A', special_tokens=[(bos, tok.bos)])
+        # the string of bos may contain characters of the template's syntax
+        bos = dict(id='bos', ids=[tok.bos], tokens=[roles['bos_token']])
+        converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[bos])
     converted.save(str(folder / 'tokenizer.json'))
     write_pretty_json(folder / 'tokenizer_config.json', settings)
+    text = find_difference(tok, JsonTokenizer(tok.name, folder / 'tokenizer.json'), texts)
+    if text is not None:
+        problem = f'the exported tokenizer.json encodes {text!r} differently; choose a tokenizer.json instead'
+        raise InputError(f"tokenizer '{tok.name}' cannot be exported: {problem}")
     return name
 
 
@@ -65,11 +72,14 @@ def convert_sentencepiece(tok):
     """Returns a tokenizers.Tokenizer with the ids of a SentencePieceTokenizer."""
     proto = ModelProto.FromString(tok.sp.serialized_model_proto())
     trained = proto.trainer_spec
+    user_defined = sorted((p.piece for p in proto.pieces if p.type == p.USER_DEFINED), key=len, reverse=True)
     if trained.model_type == trained.BPE:
         ids = {p.piece: i for i, p in enumerate(proto.pieces)}
         # Mistral's runs of spaces have equal scores, and a run grows from the left
         rank = {p.piece: (-p.score, -len(p.piece)) for p in proto.pieces if p.type == p.NORMAL}
         options = dict(unk_token=trained.unk_piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
+        # no merges build them
+        options['ignore_merges'] = bool(user_defined)
         converted = Tokenizer(models.BPE(ids, find_merges(rank, ids), **options))
     else:
         # text that looks like a control or byte piece is encoded as plain text
@@ -80,12 +90,14 @@ def convert_sentencepiece(tok):
     if proto.normalizer_spec.precompiled_charsmap:
         before.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
     if proto.normalizer_spec.remove_extra_whitespaces:
-        before += [normalizers.Replace(Regex(' +'), ' '), normalizers.Strip()]
+        before += [normalizers.Replace(Regex(r'\A +| +\z'), ''), normalizers.Replace(Regex(' +'), ' ')]
     if proto.normalizer_spec.add_dummy_prefix:
         before.append(normalizers.Prepend('▁'))
         after.append(decoders.Strip(' ', 1, 0))
     converted.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ', '▁')])
     converted.decoder = decoders.Sequence(after)
+    if user_defined:
+        converted.pre_tokenizer = pre_tokenizers.Split(Regex('|'.join(map(re.escape, user_defined))), 'isolated')
     special = [p.piece for p in proto.pieces if p.type in (p.CONTROL, p.UNKNOWN)]
     converted.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
     return converted
@@ -93,12 +105,8 @@ def convert_sentencepiece(tok):
 
 def convert_tiktoken(tok):
     """Returns a tokenizers.Tokenizer with the ids of a TiktokenTokenizer."""
-    # byte-level files represent each byte by a printable character
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(256 + k) for k, byte in enumerate(unprintable)}
     encoding = tok.encoding
-    ids = {token.decode('latin-1').translate(letters): i for token, i in encoding._mergeable_ranks.items()}
+    ids = {string_of(token): i for token, i in encoding._mergeable_ranks.items()}
     special = encoding._special_tokens
     converted = Tokenizer(models.BPE(ids | special, find_merges(ids, ids), ignore_merges=True))
     # in the regular expressions of tokenizers, $ also matches at the end of a line, and + repeats {1,3}

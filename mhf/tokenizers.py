@@ -9,6 +9,7 @@ Each tokenizer has
     tokens         V strings in id order: str or bytes, None for an id without a token
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
+    normalizes     whether it may change a text before it encodes it
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
@@ -37,6 +38,7 @@ class SentencePieceTokenizer:
         self.bos = self.sp.bos_id()
         self.eos = self.sp.eos_id()
         self.unk = self.sp.unk_id()
+        self.normalizes = True
         if min(self.bos, self.eos) < 0:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
@@ -65,6 +67,7 @@ class TiktokenTokenizer:
         self.name = name
         self.encoding = encoding
         self.unk = None
+        self.normalizes = False
         self.tokens = [None] * encoding.n_vocab
         for i in range(encoding.n_vocab):
             try:
@@ -98,6 +101,10 @@ def split_spaces(text):
     return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 
+# byte-level files represent each byte by a printable character
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTE_LETTERS = {byte: chr(256 + k) for k, byte in enumerate(sorted({*range(256)} - PRINTABLE))}
+
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 
@@ -116,9 +123,11 @@ class JsonTokenizer:
         self.file = Path(file)
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
-        # the file may enable truncation and padding
+        # the file may enable truncation, padding and BPE dropout, which is random
         self.json.no_truncation()
         self.json.no_padding()
+        if getattr(self.json.model, 'dropout', None):
+            self.json.model.dropout = None
         ids = self.json.get_vocab()
         self.tokens = [self.json.id_to_token(i) for i in range(max(ids.values(), default=-1) + 1)]
         names = {}
@@ -136,6 +145,7 @@ class JsonTokenizer:
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
         self.unk = ids.get(getattr(self.json.model, 'unk_token', '<unk>'))
+        self.normalizes = self.json.normalizer is not None
         self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'
 
     def encode(self, texts):
@@ -234,8 +244,38 @@ def tokenizer_fingerprint(tok):
     return digest.hexdigest()
 
 
+# texts on which tokenizers are compared: white space, scripts, characters that normalizations change, control pieces
+PROBES = (
+    '', ' ', ' a  b   c ', 'x' + 20 * ' ' + 'y', 'one\ntwo\r\n\r\n\tthree\xa0\u3000four ', '\n', '  \n x',
+    "Don't STOP 1234567 x_y=(z+1)*2;", 'ｆｕｌｌ　ＷＩＤＴＨ １２ ﬁ ① İß', 'e\u0301 é Å', 'a▁b ▁c',
+    'x\0\x1f\u200b\ufeffy', 'हिन्दी 中文 العربية Ελληνικά русский ภาษาไทย', '👩\u200d👧 🇺🇳 🫠',
+    'Hello</s><s> <unk><pad> <0x0A>',
+)  # fmt: skip
+
+
+def string_of(token):
+    """Returns the string in a tokenizer.json of a token, str, bytes or None."""
+    return token.decode('latin-1').translate(BYTE_LETTERS) if isinstance(token, bytes) else token
+
+
+def find_difference(a, b, texts=PROBES):
+    """Returns the first text that two tokenizers encode differently, or None."""
+    encoded = zip(texts, a.encode(texts), b.encode(texts), strict=True)
+    return next((text for text, ids, other_ids in encoded if ids != other_ids), None)
+
+
+def same_tokenizer(a, b):
+    """Returns whether two tokenizers have the same token strings, roles and ids of PROBES."""
+    roles = [(tok.bos, tok.eos, tok.pad) for tok in (a, b)]
+    strings = [[string_of(token) for token in tok.tokens] for tok in (a, b)]
+    return roles[0] == roles[1] and strings[0] == strings[1] and find_difference(a, b) is None
+
+
 def byte_lengths(tok):
-    """Returns the number of bytes of text of each id, (V,); 0 for bos and unk."""
+    """
+    Returns the number of bytes of text of each id, (V,); 0 for unk. That of bos is 0, or -1 if encode() puts a space
+    before each text.
+    """
     lengths = []
     for token in tok.tokens:
         if isinstance(token, str) and not getattr(tok, 'byte_level', False):
@@ -243,14 +283,21 @@ def byte_lengths(tok):
         lengths.append(len(token or ''))
     for i in {tok.bos, tok.unk} - {None}:
         lengths[i] = 0
+    first = tok.encode(['a'])[0][:1]
+    if first and str(tok.tokens[first[0]]).startswith(('▁', 'Ġ')):
+        lengths[tok.bos] = -1
     return lengths
 
 
 def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %."""
+    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %, and whether it normalizes text."""
     if lost_bytes > 1e-4 * num_bytes:
         share = f'{lost_bytes / num_bytes:.2%}'
         print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
+    example = 'One\ttwo\n  three ４'
+    changed = tok.decode(tok.encode([example])[0]) if tok.normalizes else example
+    if changed != example:
+        print(f"warning: tokenizer '{tok.name}' changes text: {example!r} becomes {changed!r}", file=sys.stderr)
 
 
 def tokenizer_facts(tok):

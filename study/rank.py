@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from configurator import InputError, install_excepthook
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 from mhf.data import data_folder, held_out_ids
 from mhf.tokenizers import get_tokenizer
 from model import MHF
@@ -107,7 +107,7 @@ def read_contexts(folder, config, model):
 
 def measure_run(name, folder):
     """The rows of a run's model, at initialization and trained."""
-    trained, ckpt = load_checkpoint(folder / 'ckpt.pt')
+    trained, ckpt = read_checkpoint(folder / 'ckpt.pt')
     ids = read_contexts(folder, ckpt['config'], trained)
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()

@@ -42,11 +42,13 @@ def smaller_mistral(folder):
     (folder / 'x.model').write_bytes(model.SerializeToString())
 
 
-def default_sentencepiece(folder):
-    """Writes b.model: SentencePiece with its default normalization, for which a line break is a space."""
-    options = dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2)
-    lines = iter(['some words'] * 9)
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(folder / 'b'), **options)
+def sentencepiece_model(**options):
+    """Returns a setup that writes b.model: SentencePiece, by default with a normalization to which \\n is a space."""
+    options |= dict(model_type='bpe', hard_vocab_limit=False, minloglevel=2, sentence_iterator=iter(['some words'] * 9))
+    return lambda folder: sentencepiece.SentencePieceTrainer.train(model_prefix=str(folder / 'b'), **options)
+
+
+UNNORMALIZED = sentencepiece_model(normalization_rule_name='identity', remove_extra_whitespaces=False)
 
 
 def released(**changes):
@@ -61,6 +63,12 @@ def other_version(folder):
     torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != 'best_val_loss'}, path)
 
 
+def no_optimizer(folder):
+    """Removes the optimizer from the checkpoint, as study/sweep.py does."""
+    path = folder / 'out/ckpt.pt'
+    torch.save(torch.load(path, weights_only=True) | dict(optimizer=dict(state={}, param_groups=[{}])), path)
+
+
 def prepare_ids(folder):
     shutil.copytree(folder / 'bins', folder / 'data/x_mistral')
 
@@ -70,6 +78,7 @@ few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
+RESUME = 'train.py cfg.py --init_from=resume --max_steps=30'
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
 FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
@@ -89,12 +98,7 @@ BAD = [
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('text is no string', PREPARE + '--dataset=e.jsonl', "'text' is int", file('e.jsonl', b'{"text": 5}')),
     Bad('a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and a token count, like stdlib'),
-    Bad(
-        'a file in two sources',
-        PREPARE + '--dataset=docs.jsonl@9,*.jsonl@9',
-        'name each file once',
-        file('a.jsonl', b'{}'),
-    ),
+    Bad('val_bytes below the sources', PREPARE + '--dataset=a.txt@9,b.txt@9 --val_bytes=1', says='val_bytes=1: must'),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('damaged parquet', PREPARE + '--dataset=x.parquet', 'x.parquet', file('x.parquet', b'PAR1 no PAR1')),
@@ -104,7 +108,7 @@ BAD = [
     # train.py
     Bad('other text', TRAIN + '--dataset=x', 'bins was prepared from docs.jsonl, not from x; change --data_dir'),
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
-    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says='tokenizer=mistral'),
+    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="prepared with tokenizer 'mistral'"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='signatures of num_buckets=256, the model has'),
     Bad('ids instead of signatures', TRAIN + '--data_dir= --dataset=x', 'with --data_format=ids', prepare_ids),
@@ -118,21 +122,24 @@ BAD = [
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('a device without its type', TRAIN + '--device=0', says='use cuda, cuda:1, cpu or mps'),
+    Bad('two processes on a GPU', TRAIN + '--device=cuda:0', 'use --device=cuda', lambda f: dict(LOCAL_WORLD_SIZE='2')),
     Bad('no value for the device', TRAIN + '--device', says='device=True is not available'),
     Bad('no such dtype', TRAIN + '--dtype=0', says='dtype=0: must be bfloat16 or float32'),
+    Bad('more unfrozen layers than layers', TRAIN + '--unfrozen_end_layers=9', says='at most half of num_layers=2'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
     Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
     # resuming
+    Bad('resume without an optimizer', RESUME, 'no optimizer state, so it cannot be resumed', no_optimizer),
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
     Bad('export over a folder', 'mhf.released out bins', says='bins already exists'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
-    Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere/ckpt.pt'),
+    Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere: no such folder'),
     Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
     Bad('no compiler', 'sample.py cfg.py --compile', 'install g++, or name', lambda f: dict(CXX='nowhere/g++')),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
@@ -148,7 +155,8 @@ BAD = [
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
     Bad('expand into another kind of file', 'expand.py --corpora=docs.jsonl --tokenizer=new.json', says='new.json'),
-    Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', default_sentencepiece),
+    Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', sentencepiece_model()),
+    Bad('expand with unknown line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', UNNORMALIZED),
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('no number of hashes to plan', 'bench.py --plan --num_hashes=-1', says='num_hashes=-1'),
     Bad('two gpus', 'bench.py --plan --gpu=H100,A100', says="'H100,A100' must be one of A100"),
@@ -158,7 +166,7 @@ BAD = [
     Bad('a task of lm-eval', EVAL + '--tasks=gsm8k', says='python -m mhf.lm run --model_args path=... --tasks gsm8k'),
     Bad('a fraction of a document', EVAL + '--limit=0.5', says='limit=0.5'),
     Bad('a limit on a text', TEXT + 'docs.jsonl --limit=3', says='limit=3: bits_per_byte and card660'),
-    Bad('no checkpoint to evaluate', 'eval.py --out_dir=nowhere', says='no checkpoint at nowhere/ckpt.pt'),
+    Bad('no checkpoint to evaluate', 'eval.py --out_dir=nowhere', says='nowhere: no such folder'),
     Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),

@@ -1,5 +1,6 @@
-"""mhf/checkpoint.py: damaged and malicious checkpoints."""
+"""mhf/checkpoint.py: writing, damage, errors of the environment, and loading."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -7,93 +8,90 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, assert_same, ok, refused, run_ranks, steps, weights
+from conftest import REPO, assert_same, ok, refused, steps, weights
 
 from configurator import InputError
-from mhf.checkpoint import Checkpoints
+from mhf.checkpoint import find_checkpoints, load, read_checkpoint, resume, save
+from mhf.chunked import ChunkedMHF
+
+# -----------------------------------------------------------------------------
+# writing
 
 
-def test_the_previous_checkpoint_replaces_a_damaged_one(quick):
-    """If ckpt.pt does not load, all ranks resume from the newest intact checkpoint. Rank 0 warns."""
-    names = {p.name for p in (quick / 'out').glob('*.pt')}
-    assert names == {'ckpt.pt', 'ckpt_best.pt', 'ckpt_000016.pt', 'ckpt_000024.pt'}
-    shutil.copytree(quick / 'out', quick / 'damaged')
-    for name in ('ckpt.pt', 'ckpt_000024.pt'):
-        os.truncate(quick / 'damaged' / name, 9999)
-    shutil.copytree(quick / 'damaged', quick / 'two')
-    done = ok('train.py', 'cfg.py', '--out_dir=damaged', '--init_from=resume', cwd=quick)
-    assert done.stderr.count('WARNING: ') == 2 and 'WARNING: damaged/ckpt.pt is damaged' in done.stderr
-    assert 'resumed at step 16' in done.stdout
-    assert_same(weights(quick, 'damaged')['model'], weights(quick)['model'])
-    args = ('cfg.py', '--out_dir=two', '--init_from=resume', '--max_steps=18', '--lr_decay_steps=24')
-    (code, stdout, stderr), other = run_ranks(2, 'train.py', *args, cwd=quick)
-    assert code == 0 and other == (0, '', ''), (stderr, other)
-    assert stderr.count('WARNING: ') == 2 and 'resumed at step 16' in stdout
+class Kill(BaseException):
+    """Ends save() like a kill, without its error handling."""
 
 
-def test_the_best_checkpoint_is_the_last_resort(quick):
-    """A folder with only ckpt_best.pt is not overwritten by a new run, and can be resumed."""
-    for path in (quick / 'out').glob('ckpt*.pt'):
-        if path.name != 'ckpt_best.pt':
-            path.unlink()
-    refused('train.py', 'cfg.py', says='out already has a checkpoint; resume it', cwd=quick)
-    assert 'resumed at step' in ok('train.py', 'cfg.py', '--auto_resume', '--max_steps=25', cwd=quick).stdout
-
-
-def test_order_of_a_write(tmp_path, monkeypatch):
-    """A file, then its new name, is on disk before the next. An error after ckpt.pt is renamed names the new step."""
+@pytest.mark.parametrize('is_best', [False, True])
+@pytest.mark.parametrize('error', [Kill(), OSError(errno.EIO, 'Input/output error')], ids=['kill', 'error'])
+def test_a_write_that_is_stopped_loses_nothing(tmp_path, monkeypatch, is_best, error):
+    """If a write is killed or fails at any fsync or rename, the newest checkpoint and the best one are complete."""
     calls = []
+    stop_at = 0
 
-    def fsync(fd, real=os.fsync):
-        calls.append('folder' if os.path.samestat(os.fstat(fd), tmp_path.stat()) else 'file')
-        real(fd)
+    def stopping(real):
+        def function(*args):
+            calls.append(real)
+            if len(calls) == stop_at:
+                raise error
+            return real(*args)
 
-    def replace(source, target, real=os.replace):
-        if target.name == 'ckpt_000002.pt':
-            raise OSError(28, 'No space left on device')
-        calls.append(target.name)
-        real(source, target)
+        return function
 
-    monkeypatch.setattr(os, 'fsync', fsync)
-    monkeypatch.setattr(os, 'replace', replace)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(dict(step=1), is_best=True)
-    checkpoints.wait()
-    names = ('ckpt_best.pt', 'ckpt.pt', 'ckpt_000001.pt')
-    assert calls == [call for name in names for call in ('file', name, 'folder')]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    checkpoints.save(dict(step=2), is_best=False)
-    with pytest.raises(InputError, match=r'No space left on device\); .*ckpt.pt contains step 2'):
-        checkpoints.wait()
-    assert torch.load(tmp_path / 'ckpt.pt')['step'] == 2
-
-
-def test_only_own_checkpoints_are_deleted(tmp_path):
-    """Only checkpoints whose names train.py creates are deleted; a user's ckpt_1.pt stays."""
-    (tmp_path / 'ckpt_1.pt').write_text('of the user')
-    checkpoints = Checkpoints(tmp_path)
-    for step in range(1, 5):
-        checkpoints.save(dict(step=step), is_best=False)
-    checkpoints.wait()
-    assert {path.name for path in tmp_path.glob('ckpt_*')} == {'ckpt_1.pt', 'ckpt_000003.pt', 'ckpt_000004.pt'}
+    monkeypatch.setattr(os, 'fsync', stopping(os.fsync))
+    monkeypatch.setattr(os, 'replace', stopping(os.replace))
+    for stop in range(1, 20):
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        stop_at = 0
+        for step in (1, 2):
+            save(folder, dict(step=step), is_best=step == 1)
+        before = {path.name: torch.load(path)['step'] for path in folder.iterdir()}
+        calls.clear()
+        stop_at = stop
+        try:
+            save(folder, dict(step=3), is_best)
+        except (Kill, InputError):
+            after = {path.name: torch.load(path)['step'] for path in find_checkpoints(folder)}
+            assert next(iter(after.values())) in (2, 3) and after['ckpt_best.pt'] in (1, 3)
+            # the first call is the fsync of the new file
+            assert after == before or stop > 1
+            assert isinstance(error, Kill) or not list(folder.glob('*.tmp'))
+        else:
+            break
+    written = {path.name: torch.load(path)['step'] for path in folder.iterdir()}
+    assert written == {'ckpt.pt': 3, 'ckpt_previous.pt': 2, 'ckpt_best.pt': 3 if is_best else 1}
+    assert stop == len(calls) + 1 > 5
 
 
 def test_disk_full_while_training(quick):
-    """A full disk stops the run at its next step, and the previous checkpoint is intact."""
+    """A full disk stops the run at its checkpoint; the previous one is intact."""
     before = (quick / 'out/ckpt.pt').read_bytes()
     room = len(before) // 2
-    args = ('cfg.py', '--init_from=resume', '--max_steps=400', '--eval_interval=32', '--lr_decay_steps=24')
+    args = ('cfg.py', '--init_from=resume', '--max_steps=60', '--eval_interval=32', '--lr_decay_steps=24')
     patch = f'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))'
-    says = 'out: the checkpoint of step 32 could not be written'
-    line = refused('train.py', *args, says=says, cwd=quick, patch=patch)
-    assert 'out/ckpt.pt contains step 24' in line
-    assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
-    # the run stopped after step 32, before the next checkpoint
-    assert 32 <= steps(quick)[-1]['step'] < 64
-    patch = 'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))'
-    says = 'b/log.jsonl cannot be written ([Errno 27] File too large); no checkpoint was written yet; start again'
-    args = ('cfg.py', '--out_dir=b', '--eval_interval=400', '--max_steps=400')
+    says = 'out: the checkpoint of step 32 could not be written ([Errno 27] File too large)'
     refused('train.py', *args, says=says, cwd=quick, patch=patch)
+    assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
+    assert steps(quick)[-1]['step'] == 32
+
+
+def test_the_log_cannot_be_written(quick):
+    """If log.jsonl cannot be written, a run saves a checkpoint and ends with one line."""
+    patch = """
+import builtins, os
+def open_full(path, mode='r', *args, real=open, **options):
+    file = real(path, mode, *args, **options)
+    if str(path).endswith('log.jsonl') and mode == 'a':
+        os.dup2(os.open('/dev/full', os.O_WRONLY), file.fileno())
+    return file
+builtins.open = open_full
+"""
+    says = 'b/log.jsonl cannot be written ([Errno 28] No space left on device); resume with --init_from=resume'
+    refused('train.py', 'cfg.py', '--out_dir=b', says=says, cwd=quick, patch=patch)
+    assert weights(quick, 'b')['step'] == 1
+    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=quick)
+    assert_same(weights(quick, 'b')['optimizer'], weights(quick)['optimizer'])
 
 
 def test_the_picture_cannot_be_written(quick):
@@ -104,6 +102,83 @@ def test_the_picture_cannot_be_written(quick):
     assert weights(quick, 'b')['step'] == 1
 
 
+# -----------------------------------------------------------------------------
+# reading
+
+
+def test_the_order_of_checkpoints(tmp_path):
+    """A run resumes from ckpt.pt, else ckpt_previous.pt, else d585c03's checkpoint of the last step, else the best."""
+    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_1000000.pt', 'ckpt_000016.pt', 'ckpt_best.pt']
+    for name in (*names, 'ckpt_1.pt', 'ckpt.pt.tmp', 'ckpt_best_old.pt'):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_checkpoints(tmp_path)] == names
+
+
+def test_a_folder_with_a_checkpoint_is_only_resumed(quick):
+    """With any checkpoint in out_dir a new run is refused; without ckpt.pt the next one is resumed; none is deleted."""
+    shutil.move(quick / 'out/ckpt_previous.pt', quick / 'out/ckpt_000016.pt')
+    (quick / 'out/ckpt.pt').unlink()
+    for init_from in ('scratch', 'elsewhere'):
+        refused('train.py', 'cfg.py', f'--init_from={init_from}', says='out already has a checkpoint', cwd=quick)
+    done = ok('train.py', 'cfg.py', '--auto_resume', cwd=quick)
+    assert 'resumed at step 16' in done.stdout and steps(quick)[-1]['step'] == 24
+    assert (quick / 'out/ckpt_000016.pt').exists()
+
+
+def test_a_damaged_checkpoint(quick):
+    """A damaged ckpt.pt ends a command in one line that names the others."""
+    os.truncate(quick / 'out/ckpt.pt', 9999)
+    for command in (('train.py', 'cfg.py', '--auto_resume'), ('sample.py', 'cfg.py')):
+        line = refused(*command, says='out/ckpt.pt is damaged', cwd=quick)
+        assert 'the folder also has ckpt_previous.pt, ckpt_best.pt: move ckpt.pt away' in line
+    shutil.move(quick / 'out/ckpt.pt', quick / 'away.pt')
+    assert 'resumed at step 16' in ok('train.py', 'cfg.py', '--auto_resume', cwd=quick).stdout
+
+
+def test_an_error_of_the_environment_is_not_damage(few, monkeypatch):
+    """Errors of the operating system are named; a file system without mmap is read without it."""
+
+    def unreadable(path, **options):
+        raise PermissionError(errno.EACCES, 'Permission denied', str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, 'load', unreadable)
+        with pytest.raises(InputError, match='ckpt.pt cannot be read .*Permission denied') as error:
+            resume(few / 'out')
+        assert 'damaged' not in str(error.value)
+
+    def no_mmap(path, *args):
+        raise RuntimeError(f'unable to mmap 9 bytes from file <{path}>: No such device (19)')
+
+    expected, _ = read_checkpoint(few / 'out/ckpt.pt')
+    monkeypatch.setattr(torch.UntypedStorage, 'from_file', no_mmap)
+    assert_same(dict(resume(few / 'out')[0].state_dict()), dict(expected.state_dict()))
+
+
+def test_an_error_of_a_changed_model_is_not_damage(few):
+    """An error in the code of a changed model is raised as it is."""
+
+    class Changed(ChunkedMHF):
+        def __init__(self, config):
+            super().__init__(config)
+            undefined  # noqa: B018, F821
+
+    with pytest.raises(NameError):
+        load(few / 'out', Model=Changed)
+
+
+def test_a_resumed_run_does_not_keep_the_replaced_file(quick):
+    """After a resume no memory is mapped to the file of a checkpoint, which would keep it on the disk."""
+    patch = """
+def save(*args, real=checkpoint.save):
+    real(*args)
+    open('maps', 'w').write(open('/proc/self/maps').read())
+checkpoint.save = save
+"""
+    ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', cwd=quick, patch=patch)
+    assert 'libtorch' in (quick / 'maps').read_text() and '.pt' not in (quick / 'maps').read_text()
+
+
 def test_a_malicious_checkpoint_is_not_run(quick):
     """Loading a malicious checkpoint does not execute its code."""
 
@@ -112,14 +187,12 @@ def test_a_malicious_checkpoint_is_not_run(quick):
             return os.system, (f'touch {quick}/owned',)
 
     torch.save(Evil(), quick / 'out/ckpt.pt')
-    for path in (quick / 'out').glob('ckpt_0*'):
-        path.unlink()
     for command in (('sample.py', 'cfg.py'), ('train.py', 'cfg.py', '--init_from=resume')):
         refused(*command, says='not a checkpoint', cwd=quick)
         assert not (quick / 'owned').exists()
 
 
-OPEN = "from mhf.released import open_model; open_model('out')"
+OPEN = "from mhf.checkpoint import load; load('out').tok"
 
 
 @pytest.mark.parametrize('program, module', [('import prepare', 'torch'), (OPEN, 'torch._dynamo')])

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import events, newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_jsonl
+from lm_eval.tasks._index import TaskIndex
+from test_lm import NO_INDEX, custom_tasks
 
 import eval as evaluation
 from configurator import InputError
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 from mhf.lm import MHFLM
 from mhf.released import save_pretrained
 from test_mhf import write_released
@@ -58,23 +60,34 @@ def test_text_formats(tmp_path, mistral):
     texts = [text.strip() for text in TEXTS if text.strip()]
     ids = [i for document in mistral.encode(texts) for i in (mistral.bos, *document)]
     num_bytes = sum(len(text.encode()) for text in texts)
+    model = random_model(vocab_size=32768, num_buckets=300)
+    lm = MHFLM(model, mistral, mistral.bos)
+    no_bos = MHFLM(model, mistral)
     for name in ('t.jsonl', 't.js*', 'd'):
-        assert evaluation.read_ids(tmp_path / name, mistral) == (ids, num_bytes), name
+        assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes), name
+        # a model trained without bos
+        assert evaluation.read_ids(tmp_path / name, no_bos) == ([i for i in ids if i != 1], num_bytes - len('first')), (
+            name
+        )
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
-    other = types.SimpleNamespace(name='other', tokens=mistral.tokens[:-1])
+    other = types.SimpleNamespace(name='other', bos=1, tokens=mistral.tokens[:-1])
     drops = types.SimpleNamespace(bos=1, encode=lambda texts: [[] for _ in texts])
     nothing = 'no text in it that the tokenizer can encode'
     for name, tok, says in (('d', other, "is 'other'"), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
         with pytest.raises(InputError, match=says):
-            evaluation.read_ids(tmp_path / name, tok)
+            evaluation.read_ids(tmp_path / name, types.SimpleNamespace(tok=tok, bos=tok.bos))
     # a .txt is one document
     (tmp_path / 't.txt').write_text('\n' + '\n\n'.join(texts) + '\n', encoding='utf-8', newline='')
-    assert evaluation.read_ids(tmp_path / 't.txt', mistral)[0].count(mistral.bos) == 1
-    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral)
-    measured = evaluation.bits_per_byte(lm, ids, num_bytes)
-    nats, _, _ = evaluation.score_windows(lm, ids)
-    assert (measured['tokens'], measured['bytes'], measured['bos']) == (len(ids) - 1, num_bytes, True)
-    assert measured['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / num_bytes)
+    assert evaluation.read_ids(tmp_path / 't.txt', lm)[0].count(mistral.bos) == 1
+    (tmp_path / 'one.txt').write_text('word')
+    assert len(evaluation.read_ids(tmp_path / 'one.txt', lm)[0]) == 2
+    with pytest.raises(InputError, match=nothing):
+        evaluation.read_ids(tmp_path / 'one.txt', no_bos)
+    for scorer in (lm, no_bos):
+        measured = evaluation.bits_per_byte(scorer, ids, num_bytes)
+        nats, _, _ = evaluation.score_windows(scorer, ids)
+        assert (measured['tokens'], measured['bytes'], measured['bos']) == (len(ids) - 1, num_bytes, scorer is lm)
+        assert measured['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / num_bytes)
 
 
 # -----------------------------------------------------------------------------
@@ -103,21 +116,26 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     bins = trained / 'bins'
     text.write_text(real_documents()[0][:2000])
     settings = dict(device='cpu', dtype='float32', out_dir=str(out), benchmark_dir=str(tmp_path), text=f'{text},{bins}')
-    settings |= dict(tasks='lambada_openai,hellaswag,record,bits_per_byte,card660', output_path=str(tmp_path / 'one'))
+    settings |= dict(tasks='lambada_openai,both,record,bits_per_byte,card660', output_path=str(tmp_path / 'one'))
+    # as if lm-eval contained them
+    index = NO_INDEX.replace('paths[1:]', f"[*paths[1:], Path('{custom_tasks(tmp_path)}')]")
+    monkeypatch.setattr(TaskIndex, 'build', TaskIndex.build)
+    exec(index, {})
     alone = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
-    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 10,042 documents', '1B H3B10K'):
+    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 5,153 documents', '1B H3B10K'):
         assert words in printed
     args = [f'--{key}={value}' for key, value in (settings | dict(output_path='many')).items()]
     # a config whose data_dir contains bins
-    done = run_ranks(2, 'eval.py', f'{trained}/cfg.py', *args, cwd=tmp_path)
+    done = run_ranks(2, 'eval.py', f'{trained}/cfg.py', *args, cwd=tmp_path, patch=index)
     assert [code for code, _, _ in done] == [0, 0] and done[1][1] == '', done
     many = newest(tmp_path / 'many')
-    assert set(alone['results']) == {'lambada_openai', 'hellaswag', 'record'} and alone['bos'] is True
+    assert set(alone['results']) == {'lambada_openai', 'both', 'ends', 'sums', 'record'} and alone['bos'] is True
+    assert alone['groups'].keys() == {'both'} and alone['n-shot']['sums'] == 2 and 'ends' not in alone['notes']
     assert alone['n-samples'] == many['n-samples'] and many['card660'] == pytest.approx(alone['card660'], rel=1e-4)
     for task, scores in alone['results'].items():
         # the standard error of a perplexity is sampled in the order of the documents
-        for metric in scores.keys() - {'alias', 'name', 'perplexity_stderr,none'}:
+        for metric in scores.keys() - {'alias', 'name', 'sample_len', 'perplexity_stderr,none'}:
             tolerance = 1e-4 if metric == 'perplexity,none' else 1e-9
             assert many['results'][task][metric] == pytest.approx(scores[metric], rel=tolerance), (task, metric)
     for path in map(str, (text, bins)):
@@ -131,7 +149,7 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
 def test_bos(trained, tmp_path, monkeypatch):
     """A model trained here gets bos in front of every context, a released one none, unless --bos is given."""
     small_tasks(tmp_path)
-    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    model, _ = read_checkpoint(trained / 'out/ckpt.pt')
     save_pretrained(model, tmp_path / 'export', 'mistral', add_bos=True)
     # the authors' config.json does not say how a model was trained
     write_released(tmp_path / 'authors', model)

@@ -14,7 +14,7 @@ import expand
 import prepare
 from configurator import InputError, read_config
 from hashing import signature_table
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 from mhf.chunked import make_config
 from mhf.data import Bins, build_table
 from mhf.released import from_pretrained, save_pretrained
@@ -153,7 +153,7 @@ def test_expand_again(expansion):
 
 def test_expand_a_model(expansion, mistral):
     """Expansion adds no parameters and keeps old signatures and logits; training leaves frozen layers unchanged."""
-    base, _ = load_checkpoint(expansion / 'base/ckpt.pt')
+    base, _ = read_checkpoint(expansion / 'base/ckpt.pt')
     grown = from_pretrained(expansion / 'grown')
     assert '32,768 -> 33,968 tokens: 0 new parameters' in (expansion / 'printed').read_text()
     for (name, a), (_, b) in zip(base.named_parameters(), grown.named_parameters(), strict=True):
@@ -166,7 +166,7 @@ def test_expand_a_model(expansion, mistral):
     args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--unfrozen_end_layers=1',
             '--num_layers=4', '--warmup_steps=1', '--auto_resume', '--out_dir=expanded')  # fmt: skip
     ok('train.py', *args, '--max_steps=3', cwd=expansion)
-    trained_on, ckpt = load_checkpoint(expansion / 'expanded/ckpt.pt')
+    trained_on, ckpt = read_checkpoint(expansion / 'expanded/ckpt.pt')
     assert trained_on.num_params() == base.num_params()
     pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
     frozen = [name for (name, a), b in pairs if torch.equal(a, b)]

@@ -11,7 +11,9 @@ GROUND = {'configurator': set(), 'hashing': {'configurator'}, 'model': set()}
 def imported(path):
     """Returns the modules of this repository that a file imports: mhf.chunked, model, study.rows ..."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    # without the command of a module, `if __name__ == '__main__'`
+    source, _, _ = path.read_text(encoding='utf-8').partition("\nif __name__ == '__main__':")
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -1,9 +1,7 @@
 """mhf/lm.py: scores against log_probs, generation against MHF.generate, lm-eval's own models and its command line."""
 
-import copy
 import json
 import logging
-import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,8 +11,6 @@ import pytest
 import torch
 from conftest import newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
-from lm_eval.models.dummy import DummyLM
 
 from configurator import InputError
 from mhf.lm import MHFLM, decode_continuation, load_tasks
@@ -119,23 +115,6 @@ def test_out_of_memory(monkeypatch, fail):
         score(m, requests)
 
 
-def test_scores_are_cached_as_soon_as_known(lm, tmp_path):
-    """An interrupted evaluation leaves its scores in lm-eval's cache."""
-    lm.max_tokens = 1
-    requests = [instance('a longer context', ' here'), instance('one', ' two')]
-    expected = lm.loglikelihood(requests)
-    caching = CachingLM(lm, str(tmp_path / 'c.db'))
-    score_batch = lm.score_batch
-    lm.score_batch = lambda rows: 1 / 0 if len(rows[0][0]) == 2 else score_batch(rows)
-    with pytest.raises(ZeroDivisionError):
-        caching.loglikelihood(requests)
-    # scoring fails for a request that is not in the cache
-    lm.score_batch = lambda rows: 1 / 0
-    assert caching.loglikelihood(requests[:1]) == expected[:1]
-    with pytest.raises(ZeroDivisionError):
-        caching.loglikelihood(requests[1:])
-
-
 def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     """A Standard model has the scores of its export in lm-eval's Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
@@ -148,11 +127,11 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     scores = []
     for lm in both:
         loaded, _ = load_tasks(['piqa', 'arc_easy'], tmp_path)
-        results = lm_eval.evaluate(lm, dict(tasks=loaded), limit=10, log_samples=False)['results']
+        results = lm_eval.evaluate(lm, loaded, limit=10, log_samples=False)['results']
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
     assert scores[0] == scores[1] and len(scores[0]) == 2
     with pytest.raises(InputError, match='--apply_chat_template'):
-        lm_eval.evaluate(MHFLM(model, mistral), dict(tasks=loaded), limit=1, apply_chat_template=True)
+        lm_eval.evaluate(MHFLM(model, mistral), loaded, limit=1, apply_chat_template=True)
     # less than a window, a window, a window and a token, and several windows
     ids = mistral.encode([real_documents()[0]])[0]
     texts = ['a few words', *(mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300))]
@@ -167,30 +146,14 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     assert rolling[0] == pytest.approx(rolling[1], rel=1e-5)
 
 
-def test_cache_belongs_to_one_model(mistral, lm, tmp_path):
-    """A score in lm-eval's cache (--use_cache) is read only with the same weights, tokenizer, bos and dtype."""
-
-    def use(bos=1, dtype='float32', tok=mistral):
-        """Returns the score of a request, and how often it was computed."""
-        again = MHFLM(lm.model, tok, bos, dtype)
-        again.score_batch = Mock(wraps=again.score_batch)
-        caching = CachingLM(again, str(tmp_path / 'c.db'))
-        score = caching.loglikelihood([instance('one', ' two')])
-        caching.dbdict.close()
-        return score, again.score_batch.call_count
-
-    first, computed = use()
-    assert computed == 1 and use() == (first, 0)
-    other_tokenizer = copy.copy(mistral)
-    other_tokenizer.tokens = [*mistral.tokens[:-1], 'x']
-    for options in (dict(bos=None), dict(dtype='bfloat16'), dict(tok=other_tokenizer)):
-        assert use(**options)[1] == 1, options
-    assert use() == (first, 0)
-    # an embedding that does not change the final norm
-    lm.model.embed.weight.data[7] += 1
-    assert use()[1] == 1
-    # nor by another model of lm-eval
-    assert CachingLM(DummyLM(), str(tmp_path / 'c.db')).loglikelihood([instance('one', ' two')]) != first
+def test_cache_is_refused(lm, tmp_path):
+    """lm-eval's cache, whose keys do not contain the model, is refused; without it nothing is."""
+    small_tasks(tmp_path)
+    (task,) = load_tasks(['piqa'], tmp_path)[0]['tasks'].values()
+    lm.max_length = 64
+    assert lm_eval.simple_evaluate(lm, tasks=[task], limit=1)['results']
+    with pytest.raises(InputError, match='--use_cache'):
+        lm_eval.simple_evaluate(lm, tasks=[task], limit=1, use_cache=str(tmp_path / 'c'))
 
 
 # -----------------------------------------------------------------------------
@@ -259,32 +222,60 @@ def tok(request, tmp_path, mistral):
     return get_tokenizer(f'{tmp_path}/tokenizer.json' if request.param == 'json' else request.param)
 
 
-def test_first_space_of_a_continuation(tok):
-    """A generated text keeps its first spaces, such as an indentation."""
-    for text in ('import', 'class A(object):\n', 'ünïcode 日本', 'x  ', ''):
+@pytest.fixture
+def write(tok, monkeypatch):
+    """Returns a function that returns the text of given ids as if a model had generated them, and how many it read."""
+    lm = MHFLM(random_model(block_size=1024), tok, tok.bos)
+
+    def write(prompt, ids, until=(), room=512):
+        tokens = (torch.tensor([i]) for i in ids)
+        monkeypatch.setattr('mhf.lm.Engine', lambda *options: SimpleNamespace(stream=lambda *args, **more: tokens))
+        request = instance(prompt, dict(until=list(until), max_gen_toks=lm.max_length - room))
+        return lm.generate_until([request])[0], len(ids) - len(list(tokens))
+
+    return write
+
+
+def test_first_space_of_a_continuation(tok, write):
+    """A generated text keeps its first spaces, such as an indentation, also after a prompt cut inside a character."""
+    for text in ('import', 'class A(object):\n', 'ünïcode 日本', 'x  ', '', 'ᎣᏏᏲ'):
         ids = tok.encode([text])[0]
         for answer in (' a', '   a a', 'a'):
             together = tok.encode([text + answer])[0]
             # where the prompt is tokenized as it is alone
             if together[: len(ids)] == ids:
-                assert decode_continuation(tok, [tok.bos, *ids], together[len(ids) :]) == answer
+                for room in (512, 2):
+                    assert write(text, together[len(ids) :], room=room)[0] == answer
 
 
-def test_characters_of_several_tokens(tok):
+def test_characters_of_several_tokens(tok, write):
     """A generated text has no replacement character unless the model wrote one."""
-    prompt = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ'])[0]
+    text = 'ᎣᏏᏲ ᎣᏏᏲ'
     answer = 'ᏣᎳᎩ𐴀'
-    ids = tok.encode(['ᎣᏏᏲ ᎣᏏᏲ' + answer])[0]
+    prompt = tok.encode([text])[0]
+    ids = tok.encode([text + answer])[0]
     assert ids[: len(prompt)] == prompt
-    ends = range(len(prompt), len(ids))
-    # truncated prompts, which may begin inside a character
-    for start in range(len(prompt)):
-        texts = [decode_continuation(tok, prompt[start:], ids[len(prompt) : end]) for end in ends]
-        assert all(answer.startswith(text) for text in texts) and answer[:3] in texts, (start, texts)
-        assert decode_continuation(tok, prompt[start:], ids[len(prompt) :]) == answer
+    ids = ids[len(prompt) :]
+    texts = [write(text, ids[:end])[0] for end in range(len(ids))]
+    assert all(answer.startswith(text) for text in texts) and answer[:3] in texts
+    assert write(text, ids)[0] == answer
     # bytes that are no text
-    wrong = [ids[-1]] * 5
-    assert '\ufffd' in decode_continuation(tok, prompt, wrong)
+    assert '\ufffd' in write(text, [ids[-1]] * 5)[0]
+
+
+def test_stop_strings(tok, write, monkeypatch):
+    """Generation ends with the token that completes a stop string, found without decoding the complete text."""
+    text = 'a ᏣᎳᎩ 日本 bc ' * 30 + 'sto' + 'p here: ünïcode ᎣᏏᏲ,\n\n' + 'more text ' * 9
+    ids = tok.encode([text])[0]
+    decode = tok.decode
+    decoded = []
+    monkeypatch.setattr(tok, 'decode', lambda ids: decoded.append(len(ids)) or decode(ids))
+    for stop in ('stop he', ' ünï', 'ᎣᏏᏲ', '\n\n', 'bc a', 'not in it'):
+        decoded.clear()
+        generated, number = write('', ids, until=['neither', stop])
+        assert generated == text.split(stop)[0]
+        assert stop not in text or stop in decode(ids[:number]) and stop not in decode(ids[: number - 1])
+        assert sum(decoded) < 60 * len(ids)
 
 
 # -----------------------------------------------------------------------------
@@ -292,6 +283,7 @@ def test_characters_of_several_tokens(tok):
 
 # lm-eval does not read its own 14,000 task files, which takes 6 seconds
 NO_INDEX = """
+from pathlib import Path
 from lm_eval.tasks._index import TaskIndex
 build = TaskIndex.build
 TaskIndex.build = staticmethod(lambda paths, **options: build(paths[1:], **options))
@@ -309,7 +301,8 @@ def custom_tasks(folder):
     metrics = [dict(metric='acc'), dict(metric='perplexity', aggregation='mean')]
     ends = dict(task='ends', output_type='loglikelihood', doc_to_target=' {{answer}}', metric_list=metrics)
     (folder / 'custom').mkdir()
-    for name, task in dict(sums=data | sums, ends=data | ends, both=dict(group='both', task=['sums', 'ends'])).items():
+    both = dict(group='both', task=['sums', 'ends'], aggregate_metric_list=[dict(metric='acc')])
+    for name, task in dict(sums=data | sums, ends=data | ends, both=both).items():
         # JSON is YAML
         (folder / f'custom/{name}.yaml').write_text(json.dumps(task))
     return folder / 'custom'
@@ -317,51 +310,47 @@ def custom_tasks(folder):
 
 def test_command_line(few, tmp_path):
     """lm-eval's options work with the model, and two processes give the scores of one."""
-    shutil.copytree(few / 'out', tmp_path / '007')
-    args = ['run', '--model_args', 'path=007,dtype=float32', '--tasks', 'both']
+    args = ['run', '--model_args', 'path=out,dtype=float32', '--tasks', 'both', '--device=cpu']
     args += ['--include_path', str(custom_tasks(tmp_path)), '--gen_kwargs', 'max_gen_toks=4', '--log_samples']
-    args += ['--output_path', f'{tmp_path}/r', '--device', 'cpu']
-    cache = ['--use_cache', str(tmp_path / 'c')]
-    done = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
+    args += ['--output_path', str(tmp_path / 'r')]
+    where = dict(cwd=few, patch=NO_INDEX)
+    done = ok('mhf.lm', *args, **where)
     assert 'scoring: ' in done.stderr and '- ends' in done.stdout and '- sums' in done.stdout
     alone = newest(tmp_path / 'r')
-    assert alone['model_source'] == 'mhf' and alone['model_name'] == '007' and alone['config']['bos'] is True
-    samples = [json.loads(line) for line in next(tmp_path.glob('r/007/samples_sums_*.jsonl')).read_text().splitlines()]
+    assert alone['model_source'] == 'mhf' and alone['model_name'] == 'out' and alone['config']['bos'] is True
+    samples = [json.loads(line) for line in next(tmp_path.glob('r/out/samples_sums_*.jsonl')).read_text().splitlines()]
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
-    cached = ok('mhf.lm', *args, *cache, cwd=tmp_path, patch=NO_INDEX)
-    assert 'scoring: ' not in cached.stderr and newest(tmp_path / 'r')['results'] == alone['results']
-    ranks = run_ranks(2, 'mhf.lm', *args, cwd=tmp_path, patch=NO_INDEX)
+    ranks = run_ranks(2, 'mhf.lm', *args, **where)
     assert [code for code, _, _ in ranks] == [0, 0] and ranks[1][1] == '', ranks
     two = newest(tmp_path / 'r')
     assert two['n-samples'] == alone['n-samples']
     assert two['results']['ends']['acc,none'] == alone['results']['ends']['acc,none']
     assert two['results']['ends']['perplexity,none'] == pytest.approx(alone['results']['ends']['perplexity,none'])
+    # fewer documents than processes
+    (_, (code, _, errors)) = run_ranks(2, 'mhf.lm', *args, '--limit=1', **where)
+    assert code == 1 and 'error: ' in errors and 'Traceback' not in errors
+    # lm-eval's other models
+    ok('mhf.lm', *args, '--model=dummy', **where)
+    assert newest(tmp_path / 'r')['model_source'] == 'dummy'
 
 
-def test_config_file_and_other_models(few, tmp_path, monkeypatch):
-    """lm-eval's --config with an include_path, its other models, ~ in paths and the tasks of eval_tasks/ work."""
-    settings = dict(tasks='ends', limit=4, include_path=str(custom_tasks(tmp_path)), model_args=dict(path='out'))
-    (tmp_path / 'x.yaml').write_text(json.dumps(settings))
-    args = ['run', '--config', f'{tmp_path}/x.yaml', '--output_path=~/r']
-    where = dict(cwd=few, patch=NO_INDEX, HOME=str(tmp_path))
-    ok('mhf.lm', *args, **where)
-    assert newest(tmp_path / 'r')['model_source'] == 'mhf'
-    monkeypatch.setenv('HOME', str(few))
-    assert MHFLM.create_from_arg_obj(dict(path=few / 'out')).info['source'] == f'{few}/out'
-    named = MHFLM.create_from_arg_string('path=~/out,bos=False')
-    assert named.bos is None and named.info['source'] == f'{few}/out'
+def test_mistakes_on_the_command_line(few, tmp_path, monkeypatch):
+    """A mistake is one line; the tasks of eval_tasks/ are found."""
+    monkeypatch.chdir(few)
+    assert MHFLM.create_from_arg_string('path=out,bos=False').bos is None
     # a run has no revisions
     with pytest.raises(InputError, match='out@main: no such folder'):
-        MHFLM.create_from_arg_string('path=~/out,revision=main')
+        MHFLM.create_from_arg_string('path=out,revision=main')
+    # lm-eval reads path=007 as a number
     with pytest.raises(InputError, match='path="7"'):
-        MHFLM.create_from_arg_obj(dict(path=7))
-    wrong = run('mhf.lm', *args, '--model_args', 'pth=out', **where)
-    assert wrong.returncode == 1 and "error: model_args: unknown 'pth'; did you mean 'path'?" in wrong.stderr
-    # a mistyped task or config file ends with one line, too
-    for mistyped, says in ('--tasks=endz', 'Tasks not found: endz; list all'), ('--config=y.yaml', '--config=y.yaml: '):
-        wrong = run('mhf.lm', *args, mistyped, **where)
-        assert wrong.returncode == 1 and f'error: {says}' in wrong.stderr and 'Traceback' not in wrong.stderr
-    ok('mhf.lm', *args, '--model', 'dummy', '--device', 'cpu', **where)
-    assert newest(tmp_path / 'r')['model_source'] == 'dummy'
-    listed = ok('mhf.lm', 'ls', 'subtasks', '--include_path', settings['include_path'], **where).stdout
-    assert 'ends' in listed and 'race_v2' in listed and 'mubench_mmlu_hi' in listed
+        MHFLM.create_from_arg_string('path=007')
+    where = dict(cwd=few, patch=NO_INDEX)
+    for wrong, says in (
+        (['--model_args=pth=out', '--tasks=copa'], "model_args: unknown 'pth'; did you mean 'path'?"),
+        (['--tasks=copb'], 'Tasks not found: copb'),
+        (['--tasks=record', f'--use_cache={tmp_path}/c'], '--use_cache is not supported'),
+    ):
+        done = run('mhf.lm', '--device=cpu', *wrong, **where)
+        assert done.returncode == 1 and f'error: {says}' in done.stderr and 'Traceback' not in done.stderr, done
+    listed = ok('mhf.lm', 'ls', 'subtasks', **where).stdout
+    assert 'race_v2' in listed and 'mubench_mmlu_hi' in listed

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
@@ -19,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import expand
 from configurator import InputError
 from hashing import signature_table
+from mhf.checkpoint import load
 from mhf.lm import open_lm
-from mhf.released import from_pretrained, open_model, save_pretrained
+from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
@@ -30,7 +32,7 @@ from test_mhf import SAYINGS
 def open_small(folder, **changes):
     """Opens a small Standard model in the released format, with some fields of config.json changed."""
     m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
-    return open_model(released=str(write_released(folder, m, **changes)), tokenizer='mistral')
+    return load(str(write_released(folder, m, **changes)), 'mistral')
 
 
 def test_export_of_a_run(quick, mistral):
@@ -38,38 +40,39 @@ def test_export_of_a_run(quick, mistral):
     done = ok('mhf.released', 'out', 'export', cwd=quick)
     assert done.stdout == 'out/ckpt.pt, step 24 -> export\n' and not done.stderr
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
-    assert open_model(released=str(quick / 'export')).tok.name == 'mistral'
+    assert load(str(quick / 'export')).tok.name == 'mistral'
     tok = AutoTokenizer.from_pretrained(quick / 'export')
     assert tok(TEXTS, add_special_tokens=False)['input_ids'] == mistral.encode(TEXTS)
     ok('expand.py', '--source_model=export', '--corpora=docs.jsonl@9', '--tokenizer=x.model', '--output_dir=grown',
        cwd=quick)  # fmt: skip
-    assert open_model(out_dir=quick / 'out').add_bos
+    assert load(quick / 'out').add_bos
     for name in ('export', 'grown'):
-        assert open_model(released=str(quick / name)).add_bos
+        assert load(str(quick / name)).add_bos
         config = json.loads((quick / name / 'config.json').read_text())
         del config['add_bos']
         (quick / name / 'config.json').write_text(json.dumps(config))
-        assert not open_model(released=str(quick / name)).add_bos
+        assert not load(str(quick / name)).add_bos
     # a model that is grown from one without bos, and one that train.py continues
     ok('expand.py', '--source_model=export', '--tokenizer=x.model', '--output_dir=grown_again', cwd=quick)
-    assert not open_model(released=str(quick / 'grown_again')).add_bos
+    assert not load(str(quick / 'grown_again')).add_bos
     ok('train.py', 'cfg.py', '--init_from=export', '--out_dir=more', '--max_steps=1', '--warmup_steps=0', cwd=quick)
-    assert open_model(out_dir=quick / 'more').add_bos
+    assert load(quick / 'more').add_bos
 
 
 def test_stop_ids(tmp_path):
     """A document ends at bos, eos, pad, and at every eos of config.json and generation_config.json."""
     loaded = open_small(tmp_path / 'a')
     assert loaded.stop_ids == {1, 2}
-    assert loaded._replace(tok=SimpleNamespace(bos=3, eos=4, pad=5), eos_ids=[]).stop_ids == {3, 4, 5}
+    loaded.tok = SimpleNamespace(bos=3, eos=4, pad=5)
+    assert loaded.stop_ids == {3, 4, 5}
     assert open_small(tmp_path / 'b', eos_token_id=[7, 9], pad_token_id=2).stop_ids == {1, 2, 7, 9}
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
-    opened = open_model(released=str(tmp_path / 'b'), tokenizer='mistral')
+    opened = load(str(tmp_path / 'b'), 'mistral')
     assert opened.stop_ids == {1, 2, 7, 9, 11}
     lm = open_lm(str(tmp_path / 'b'), tokenizer='mistral', device='cpu', dtype='float32')
     assert lm.stop_ids == opened.stop_ids
     save_pretrained(opened.model, tmp_path / 'c', 'mistral', opened.add_bos, [7, 9, 11])
-    assert open_model(released=str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
+    assert load(str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
     for wrong in ('</s>', [2, '</s>'], 2.0, {}):
         with pytest.raises(InputError, match='eos_token_id='):
             open_small(tmp_path / str(wrong), eos_token_id=wrong, pad_token_id=2)
@@ -106,6 +109,10 @@ def test_released_models_that_are_refused(tmp_path):
         from_pretrained(file.parent)
     save_file(weights | {'lm_head.weight': weights['model.embed_tokens.weight'].clone()}, file)
     from_pretrained(file.parent)
+    for wrong in (-weights['model.hash_map'], weights['model.hash_map'].float(), weights['model.hash_map'][0]):
+        save_file(weights | {'model.hash_map': wrong}, file)
+        with pytest.raises(InputError, match='hash_map of shape'):
+            from_pretrained(file.parent)
     file.write_bytes(b'not safetensors')
     with pytest.raises(InputError, match='untied.model.safetensors cannot be read: .*header'):
         from_pretrained(file.parent)
@@ -115,6 +122,26 @@ def test_released_models_that_are_refused(tmp_path):
     (file.parent / 'config.json').write_text('[1, 2]')
     with pytest.raises(InputError, match='no readable config.json'):
         from_pretrained(file.parent)
+
+
+@pytest.mark.parametrize('shards, others', [(1, ['model_ema', 'model-00001-of-00002']), (3, ['model', 'model-00004'])])
+def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
+    """Weights are the files that the index names, or model.safetensors alone; other files next to them are ignored."""
+    m = random_model(dtype=torch.float32)
+    folder = write_released(tmp_path / 'm', m, shards)
+    first = min(folder.glob('*.safetensors'))
+    for name in others:
+        save_file({name: tensor + 1 for name, tensor in load_file(first).items()}, folder / f'{name}.safetensors')
+    # a shard, too, may contain tensors that the index assigns to another one
+    if shards > 1:
+        tensors = load_file(first)
+        save_file({'model.norm.weight': torch.zeros(m.config.hidden_size)} | tensors, first)
+    ids = torch.randint(0, 300, (2, 7))
+    assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
+    if shards > 1:
+        save_file({}, first)
+        with pytest.raises(InputError, match='lacks; download'):
+            from_pretrained(folder)
 
 
 @pytest.mark.parametrize('H, single_id', [(1, True), (1, False), (3, True), (3, False)])
@@ -151,19 +178,24 @@ def learned_model(folder, **options):
 
 
 def byte_level_json(folder):
-    """Returns a tokenizer.json like Qwen's. It adds bos by itself, and its config names a class of transformers."""
+    """
+    Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space, its BPE drops merges at
+    random, and its config names a class of transformers.
+    """
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = ['<|begin|>', '<|end|>', '<|pad|>']
+    special = ['<bos token:1>', '<|end|>', '<|pad|>']
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=500, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     tok.train_from_iterator(real_documents()[:3], trainer)
-    tok.post_processor = tokenizers.processors.TemplateProcessing('<|begin|> $A', special_tokens=[('<|begin|>', 0)])
+    tok.model.dropout = 0.5
+    bos = dict(id='bos', ids=[0], tokens=special[:1])
+    tok.post_processor = tokenizers.processors.TemplateProcessing('bos $A', special_tokens=[bos])
     tok.save(str(folder / 'tokenizer.json'))
-    roles = dict(bos_token='<|begin|>', eos_token='<|end|>', pad_token=dict(content='<|pad|>'))
+    roles = dict(bos_token=special[0], eos_token='<|end|>', pad_token=dict(content='<|pad|>'))
     # with a byte order mark
     config = '\ufeff' + json.dumps(dict(tokenizer_class='Qwen2Tokenizer', add_bos_token=True, **roles))
     (folder / 'tokenizer_config.json').write_text(config, encoding='utf-8')
@@ -179,8 +211,6 @@ def expanded_model(folder):
 
 TOKENIZERS = dict(
     mistral=lambda folder: 'mistral', expanded=expanded_model, json=byte_level_json, learned=learned_model,
-    unigram=lambda folder: learned_model(folder, model_type='unigram', character_coverage=1.0),
-    spaces=lambda folder: learned_model(folder, normalization_rule_name='identity', remove_extra_whitespaces=False),
 )  # fmt: skip
 
 
@@ -207,8 +237,79 @@ def test_transformers_reads_an_export(tmp_path, kind, add_bos):
     assert ends == (sorted([tok.bos, tok.eos]) if add_bos else [tok.eos])
     x = torch.tensor([[tok.bos, *ids[0]]])
     assert (model(x).logits.log_softmax(-1) - m.log_probs(x)).abs().max() < 1e-5
-    opened = open_model(released=str(folder))
+    opened = load(str(folder))
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
+
+
+SENTENCEPIECE = [
+    dict(normalization_rule_name='nfkc_cf'), dict(normalization_rule_name='identity'), dict(byte_fallback=False),
+    dict(normalization_rule_name='identity', remove_extra_whitespaces=False), dict(add_dummy_prefix=False),
+    dict(user_defined_symbols=['<sep>', 'def', 'default']), dict(model_type='unigram', character_coverage=1.0),
+]  # fmt: skip
+NOT_EXPRESSIBLE = [
+    dict(treat_whitespace_as_suffix=True), dict(model_type='word', vocab_size=400),
+    # < is unknown, and </s> as text would become eos
+    dict(model_type='unigram', byte_fallback=False), dict(model_type='char', byte_fallback=False, vocab_size=80),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('options', SENTENCEPIECE + NOT_EXPRESSIBLE, ids=str)
+def test_a_tokenizer_is_exported_with_the_same_ids_or_refused(tmp_path, options):
+    """A SentencePiece model is converted to a tokenizer.json with the same ids, or the export says that it cannot."""
+    tok = get_tokenizer(learned_model(tmp_path, **options))
+    if options in NOT_EXPRESSIBLE:
+        m = random_model(num_hashes=0, dtype=torch.float32)
+        with pytest.raises(InputError, match='cannot be exported: the exported tokenizer.json encodes .* differently'):
+            save_pretrained(m, tmp_path / 'export', tok.name)
+        assert [path.name for path in tmp_path.iterdir()] == ['learned.model']
+        return
+    write_tokenizer(tok, tmp_path, add_bos=False)
+    texts = [*TEXTS, *real_documents(), 'def default: <sep>def', '<sep>  x', 'ＡＢＣ ﬁ\n']
+    assert AutoTokenizer.from_pretrained(tmp_path)(texts)['input_ids'] == tok.encode(texts)
+
+
+def test_tokens_added_in_transformers(tmp_path):
+    """
+    The tokenizer.json that transformers writes with new tokens is that of the model, also if config.json still names
+    the old one. A tokenizer without the new tokens is refused.
+    """
+    m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
+    save_pretrained(m, tmp_path / 'export', 'mistral')
+    tok = AutoTokenizer.from_pretrained(tmp_path / 'export')
+    tok.add_tokens(['zebracorn'])
+    tok.add_special_tokens(dict(eos_token='<end>'))
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / 'export')
+    grown.resize_token_embeddings(len(tok))
+    grown.config.eos_token_id = grown.generation_config.eos_token_id = tok.eos_token_id
+    folder = tmp_path / 'grown'
+    for part in (grown, tok):
+        part.save_pretrained(folder)
+    assert json.loads((folder / 'config.json').read_text())['tokenizer'] == 'mistral'
+    opened = load(str(folder))
+    ids = opened.tok.encode(['a zebracorn', 'a <end>'])
+    assert ids == tok(['a zebracorn', 'a <end>'], add_special_tokens=False)['input_ids'] and 32768 in ids[0]
+    assert opened.tok.eos == 32769 and 32769 in opened.stop_ids
+    x = torch.tensor([[1, *ids[0]]])
+    assert (opened.model.log_probs(x) - grown(x).logits.log_softmax(-1)).abs().max() < 1e-5
+    with pytest.raises(InputError, match='32768 tokens, expected 32770'):
+        assert load(str(folder), 'mistral').tok
+
+
+TABLES = [(1, 0, False, 700), (2, 0, False, 300), (2, 1, False, 300), (2, 2, False, 64), (2, 0, True, 300)]
+
+
+@pytest.mark.parametrize('H, num_lsh, single_id, B', TABLES)
+def test_a_released_table_is_that_of_the_tokenizer(tmp_path, H, num_lsh, single_id, B):
+    """A released MultiHashFormer is refused with another tokenizer of the same size, whatever its hashes."""
+    tok = get_tokenizer(learned_model(tmp_path))
+    table = signature_table(tok.tokens, H, B, num_lsh, pad_id=2, unique=not single_id)
+    m = random_model(num_hashes=H, num_buckets=B, num_lsh=num_lsh, vocab_size=600, dtype=torch.float32)
+    m.replace_vocabulary(table, pad_id=2)
+    assert load(str(write_released(tmp_path / 'right', m)), tok.name).tok
+    # that of the pieces in reverse order
+    m.replace_vocabulary(np.concatenate([table[:3], table[:2:-1]]), pad_id=2)
+    with pytest.raises(InputError, match='the signatures differ'):
+        assert load(str(write_released(tmp_path / 'wrong', m)), tok.name).tok
 
 
 def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
@@ -231,17 +332,21 @@ def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
         assert AutoTokenizer.from_pretrained(tmp_path / name)(texts)['input_ids'] == tok.encode(texts)
 
 
-def test_unused_ids_and_embedding_scale_are_exported(tmp_path):
-    """An id without a token keeps probability 0 after an export; transformers refuses what it would ignore."""
+def test_exports_that_transformers_refuses(tmp_path):
+    """
+    An id without a token keeps probability 0 after an export; transformers refuses what it would ignore, also a
+    MultiHashFormer whose E has the size of a Qwen3's embedding.
+    """
     unused = random_model(num_hashes=0, dtype=torch.float32)
     unused.set_vocabulary(*validate_table(unused.config, unused_ids=[5, 60, 299]))
     scaled = random_model(num_hashes=0, embedding_scale=4.0, dtype=torch.float32)
     ids = torch.tensor([[1, 7, 9]])
-    for name, m in dict(scaled=scaled, unused=unused).items():
+    same_size = random_model(num_buckets=100, dtype=torch.float32)
+    for name, m in dict(same_size=same_size, scaled=scaled, unused=unused).items():
         save_pretrained(m, tmp_path / name, 'mistral')
         exported = from_pretrained(tmp_path / name)
         assert exported.config == m.config and torch.equal(exported.log_probs(ids), m.log_probs(ids))
-        with pytest.raises(ValueError, match='mhf_standard'):
+        with pytest.raises(ValueError, match='model type `mhf`'):
             AutoConfig.from_pretrained(tmp_path / name)
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
 
@@ -280,11 +385,16 @@ REFUSED = [
     dict(attention_bias=True), dict(hidden_act='gelu'), dict(model_type='qwen3_moe'), dict(logits_scaling=8),
     dict(quantization_config=dict(quant_method='fp8')), dict(final_logit_softcapping=30.0),
     dict(partial_rotary_factor=0.5), dict(lsh_only_embed=True), dict(tie_word_embeddings=False),
+    # nested, or a number for a boolean
+    dict(rope_parameters=dict(full_attention=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
+    dict(attention_bias=1), dict(use_sliding_window=1), dict(tie_word_embeddings=0), dict(logits_scaling=0),
+    dict(attention=dict(qkv_bias=True)), dict(quantization_config=dict(bits=8)),
     # the signature of pad must be the zero row
     dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
     # malformed
     dict(hidden_size='256'), dict(vocab_size=300.0), dict(num_attention_heads=0), dict(num_buckets=-5),
     dict(eos_token_id='</s>'), dict(rope_theta=None), dict(hidden_size=None), dict(num_lsh=True),
+    dict(num_lsh=-1), dict(num_lsh=4),
 ]  # fmt: skip
 
 
@@ -304,6 +414,8 @@ ACCEPTED = dict(
     sliding_window=4096, use_sliding_window=False, layer_types=['full_attention'] * 2, max_window_layers=28,
     attention_dropout=0.1, initializer_range=0.02, pad_token_id=None, use_cache=False, dtype='bfloat16',
     unused_ids=None, lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
+    # the pad of a tokenizer without one is the eos whose signature is all zero
+    eos_token_id=[7, 2], attention_bias=0, scale_embedding=False, extra=dict(mlp_bias=False, kind=['any']),
 )  # fmt: skip
 
 
@@ -311,7 +423,11 @@ ACCEPTED = dict(
 def test_config_that_is_accepted(tmp_path, shards, changes):
     """A released model of one file or several, with its RoPE base in either place, has the logits of its weights."""
     m = random_model(rope_theta=1e4, num_lsh=1)
-    loaded = from_pretrained(write_released(tmp_path / 'm', m, shards, **changes))
+    folder = write_released(tmp_path / 'm', m, shards, **changes)
+    # with a byte order mark
+    config = (folder / 'config.json').read_text()
+    (folder / 'config.json').write_text('\ufeff' + config, encoding='utf-8')
+    loaded = from_pretrained(folder)
     # the authors train with the product loss
     assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
     ids = torch.randint(0, 300, (2, 7))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import ok, write_released
 
-from mhf.checkpoint import load_checkpoint
+from mhf.checkpoint import read_checkpoint
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):
@@ -40,7 +40,7 @@ def test_a_sample_ends_with_its_document(trained, tmp_path, mistral):
     expected = mistral.decode([1, *mistral.encode(['x'])[0], 4000, 4001]) + '\n'
     for end in (1, 2):
         assert sample_ids([4000, 4001, end, 4002], '--out_dir=out', '--start=x', cwd=trained) == expected
-    model, _ = load_checkpoint(trained / 'out/ckpt.pt')
+    model, _ = read_checkpoint(trained / 'out/ckpt.pt')
     write_released(tmp_path / 'r', model, eos_token_id=[2, 5000], pad_token_id=2)
     assert sample_ids([4000, 4001, 5000, 4002], '--released=r', '--start=x', cwd=tmp_path) == expected
 

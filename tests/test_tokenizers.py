@@ -9,16 +9,17 @@ import tokenizers
 import torch
 from conftest import ok, random_model, real_documents, weights, write_jsonl, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from test_released import learned_model
 from tokenizers import decoders, models, pre_tokenizers
 
 import expand
 import prepare
 from configurator import InputError
 from hashing import signature_table
+from mhf.checkpoint import load
 from mhf.data import held_out_ids
-from mhf.released import load_model, open_model
 from mhf.tokenizer_json import write_tokenizer
-from mhf.tokenizers import byte_lengths, get_tokenizer
+from mhf.tokenizers import byte_lengths, get_tokenizer, warn_lost
 from test_mhf import SAYINGS
 
 
@@ -114,6 +115,15 @@ def test_roles_of_other_tokenizers(mistral, tmp_path):
             get_tokenizer(str(tmp_path / 'x.model'))
 
 
+def test_a_warning_names_changed_text(tmp_path, mistral, capsys):
+    """A tokenizer that changes white space or characters is named once, with an example; others are not."""
+    warn_lost(mistral, 0, 100)
+    assert not capsys.readouterr().err
+    warn_lost(get_tokenizer(learned_model(tmp_path)), 0, 100)
+    [line] = capsys.readouterr().err.splitlines()
+    assert 'learned.model' in line and "'One\\ttwo\\n" in line and 'becomes' in line
+
+
 def test_huge_runs_of_spaces():
     """A text with a run of a million spaces, on which tiktoken's regular expression fails, is encoded."""
     tok = get_tokenizer('tekken')
@@ -152,7 +162,7 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), folder)
     # of the model that it was expanded from
     (folder / 'tokenizer.model').write_bytes(mistral.sp.serialized_model_proto())
-    opened = open_model(released=str(folder))
+    opened = load(str(folder))
     assert opened.tok.tokens == tokens and opened.tok.name == str(folder / 'tokenizer.json')
     p = opened.model.log_probs(torch.tensor([[1, V - 1]])).exp()[0, -1]
     assert p.nonzero()[:, 0].tolist() == [*range(V - 4), V - 1] and len(p) > V
@@ -165,7 +175,7 @@ def test_a_tokenizer_that_lacks_tokens_of_the_model(tmp_path, larger, H):
     folder = released(tmp_path / 'm', V + (1 if H else 400), H, [*larger.tokens, 'one more'])
     for name, tokens in ((larger.json, V), ('mistral', 32768)):
         with pytest.raises(InputError, match=rf'{tokens} tokens, expected \d+'):
-            open_model(released=str(folder), tokenizer=name)
+            assert load(str(folder), name).tok
 
 
 def test_json_through_the_scripts(few, tmp_path, larger):
@@ -184,7 +194,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
     for name in ('tok.json', 'tokenizer_config.json'):
         (folder / name).unlink()
-    tok = get_tokenizer(load_model(folder / 'out_given').tokenizer)
+    tok = get_tokenizer(load(folder / 'out_given').tokenizer)
     assert tok.tokens == larger.tokens and tok.bos == 3
     done = ok('sample.py', '--released=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
     assert 'sample 1 of 1' in done.stdout
