@@ -155,11 +155,13 @@ def test_refuses(tmp_path, wrong, culprit):
 
 FORK = '''"""Does it."""
 
+import sys
 from configurator import configure
 
 
 def double(x):
     # a comment of the helper
+    print('called', file=sys.stderr)
     return 2 * x
 
 
@@ -187,7 +189,8 @@ def test_a_fork(tmp_path):
     }.items():
         assert shell(tmp_path, f'python fork.py {args}').stdout.decode() == f'{settings}\n'
     # a.py reads the settings of fork.py without executing its defaults
-    assert shell(tmp_path, 'python a.py c.py').stdout.count(b'\n') == 3
+    done = shell(tmp_path, 'python a.py c.py')
+    assert done.stdout.count(b'\n') == 3 and b'called' not in done.stderr
     assert b"unknown setting '--after'" in shell(tmp_path, 'python fork.py --after=1').stderr
     assert shell(tmp_path, 'python -c "import fork" --x=7').stdout == b"{'x': 40, 'dtype': 'float32'}\n"
 
