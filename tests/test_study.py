@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
@@ -13,11 +14,11 @@ import sys
 import pytest
 from conftest import REPO, ok, snapshot, started
 
-from configurator import InputError
+from configurator import InputError, get_defaults
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
-from study.rows import add_row, read_csv, read_rows, write_csv
-from study.sweep import Study, sweep
+from study.rows import read_csv, read_rows, write_csv
+from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
 DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
@@ -25,11 +26,13 @@ RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', corpora=dict(docs='data'), seeds=(1,),
         learning_rates=(1e-3, 1e-2), block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100,
-        loss='product',
+        loss='product', dtype='float32',
     )
 ]
 """
 RUNS = ('tiny_H3_0.001_1', 'tiny_H3_0.01_1')
+# the flags of the first run, but more steps
+LONGER = '--learning_rate=1e-3 --seed=1 --data_dir=data --block_size=16 --loss=product --max_steps=45'.split()
 
 
 def rows(folder):
@@ -61,12 +64,10 @@ def test_killed_sweep_ends_with_the_same_rows(folder):
     output = ok(*command, '--jobs=2', cwd=folder).stdout
     expected = rows(folder)
     assert sorted(expected) == sorted(RUNS) and {row['dtype'] for row in expected.values()} == {'float32'}
-    settings = [json.loads(row['settings']) for row in expected.values()]
-    assert settings[0] == settings[1] and settings[0]['loss'] == 'product' and 'learning_rate' not in settings[0]
     assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
     assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
     process = started(*command, cwd=killed, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
-    os.kill(process.pid, signal.SIGKILL)  # the train.py that it started keeps running
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     finished = snapshot(killed / 'out/runs' / RUNS[0])
     ok(*command, cwd=killed)
@@ -79,10 +80,20 @@ def test_killed_sweep_ends_with_the_same_rows(folder):
 
 def test_evaluation_fails_after_training(folder, monkeypatch):
     """A run whose evaluation failed or was killed is only evaluated by the next sweep."""
-    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict()['a failure'])
+
+    def fail(*args):
+        raise InputError('a failure')
+
+    monkeypatch.setattr(Study, 'evaluate', fail)
     with pytest.raises(InputError, match='2 runs failed'):
         sweep(Study('runs.py'), 2, '.')
+    # a finished run can be resumed, and its model is not that of other settings
+    ok('train.py', 'cfg.py', '--init_from=resume', f'--out_dir=out/runs/{RUNS[0]}', *LONGER, cwd=folder)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
+    (folder / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
+    with pytest.raises(InputError, match='2 runs failed'):
+        sweep(Study('runs.py'), 2, '.')
+    (folder / 'runs.py').write_text(LIST)
     sweep(Study('runs.py'), 2, '.')
     assert len(read_csv(Study('runs.py').csv)) == 2
 
@@ -125,23 +136,63 @@ def test_best_learning_rate(folder):
     assert runs.best_lr(longer, full) == 1e-2 and runs.best_lr(longer, partial) is None
     assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
     runs.entries = [entry]
-    runs.failed[second] = 'it failed'
+    runs.failed.add(second)
     assert runs.best_lr(entry, partial) == 1e-3 and not runs.pending(partial)
 
 
-def test_rows_belong_to_entries(folder):
-    """An entry whose settings differ from those of its rows is refused, and so is a claim without rows."""
+# (text of LIST or cfg.py, what replaces it, the setting that the error names)
+CHANGES = [
+    ('num_buckets=100', 'num_buckets=99', 'num_buckets=99'),
+    ('num_buckets=100', 'num_buckets=100, beta1=0.8', 'beta1=0.8'),
+    ('val_fraction=0.25', 'val_fraction=0.3', "'val_fraction': 0.3"),
+    ("train='data'", "train='other'", "'dataset': 'other.jsonl'"),
+    ("docs='data'", "docs='data', more='data'", "'more': "),
+    ('num_heads = 2', 'num_heads = 1', 'num_heads=1'),
+]
+
+
+def change(folder, right, wrong):
+    """Replaces text of the list and of its config."""
+    for name in ('runs.py', 'cfg.py'):
+        path = folder / name
+        path.write_text(path.read_text().replace(right, wrong))
+
+
+@pytest.mark.parametrize('right, wrong, says', CHANGES)
+def test_rows_belong_to_entries(folder, right, wrong, says):
+    """
+    An entry whose settings, data or config differ from those of its rows is refused. A row of d585c03 does not record
+    all of them: it is compared with that commit's defaults, and its data are unknown.
+    """
+    (folder / 'runs.py').write_text(f"{LIST}DATA['other'] = DATA['data'] | dict(dataset='other.jsonl')\n")
+    runs = Study('runs.py')
+    settings = runs.settings(runs.entries[0])
     row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
-    row['settings'] = '{"num_buckets": 100, "beta2": 0.5}'
-    add_row(Study('runs.py').csv, row)
+    old = {k: v for k, v in settings.items() if k not in ('beta1', 'train', 'corpora', 'source', 'dtype')}
+    change(folder, right, wrong)
+    for recorded in (settings, old):
+        write_csv(runs.csv, [row | dict(settings=json.dumps(recorded))])
+        if recorded is old and "'" in says:
+            assert Study('runs.py').rows()
+            continue
+        with pytest.raises(InputError, match=f'{re.escape(says)}.*its row: .*give the entry a new name'):
+            Study('runs.py').rows()
+    change(folder, wrong, right)
     runs = Study('runs.py')
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
+
+
+def test_precision(folder):
+    """A row of another precision is kept and marked in the tables; a claim without rows is an error."""
+    runs = Study('runs.py')
+    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5, dtype='bfloat16')
+    row |= dict(params_embedding=1, params_hash=1, params_decoder=1)
+    row['settings'] = json.dumps({k: v for k, v in runs.settings(runs.entries[0]).items() if k != 'dtype'})
+    write_csv(runs.csv, [row])
+    assert '| tiny | H3 (1 of 1 seeds in bfloat16) | 0.00 M | 5.000 |' in report.model_table([runs], 'nats_per_token')
     runs.claims = [('claim', 'H3', 'Z')]
     with pytest.raises(InputError, match='no group has both H3 and Z'):
         report.claims_table([runs])
-    (folder / 'runs.py').write_text(LIST.replace('num_buckets=100', 'num_buckets=99'))
-    with pytest.raises(InputError, match='has num_buckets=99 .its row: 100.; give the entry a new name'):
-        Study('runs.py').rows()
 
 
 def test_costs(folder, monkeypatch):
@@ -169,23 +220,61 @@ def test_costs(folder, monkeypatch):
     assert [row['relative_time'] for row in rows[2:]] == ['1.000', '0.500', '2.000']
 
 
-def table_rows(markdown):
-    """The lines of the tables in a text."""
-    return [line for line in markdown.splitlines() if line.startswith('|')]
+# -----------------------------------------------------------------------------
+# the lists of this repository and their results
 
-
-LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
+LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion', 'longer', 'paper100m')
 LANGUAGES = ('english', 'mixture', 'arabic', 'chinese', 'hindi')
+# rows at commit d585c03
+RECORDED = dict(english=284, vocabulary=30, large_vocabulary=12, expansion=16)
 
 
-def seed_values(group, name, column):
-    """The values of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+@pytest.mark.parametrize('name', LISTS)
+def test_the_lists(name, monkeypatch):
+    """Each list loads, no recorded row is refused, and every run has a dtype and passes flags that train.py knows."""
+    monkeypatch.chdir(REPO)
+    study = Study(f'study/{name}.py')
+    assert len(study.rows()) >= RECORDED.get(name, 0)
+    runs = study.runs({}) | study.runs(study.rows())
+    assert runs
+    known = get_defaults('train.py').keys() | ENTRY_KEYS | OPTIONAL_KEYS
+    assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
+
+
+def entry_name(group, label):
+    """The name in the CSVs of a model in a table, and how many of its seeds the table marks as float32."""
+    name, marked = re.fullmatch(r'(.*?)(?: \((\d) of \d seeds in float32\))?', label).groups()
+    for study_list in LISTS:
+        for entry in runpy.run_path(REPO / f'study/{study_list}.py')['RUNS']:
+            if (entry['group'], entry.get('label')) == (group, name):
+                name = entry['name']
+    return name, int(marked or 0)
+
+
+def seed_rows(group, label):
+    """The rows of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+    name, marked = entry_name(group, label)
     rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
     rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
     first = [row for row in rows if row['seed'] == '1']
     selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
     best = min(first, key=lambda row: float(row[selected]))['learning_rate']
-    return [float(row[column]) for row in rows if row['learning_rate'] == best and row[column]]
+    rows = [row for row in rows if row['learning_rate'] == best]
+    assert [row['dtype'] for row in rows].count('float32') == marked
+    return rows
+
+
+def seed_values(group, label, column):
+    return [float(row[column]) for row in seed_rows(group, label) if row[column]]
+
+
+def table_rows(markdown):
+    """The lines of the tables in a text."""
+    return [line for line in markdown.splitlines() if line.startswith('|')]
+
+
+def table_cells(lines):
+    return [line.strip('| ').split(' | ') for line in lines]
 
 
 def written(values, digits):
@@ -232,9 +321,8 @@ def test_results_are_what_the_rows_say():
     """Every cell of the tables of RESULTS.md, and every number with ±, follows from the CSVs."""
     text = (REPO / 'study/RESULTS.md').read_text()
     tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
-    cells = {name: [line.strip('| ').split(' | ') for line in table_rows(lines)[2:]] for name, lines in tables.items()}
-    names = {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'}
-    assert cells.keys() == names and all(cells.values())
+    cells = {name: table_cells(table_rows(lines)[2:]) for name, lines in tables.items()}
+    assert {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'} <= cells.keys() and all(cells.values())
     for line in cells['english']:
         check_model_line(line, 'nats_per_token', 3)
     for line in cells['vocabulary']:
@@ -249,25 +337,54 @@ def test_results_are_what_the_rows_say():
     readme = (REPO / 'README.md').read_text()
     for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
         assert number in ''.join(tables.values()), number
-    shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
-    assert len(shown) > 3 and set(shown) <= set(table_rows(tables['english']))
+    head, _, *shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
+    assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
     assert len(text.splitlines()) <= 150
+
+
+def test_gpu_figures():
+    """What README and RESULTS quote of GPU runs is in gpu.csv and gpu_speed.csv, or follows from two of their rows."""
+    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
+    runs = read_csv(REPO / 'study/gpu.csv')
+    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
+    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
+    assert table_cells(table_rows(report.gpu_table())[2:]) == lines
+    for text in texts:
+        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
+        assert shown in ([], lines)
+    pairs = [(float(a[column]), float(b[column])) for column in columns for a in runs for b in runs]
+    differences = {f'{abs(a - b):.3f}' for a, b in pairs}
+    speeds = read_csv(REPO / 'study/gpu_speed.csv')
+    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb', '% MFU': 'mfu_percent'}
+    numbers = {unit: {float(row[column]) for row in speeds if row[column]} for unit, column in units.items()}
+    times = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
+    ratios = {f'{ratio:.{digits}f}' for ratio in times for digits in (1, 2)}
+    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
+        if '41 M tokens' in sentence and '|' not in sentence:
+            assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
+        if 'H200' in sentence:
+            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB|% MFU)', sentence):
+                assert float(number.replace(',', '')) in numbers[unit], sentence
+            assert set(re.findall(r'(\d+\.\d+)\s(?:x|times)', sentence)) <= ratios, sentence
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):
     """The CSVs give the same tables and figures, byte by byte."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
     monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
-    text = (REPO / 'study/RESULTS.md').read_text()
-    (tmp_path / 'study/RESULTS.md').write_text(re.sub(r'^\|.*\n', '', text, flags=re.MULTILINE))
+    texts = {name: (REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md')}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(re.sub(r'(?<= -->\n)(\|.*\n)*', '', text))
+    for figure in tmp_path.glob('study/*.png'):
+        figure.unlink()
     monkeypatch.chdir(REPO)
     report.write()
-    assert (tmp_path / 'study/RESULTS.md').read_text() == text
-    figures = re.findall(r'!\[.*?\]\((.*?)\)', text)
-    assert figures == ['vocabulary_size.png', 'large_vocabulary_time.png']
-    first = {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    first = {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
+    shown = re.findall(r'!\[.*?\]\((?:study/)?(\w+\.png)\)', ''.join(texts.values()))
+    assert shown and set(shown) <= first.keys() == {path.name for path in REPO.glob('study/*.png')}
     report.write()
-    assert first == {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+    assert first == {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
 
 
 # (text of LIST, what replaces it, the error)
@@ -278,6 +395,7 @@ WRONG = [
     ("='docs.jsonl'", "='{corpus_dir}/english_edu.jsonl.xz@5e6'", 'none/english_edu.jsonl.xz does not exist; name its'),
     ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: '),
     ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called .'tiny', 'H3'."),
+    (", dtype='float32'", '', "missing keys.*'dtype'"),
     ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
 ]
 
@@ -291,7 +409,7 @@ def test_a_wrong_list(folder, right, wrong, says):
     assert not (folder / 'runs.csv').exists()
 
 
-@pytest.mark.parametrize('name', ['costs', 'kernels', 'rank', 'report', 'sweep'])
+@pytest.mark.parametrize('name', ['costs', 'rank', 'report', 'sweep'])
 def test_help(name, tmp_path):
     """Each script of the study prints its docstring for --help."""
     title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
