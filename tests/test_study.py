@@ -1,6 +1,7 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
 import ast
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from conftest import REPO, ok, snapshot, started
 from configurator import InputError, get_defaults
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
-from study.rows import read_csv, read_rows, write_csv
+from study.rows import read_csv, read_rows, values, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
@@ -31,8 +32,6 @@ RUNS = [
 ]
 """
 RUNS = ('tiny_H3_0.001_1', 'tiny_H3_0.01_1')
-# the flags of the first run, but more steps
-LONGER = '--learning_rate=1e-3 --seed=1 --data_dir=data --block_size=16 --loss=product --max_steps=45'.split()
 
 
 def rows(folder):
@@ -57,57 +56,80 @@ def folder(few, tmp_path, monkeypatch):
     return folder
 
 
-def test_killed_sweep_ends_with_the_same_rows(folder):
-    """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
-    killed = shutil.copytree(folder, folder.with_name('killed'))
-    command = ('study.sweep', 'runs.py')
-    output = ok(*command, '--jobs=2', cwd=folder).stdout
-    expected = rows(folder)
-    assert sorted(expected) == sorted(RUNS) and {row['dtype'] for row in expected.values()} == {'float32'}
+@pytest.fixture(scope='module')
+def swept(few, tmp_path_factory):
+    """A folder like `folder`, after the sweep."""
+    swept = tmp_path_factory.mktemp('swept')
+    for name in ('docs.jsonl', 'cfg.py'):
+        shutil.copy(few / name, swept)
+    (swept / 'runs.py').write_text(LIST)
+    output = ok('study.sweep', 'runs.py', '--jobs=2', cwd=swept).stdout
     assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
-    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
-    process = started(*command, cwd=killed, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
+    return swept
+
+
+@pytest.fixture
+def finished(swept, tmp_path, monkeypatch):
+    """The working directory, a copy of `swept`."""
+    monkeypatch.chdir(shutil.copytree(swept, tmp_path / 'finished'))
+    return tmp_path / 'finished'
+
+
+@pytest.mark.xdist_group('sweep')
+def test_killed_sweep_ends_with_the_same_rows(folder, swept):
+    """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
+    command = ('study.sweep', 'runs.py')
+    process = started(*command, cwd=folder, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    finished = snapshot(killed / 'out/runs' / RUNS[0])
-    ok(*command, cwd=killed)
-    assert rows(killed) == expected
-    assert snapshot(killed / 'out/runs' / RUNS[0]) == finished
-    printed = ok('study.report', 'runs.py', cwd=folder).stdout
-    best = min(float(row['docs_nats_per_token']) for row in expected.values())
+    first = snapshot(folder / 'out/runs' / RUNS[0])
+    ok(*command, cwd=folder)
+    assert rows(folder) == rows(swept) and sorted(rows(swept)) == sorted(RUNS)
+    assert snapshot(folder / 'out/runs' / RUNS[0]) == first
+    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
+
+
+@pytest.mark.xdist_group('sweep')
+def test_report_of_a_list(finished):
+    """The report prints the tables of a list. It marks a row of another precision; a claim needs two models."""
+    best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
+    printed = ok('study.report', 'runs.py', cwd=finished).stdout
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
+    write_csv(finished / 'runs.csv', [row | dict(dtype='bfloat16') for row in read_csv(finished / 'runs.csv')])
+    runs = Study('runs.py')
+    assert '| H3 (1 of 1 seeds in bfloat16) |' in report.model_table([runs], 'nats_per_token')
+    runs.claims = [('claim', 'H3', 'Z')]
+    with pytest.raises(InputError, match='no group has both H3 and Z'):
+        report.claims_table([runs])
 
 
-def test_evaluation_fails_after_training(folder, monkeypatch):
-    """A run whose evaluation failed or was killed is only evaluated by the next sweep."""
-
-    def fail(*args):
-        raise InputError('a failure')
-
-    monkeypatch.setattr(Study, 'evaluate', fail)
-    with pytest.raises(InputError, match='2 runs failed'):
-        sweep(Study('runs.py'), 2, '.')
-    # a finished run can be resumed, and its model is not that of other settings
-    ok('train.py', 'cfg.py', '--init_from=resume', f'--out_dir=out/runs/{RUNS[0]}', *LONGER, cwd=folder)
+@pytest.mark.xdist_group('sweep')
+def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
+    """A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed."""
+    (finished / 'runs.csv').unlink()
+    monkeypatch.setattr(Study, 'train', None)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
-    (folder / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
+    (finished / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
     with pytest.raises(InputError, match='2 runs failed'):
         sweep(Study('runs.py'), 2, '.')
-    (folder / 'runs.py').write_text(LIST)
+    assert 'with other settings; give the entry a new name, or delete the folder' in capsys.readouterr().err
+    (finished / 'runs.py').write_text(LIST)
     sweep(Study('runs.py'), 2, '.')
     assert len(read_csv(Study('runs.py').csv)) == 2
 
 
-def test_source(folder, capsys):
+@pytest.mark.xdist_group('sweep')
+def test_source(finished, capsys):
     """An entry with a source waits for the source's run of the same seed and continues its training."""
-    (folder / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
-    data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\nRUNS[0] |= dict(learning_rates=(1e-2,))\n"
+    (finished / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
+    data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\n"
     entry = "dict(name='continued', source='H3', train='larger', corpora=dict(docs='larger'), learning_rates=(1e-6,))"
-    (folder / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
+    (finished / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
     runs = Study('runs.py')
-    assert list(runs.pending({})) == [('tiny', 'H3', 1e-2, 1)]
+    assert list(runs.pending({})) == [('tiny', 'H3', 1e-3, 1), ('tiny', 'H3', 1e-2, 1)]
     row = dict(docs_nats_per_token='5')
-    assert runs.source_key(runs.entries[0], 2, {('tiny', 'H3', 1e-2, 1): row}) == ('tiny', 'H3', 1e-2, 2)
+    first = {key: row for key in runs.pending({})}
+    assert runs.source_key(runs.entries[0], 2, first) == ('tiny', 'H3', 1e-3, 2)
     sweep(runs, 2, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
@@ -182,19 +204,6 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
 
 
-def test_precision(folder):
-    """A row of another precision is kept and marked in the tables; a claim without rows is an error."""
-    runs = Study('runs.py')
-    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5, dtype='bfloat16')
-    row |= dict(params_embedding=1, params_hash=1, params_decoder=1)
-    row['settings'] = json.dumps({k: v for k, v in runs.settings(runs.entries[0]).items() if k != 'dtype'})
-    write_csv(runs.csv, [row])
-    assert '| tiny | H3 (1 of 1 seeds in bfloat16) | 0.00 M | 5.000 |' in report.model_table([runs], 'nats_per_token')
-    runs.claims = [('claim', 'H3', 'Z')]
-    with pytest.raises(InputError, match='no group has both H3 and Z'):
-        report.claims_table([runs])
-
-
 def test_costs(folder, monkeypatch):
     """Step times are relative to the first model's; rows of other lists and devices stay, the others are replaced."""
     (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
@@ -241,26 +250,24 @@ def test_the_lists(name, monkeypatch):
     assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
 
 
-def entry_name(group, label):
-    """The name in the CSVs of a model in a table, and how many of its seeds the table marks as float32."""
-    name, marked = re.fullmatch(r'(.*?)(?: \((\d) of \d seeds in float32\))?', label).groups()
-    for study_list in LISTS:
-        for entry in runpy.run_path(REPO / f'study/{study_list}.py')['RUNS']:
-            if (entry['group'], entry.get('label')) == (group, name):
-                name = entry['name']
-    return name, int(marked or 0)
+@functools.cache
+def entry_names():
+    """{(group, name in the tables): name in the CSVs}."""
+    entries = [entry for name in LISTS for entry in runpy.run_path(REPO / f'study/{name}.py')['RUNS']]
+    return {(entry['group'], entry.get('label', entry['name'])): entry['name'] for entry in entries}
 
 
 def seed_rows(group, label):
     """The rows of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
-    name, marked = entry_name(group, label)
+    label, marked = re.fullmatch(r'(.*?)(?: \((\d) of \d seeds in float32\))?', label).groups()
+    name = entry_names()[group, label]
     rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
     rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
     first = [row for row in rows if row['seed'] == '1']
     selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
     best = min(first, key=lambda row: float(row[selected]))['learning_rate']
     rows = [row for row in rows if row['learning_rate'] == best]
-    assert [row['dtype'] for row in rows].count('float32') == marked
+    assert [row['dtype'] for row in rows].count('float32') == int(marked or 0)
     return rows
 
 
@@ -277,10 +284,10 @@ def table_cells(lines):
     return [line.strip('| ').split(' | ') for line in lines]
 
 
-def written(values, digits):
-    if len(values) < 2:
-        return f'{values[0]:.{digits}f}' if values else '–'
-    return f'{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
+def written(numbers, digits):
+    if len(numbers) < 2:
+        return f'{numbers[0]:.{digits}f}' if numbers else '–'
+    return f'{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f}'
 
 
 def check_model_line(line, measure, digits, corpora=('english', 'fineweb')):
@@ -348,24 +355,20 @@ def test_gpu_figures():
     runs = read_csv(REPO / 'study/gpu.csv')
     columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
     lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
-    assert table_cells(table_rows(report.gpu_table())[2:]) == lines
-    for text in texts:
-        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
-        assert shown in ([], lines)
-    pairs = [(float(a[column]), float(b[column])) for column in columns for a in runs for b in runs]
-    differences = {f'{abs(a - b):.3f}' for a, b in pairs}
+    for text in (report.gpu_table(), *texts):
+        assert table_cells(line for line in table_rows(text) if '41 M tokens |' in line) in ([], lines)
+    differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
     speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb', '% MFU': 'mfu_percent'}
-    numbers = {unit: {float(row[column]) for row in speeds if row[column]} for unit, column in units.items()}
-    times = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
-    ratios = {f'{ratio:.{digits}f}' for ratio in times for digits in (1, 2)}
+    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
+    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
     for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
         if '41 M tokens' in sentence and '|' not in sentence:
             assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
         if 'H200' in sentence:
-            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB|% MFU)', sentence):
-                assert float(number.replace(',', '')) in numbers[unit], sentence
-            assert set(re.findall(r'(\d+\.\d+)\s(?:x|times)', sentence)) <= ratios, sentence
+            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
+                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
+            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
+                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):
