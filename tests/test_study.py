@@ -44,25 +44,26 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
-@pytest.fixture
-def folder(few, tmp_path, monkeypatch):
-    """The working directory, with a list of two runs and what they need."""
-    folder = tmp_path / 'folder'
-    folder.mkdir()
+def write_list(few, folder):
+    """Writes a list of two runs, and what they need."""
     for name in ('docs.jsonl', 'cfg.py'):
         shutil.copy(few / name, folder)
     (folder / 'runs.py').write_text(LIST)
-    monkeypatch.chdir(folder)
-    return folder
+
+
+@pytest.fixture
+def folder(few, tmp_path, monkeypatch):
+    """The working directory, with the list."""
+    write_list(few, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope='module')
 def swept(few, tmp_path_factory):
-    """A folder like `folder`, after the sweep."""
+    """A folder with the list, after its sweep."""
     swept = tmp_path_factory.mktemp('swept')
-    for name in ('docs.jsonl', 'cfg.py'):
-        shutil.copy(few / name, swept)
-    (swept / 'runs.py').write_text(LIST)
+    write_list(few, swept)
     output = ok('study.sweep', 'runs.py', '--jobs=2', cwd=swept).stdout
     assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
     return swept
