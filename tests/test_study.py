@@ -13,7 +13,7 @@ import statistics
 import sys
 
 import pytest
-from conftest import REPO, ok, snapshot, started
+from conftest import REPO, ok, snapshot, started, weights
 
 from configurator import InputError, get_defaults
 from mhf.tokenizers import get_tokenizer
@@ -106,7 +106,10 @@ def test_report_of_a_list(finished):
 
 @pytest.mark.xdist_group('sweep')
 def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
-    """A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed."""
+    """
+    A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed. Its
+    checkpoint keeps the optimizer, so that it can be resumed.
+    """
     (finished / 'runs.csv').unlink()
     monkeypatch.setattr(Study, 'train', None)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
@@ -117,6 +120,7 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     (finished / 'runs.py').write_text(LIST)
     sweep(Study('runs.py'), 2, '.')
     assert len(read_csv(Study('runs.py').csv)) == 2
+    assert weights(finished, f'out/runs/{RUNS[0]}')['optimizer']['state']
 
 
 @pytest.mark.xdist_group('sweep')
