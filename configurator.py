@@ -7,24 +7,25 @@ A script's settings are its lower-case globals that are numbers, strings, True, 
 
     config = configure(globals())     # sets these globals; an imported script keeps its defaults
 
+A new setting is one line `name = value` above this call; the value may be any expression.
 Config files are Python. One file may contain settings of all scripts; names that start with _ are private to it. A
 variant of a config starts with `from config.mhf_1b import *`. Unknown names, missing values and wrong types are errors.
 """
 
 import ast
-import atexit
 import difflib
 import functools
+import io
 import math
 import os
-import re
 import sys
-import textwrap
+import time
 import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand.py')
+CALL = '\nconfig = configure('
+SCRIPTS = sorted(path.name for path in HERE.glob('*.py') if CALL in path.read_text(encoding='utf-8'))
 
 
 class InputError(ValueError):
@@ -34,39 +35,55 @@ class InputError(ValueError):
         super().__init__(' '.join(str(message).splitlines()))
 
 
+class Output(io.FileIO):
+    """The file of stdout or stderr. A closed pipe (`| head -1`) ends the script silently."""
+
+    discards_errors = False
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as e:
+            if Output.discards_errors:
+                return len(data)
+            if isinstance(e, BrokenPipeError):
+                ignore_closed_output()
+                sys.exit(1)
+            raise
+
+
+def ignore_closed_output():
+    """Discards output that cannot be written from now on: the script continues without a reader or a terminal."""
+    Output.discards_errors = True
+
+
 def install_excepthook():
     """
-    Prepares a script's input and output: an uncaught InputError or Ctrl-C prints one line, a closed pipe (`| head -1`)
-    ends the script silently, stdout writes each line at once, and a character that its encoding lacks becomes a
-    question mark. configure() calls it, and so do modules that run with -m. Raises InputError for an argument that is
-    not valid text.
+    Prepares a script's output: an uncaught InputError or Ctrl-C prints one line, a closed pipe ends the script
+    silently, each line is written at once, and stdout replaces a character that its encoding lacks by a question mark.
+    configure() calls it, and so do modules that run with -m.
     """
-    sys.stdout.reconfigure(errors='replace', line_buffering=True)
     sys.excepthook = print_error
-    atexit.register(discard_closed_stdout)
-    for argument in sys.argv[1:]:
-        if re.search('[\ud800-\udfff]', argument):
-            encoding = sys.getfilesystemencoding()
-            raise InputError(f'argument {argument!a} is not valid {encoding}; encode it as {encoding}')
+    for name, errors in (('stdout', 'replace'), ('stderr', 'backslashreplace')):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by >&-
+            setattr(sys, name, open(os.devnull, 'w'))
+        elif stream is getattr(sys, f'__{name}__'):  # not a notebook's
+            stream.flush()
+            file = io.BufferedWriter(Output(stream.fileno(), 'w', closefd=False))
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, errors, line_buffering=True))
 
 
 def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
+        if os.environ.get('LOCAL_RANK', '0') != '0':
+            # local rank 0 prints an error that all ranks have; then torchrun ends this process before it prints
+            time.sleep(5)
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
-    elif not (isinstance(error, BrokenPipeError) and discard_closed_stdout('\n')):
+    else:
         sys.__excepthook__(error_class, error, traceback)
-
-
-def discard_closed_stdout(text=''):
-    """Writes `text` to stdout. Returns whether stdout is a closed pipe; if so, discards the rest of the output."""
-    try:
-        print(end=text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
 
 
 def did_you_mean(word, known):
@@ -83,18 +100,17 @@ def check_numbers(settings, names, low=0, below=math.inf, positive=False):
             raise InputError(f'{name}={settings[name]}: must be {"above" if positive else "at least"} {low}{limit}')
 
 
-def settings_source(script):
-    """Returns the lines `name = value` of a script's settings, with their comments."""
-    above, _, _ = (HERE / script).read_text(encoding='utf-8').partition('\nconfig = configure(')
-    return above[re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start() :]
-
-
 @functools.cache
-def get_defaults(script):
-    """Returns {name: default} of a script's settings, without running the rest of the script."""
-    settings = {}
-    exec(settings_source(script), {}, settings)
-    return settings
+def find_settings(script):
+    """Returns {name: ast node of its assignment} of the settings in a script's source."""
+    above, _, _ = (HERE / script).read_text(encoding='utf-8').partition(CALL)
+    nodes = [node for node in ast.parse(above).body if isinstance(node, ast.Assign)]
+    targets = {ast.unparse(node.targets[0]): node for node in nodes}
+    return {name: node for name, node in targets.items() if is_setting_name(name)}
+
+
+def is_setting_name(name):
+    return name.isidentifier() and name.islower() and not name.startswith('_')
 
 
 def command_line_names():
@@ -110,7 +126,7 @@ def coerce(key, value, default):
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
-    if type(default) is float and type(value) is int and abs(value) < 1e308:
+    if type(default) is float and type(value) is int:
         return float(value)
     if type(default) is int and type(value) is float and value.is_integer():
         return int(value)
@@ -124,8 +140,8 @@ def parse_flag(argument, script, defaults):
     """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
-        owner = next((other for other in SCRIPTS if key in get_defaults(other)), None)
-        hint = f' (it is a setting of {owner})' if owner else did_you_mean(key, defaults)
+        owners = ', '.join(other for other in SCRIPTS if key in find_settings(other))
+        hint = f' (it is a setting of {owners})' if owners else did_you_mean(key, defaults)
         raise InputError(f"unknown setting '--{key}' of {script}{hint}")
     if not equals and isinstance(defaults[key], bool | None):
         return {key: True}
@@ -151,7 +167,7 @@ def read_config(path):
     except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
-    known = {name for script in SCRIPTS for name in get_defaults(script)}
+    known = set().union(*map(find_settings, SCRIPTS))
     for key in settings:
         if key not in known:
             raise InputError(f"{path}: unknown setting '{key}'{did_you_mean(key, known)}")
@@ -159,10 +175,21 @@ def read_config(path):
 
 
 def print_help(scope):
-    """Prints a script's docstring and its settings, in their groups."""
-    settings = re.sub(r'^(\w+) = ', r'--\1=', settings_source(Path(scope['__file__']).name), flags=re.MULTILINE)
-    groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
-    print(f'{scope["__doc__"].strip()}\n\nsettings:\n\n{textwrap.indent(groups.lstrip(), "  ")}')
+    """Prints a script's docstring and its settings with the comments above them."""
+    script = Path(scope['__file__']).resolve()
+    lines = script.read_text(encoding='utf-8').splitlines()
+    if scope['__doc__']:  # removed by python -OO
+        print(scope['__doc__'].strip() + '\n')
+    print('settings:')
+    for node in find_settings(script).values():
+        first = node.lineno - 1
+        while first and lines[first - 1].startswith('#'):
+            first -= 1
+        if first < node.lineno - 1:  # a comment starts a group
+            print()
+        lines[node.lineno - 1] = '--' + lines[node.lineno - 1].replace(' = ', '=', 1)
+        for line in lines[first : node.end_lineno]:
+            print('  ' + line)
 
 
 def configure(scope):
@@ -170,8 +197,8 @@ def configure(scope):
     Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
     settings as a dict. Raises InputError.
     """
-    names = [name for name in scope if name.islower() and not name.startswith('_')]
-    defaults = {name: scope[name] for name in names if isinstance(scope[name], bool | int | float | str | None)}
+    scalars = bool | int | float | str | None
+    defaults = {k: v for k, v in scope.items() if is_setting_name(k) and isinstance(v, scalars)}
     if scope['__name__'] != '__main__':
         return defaults
     install_excepthook()
@@ -179,10 +206,11 @@ def configure(scope):
     if '--help' in arguments or '-h' in arguments:
         print_help(scope)
         sys.exit(0)
+    script = Path(scope['__file__']).name
     settings = dict(defaults)
     for argument in sorted(arguments, key=lambda argument: argument.startswith('--')):  # config files first
         is_flag = argument.startswith('--')
-        given = parse_flag(argument, Path(scope['__file__']).name, defaults) if is_flag else read_config(argument)
+        given = parse_flag(argument, script, defaults) if is_flag else read_config(argument)
         # a config file may contain settings of other scripts
         settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
     scope.update(settings)

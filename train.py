@@ -191,7 +191,7 @@ else:
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = ChunkedMHF(model_config, table, meta['unused_ids'])
         model.init_weights()
-dtype = runtime.pick_dtype(dtype or (ckpt and ckpt['config']['dtype']), device)
+dtype = runtime.pick_dtype(ckpt['config']['dtype'] if ckpt and dtype is None else dtype, device)
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 raw_model = model.to(device)
 raw_model.activation_checkpointing = activation_checkpointing

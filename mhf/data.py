@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import InputError, command_line_names, get_defaults
+from configurator import InputError, command_line_names, find_settings
 from hashing import fingerprint, signature_table
 from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
 
@@ -209,9 +209,11 @@ def open_bins(config, given=None):
     if meta['tokenizer'] != config['tokenizer']:
         differs = f'tokenizer={meta["tokenizer"]}, the config has tokenizer={config["tokenizer"]}'
         raise InputError(f'{folder} was prepared with {differs}; change --data_dir')
-    if meta['dataset'] != config['dataset'] and 'dataset' in command_line_names():
+    # --data_dir alone means the data of that folder, whatever dataset a config file has
+    given = command_line_names()
+    if meta['dataset'] != config['dataset'] and ('dataset' in given or 'data_dir' not in given):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
-        raise InputError(f'{folder} was prepared from {differs}; change --data_dir, or leave --dataset out')
+        raise InputError(f'{folder} was prepared from {differs}; change --data_dir or --dataset')
     return train, Bins(folder, 'val'), meta
 
 
@@ -221,7 +223,7 @@ def no_bins(config, folder, given):
     if ids_folder != folder and (ids_folder / 'meta.json').exists():
         return InputError(f'{folder} does not exist; {ids_folder} has token ids: use them with --data_format=ids')
     # keep config files and the settings of prepare.py
-    names = get_defaults('prepare.py')
+    names = find_settings('prepare.py')
     args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
     args += [f'--{key}={config[key]}' for key in SIGNATURE_SETTINGS if config[key] != given[key]]
     command = shlex.join(['python', 'prepare.py', *args])

@@ -45,7 +45,9 @@ def pick_device(device=None):
     Returns the requested device, else cuda if available, else cpu; mps is untested, so it must be requested. Under
     torchrun, cuda is the GPU of this process. Raises InputError for an unavailable device.
     """
-    device = str(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    if device is None:
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    device = str(device)
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     try:
@@ -191,12 +193,10 @@ def all_gather_object(value):
 
 
 def check_same_on_all_ranks(values):
-    """Compares a dict on all ranks. If it differs, rank 0 raises an InputError that says how, and the others exit."""
+    """Raises InputError if a dict differs between ranks."""
     first, *later = all_gather_object(values)
     for rank, other in enumerate(later, 1):
         differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in first if other.get(key) != first[key]]
-        if differing and not is_rank0():
-            sys.exit(1)
         if differing:
             fix = 'use the same settings, files and versions on all machines'
             raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')

@@ -19,6 +19,8 @@ the cores. Run one sweep of a list at a time.
 """
 
 import argparse
+import ast
+import functools
 import json
 import os
 import re
@@ -32,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, get_defaults, install_excepthook, read_config
+from configurator import InputError, find_settings, install_excepthook, read_config
 from study.rows import commit, read_csv, read_rows, write_csv
 
 REPO = Path(__file__).resolve().parent.parent
@@ -50,6 +52,18 @@ NOT_RECORDED = ENTRY_KEYS | OPTIONAL_KEYS | SWEEP_SETTINGS | OTHER_SETTINGS
 # that train.py had then.
 OLD_DEFAULTS = dict(num_lsh=0, single_id=False, ablation='', beta1=0.9, weight_decay=0.1, grad_clip=1.0)
 OLD_DEFAULTS |= dict(lr_decay_steps=0, unfrozen_end_layers=0, activation_checkpointing=False)
+
+
+@functools.cache
+def train_defaults():
+    """{name: default} of train.py's settings; the source of a default that is no literal."""
+    defaults = {}
+    for name, node in find_settings('train.py').items():
+        try:
+            defaults[name] = ast.literal_eval(node.value)
+        except ValueError:
+            defaults[name] = ast.unparse(node.value)
+    return defaults
 
 
 class Study:
@@ -98,7 +112,7 @@ class Study:
         What decides the rows of an entry, besides learning rate and seed: settings of train.py, from its defaults, the
         config and the entry; the recipes of the data; the source. JSON gives the same values back.
         """
-        defaults = get_defaults('train.py')
+        defaults = train_defaults()
         config = {k: v for k, v in read_config(entry['config']).items() if k in defaults}
         settings = defaults | config | entry
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
@@ -125,7 +139,7 @@ class Study:
         for entry in self.entries:
             settings = self.settings(entry)
             # of a row that does not record them; data, source and dtype are unknown then
-            old = settings | get_defaults('train.py') | OLD_DEFAULTS | dict(dtype=entry['dtype'])
+            old = settings | train_defaults() | OLD_DEFAULTS | dict(dtype=entry['dtype'])
             keys = [
                 self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
             ]

@@ -3,6 +3,7 @@ Helpers for the tests of the scripts. run() runs a script as a user does, but in
 already imported torch and other libraries: 3 seconds of imports would otherwise dominate each test.
 """
 
+import ast
 import atexit
 import hashlib
 import importlib
@@ -25,6 +26,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from configurator import find_settings
 
 # on a CPU, Triton interprets the kernels of mhf/kernels.py; Triton reads the variable when it is imported
 os.environ.setdefault('TRITON_INTERPRET', '1')
@@ -159,6 +162,11 @@ def refused(*args, says, **options):
     lines = [line for line in done.stderr.splitlines() if line.strip() and not re.search('^dtype=|%\\|', line)]
     assert len(lines) == 1 and lines[0].startswith('error: ') and says in lines[0], done.stderr
     return lines[0]
+
+
+def default_settings(script):
+    """Returns {name: default} of a script's settings."""
+    return {name: ast.literal_eval(node.value) for name, node in find_settings(script).items()}
 
 
 def rank_variables(number):

@@ -11,7 +11,8 @@ import torch
 from conftest import REPO, bucket_logits, ok, random_model, real_documents, refused, run, snapshot, write_jsonl
 
 import expand
-from configurator import InputError, get_defaults, read_config
+import prepare
+from configurator import InputError, read_config
 from hashing import signature_table
 from mhf.checkpoint import load_checkpoint
 from mhf.chunked import make_config
@@ -85,7 +86,7 @@ def test_held_out_text_is_not_trained_on(expansion, mistral):
     files = list((REPO / 'config').glob('expand_*.py'))
     for settings in map(read_config, files):
         sources = parse_mixture(settings['dataset'])
-        each = settings.get('val_bytes', get_defaults('prepare.py')['val_bytes']) // len(sources)
+        each = settings.get('val_bytes', prepare.val_bytes) // len(sources)
         assert settings['val_fraction'] == expand.HELD_OUT and each >= expand.HELD_OUT_BYTES
         # the corpora, then English or Python
         assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4

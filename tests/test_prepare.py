@@ -19,13 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from conftest import Forked, library_texts, ok, real_documents, snapshot, wait_all, write_jsonl
+from conftest import Forked, default_settings, library_texts, ok, real_documents, snapshot, wait_all, write_jsonl
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-import configurator
 import eval as evaluation
 import prepare
 from configurator import InputError
@@ -43,7 +42,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 def prepared(folder, **changes):
     """Runs prepare.py on all .jsonl files with these settings; returns the ids of both splits."""
-    defaults = configurator.get_defaults('prepare.py') | dict(val_fraction=0.1, data_format='ids', dataset='*.jsonl')
+    defaults = prepare.config | dict(val_fraction=0.1, data_format='ids', dataset='*.jsonl')
     prepare.main(defaults | dict(data_dir=str(folder)) | changes)
     return [Bins(folder, split)[:].tolist() for split in data.SPLITS]
 
@@ -381,7 +380,7 @@ NAMES = {
 @pytest.mark.parametrize('name', NAMES)
 def test_names_of_data_folders(name):
     """A folder's name contains its data set, tokenizer and table, and does not change between commits."""
-    config = configurator.get_defaults('train.py') | dict(dataset='stdlib') | NAMES[name]
+    config = default_settings('train.py') | dict(dataset='stdlib') | NAMES[name]
     assert str(data_folder(config)) == f'data/{name}'
 
 
@@ -509,7 +508,7 @@ def small(tmp_path_factory, request):
     write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
     same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
     prepared(folder / 'bins', **same)
-    return folder, configurator.get_defaults('train.py') | same | dict(data_dir=str(folder / 'bins'))
+    return folder, default_settings('train.py') | same | dict(data_dir=str(folder / 'bins'))
 
 
 def test_bins_must_fit_the_tokenizer(small, mistral):

@@ -15,7 +15,7 @@ import sys
 import pytest
 from conftest import REPO, ok, snapshot, started, weights
 
-from configurator import InputError, get_defaults
+from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
 from study.rows import read_csv, read_rows, values, write_csv
@@ -251,7 +251,7 @@ def test_the_lists(name, monkeypatch):
     assert len(study.rows()) >= RECORDED.get(name, 0)
     runs = study.runs({}) | study.runs(study.rows())
     assert runs
-    known = get_defaults('train.py').keys() | ENTRY_KEYS | OPTIONAL_KEYS
+    known = find_settings('train.py').keys() | ENTRY_KEYS | OPTIONAL_KEYS
     assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
 
 

@@ -11,7 +11,6 @@ from conftest import ok, random_model, real_documents, weights, write_jsonl, wri
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, pre_tokenizers
 
-import configurator
 import expand
 import prepare
 from configurator import InputError
@@ -69,7 +68,7 @@ def test_byte_level_json(tmp_path):
     assert [sum(byte_lengths(tok)[i] for i in text_ids) for text_ids in ids] == [len(text.encode()) for text in texts]
     # signatures are read back as the same ids, although unused ids have pad's signature
     write_jsonl(tmp_path / 'docs.jsonl', texts)
-    settings = configurator.get_defaults('prepare.py') | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
+    settings = prepare.config | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
     held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
     assert held_out_ids(tmp_path / 'd', tok)[0] == held_out
