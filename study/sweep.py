@@ -43,6 +43,8 @@ MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expec
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
 OPTIONAL_KEYS = {'source', 'label'}
+# dtype, because its default depends on the machine
+REQUIRED_KEYS = ENTRY_KEYS | {'dtype'}
 # settings of train.py that sweep.py sets itself, from the run's key or from DATA
 SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer', 'init_from', 'auto_resume'}
 # settings of train.py that do not change a row
@@ -83,9 +85,8 @@ class Study:
         self.measure = scope.get('MEASURE', 'nats_per_token')
         self.failed = set()
         for entry in self.entries:
-            # dtype, because its default depends on the machine; then folders that DATA does not define
-            missing = ENTRY_KEYS | {'dtype'}
-            missing = missing - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
+            # keys, then folders that DATA does not define
+            missing = REQUIRED_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
             if missing:
                 raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
             self.lr_sweep(entry)
