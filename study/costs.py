@@ -18,7 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from configurator import InputError, find_settings, install_excepthook
+from configurator import InputError, install_excepthook
 from mhf.runtime import pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
@@ -28,6 +28,8 @@ from study.sweep import REPO, Study, as_flags
 ROUNDS = 3
 REPETITIONS = 5  # steps per round, of which the median counts
 GPT2 = 'GPT-2'
+# fields of MHFConfig that can change the time of a step
+SHAPE = MHFConfig.__annotations__.keys() - {'encoder_init', 'embedding_scale'}
 # of bench.py's section `train`, and of its top level
 COLUMNS = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
 MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
@@ -35,12 +37,11 @@ MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
 
 def shapes(study):
     """{name: settings of bench.py} of the list's first group, each shape once, under its shortest name."""
-    known = find_settings('bench.py').keys() & MHFConfig.__annotations__
     names = {}
     for entry in study.entries:
         if entry['group'] == study.entries[0]['group']:
             settings = study.settings(entry)
-            shape = {k: settings[k] for k in sorted(known & settings.keys())}
+            shape = {k: settings[k] for k in sorted(SHAPE & settings.keys())}
             shape |= dict(micro_batch_size=settings['batch_size'])
             shape |= dict(tokenizer=study.data[entry['train']].get('tokenizer', 'mistral'))
             names.setdefault(tuple(shape.items()), []).append(entry['name'])

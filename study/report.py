@@ -1,12 +1,13 @@
 """
-Rewrites the tables and figures of study/RESULTS.md from the CSVs. The same CSVs give the same bytes.
+Rewrites the tables and figures of study/RESULTS.md and README.md from the CSVs. The same CSVs give the same bytes.
 
     $ python -m study.report                     # the report
     $ python -m study.report study/mine.py       # prints the tables of another list
 
-A table follows its line `<!-- table: NAME -->`; the text is written by hand. README.md repeats rows of the table
-`english`. A list's MAIN names the models of its table, by default all. CLAIMS are tuples (claim,
-model, the model that it is compared with); a claim is decided in each group that has both. MEASURE names their columns.
+A table follows its line `<!-- table: NAME -->`; the text is written by hand. A list's MAIN names the models of its
+table, by default all. CLAIMS are tuples (comparison, model, the model that it is compared with); a claim is decided in
+each group that has both. MEASURE names their columns. An entry's `label` is its name in the tables. The runs of gpu.csv
+are comparable with each other only, so they have a table and a figure of their own.
 """
 
 import argparse
@@ -25,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 MISSING = '–'
 # a measure's name in a table and its format; less is better
 MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte', '.4f')}
+GPU_CORPORA = ('english', 'fineweb')
 
 # -----------------------------------------------------------------------------
 # tables
@@ -43,6 +45,13 @@ def number(numbers, form):
     return mean if len(numbers) == 1 else f'{mean} ± {statistics.stdev(numbers):{form}}'
 
 
+def label(entry, seeds):
+    """An entry's name in a table; it marks rows that were trained in another precision than the entry's."""
+    name = entry.get('label', entry['name'])
+    others = [row['dtype'] for row in seeds if row['dtype'] != entry['dtype']]
+    return f'{name} ({len(others)} of {len(seeds)} seeds in {others[0]})' if others else name
+
+
 def model_table(studies, measure):
     """The models in MAIN of some lists that have rows, group by group."""
     name, form = MEASURES[measure]
@@ -56,7 +65,7 @@ def model_table(studies, measure):
                 measured = [number(values(seeds, f'{corpus}_{measure}'), form) for corpus in corpora]
                 top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.1%')
                 size = f'{parameters(seeds[0]) / 1e6:.2f} M'
-                lines.append([entry['group'], entry['name'], size, *measured, top1])
+                lines.append([entry['group'], label(entry, seeds), size, *measured, top1])
     return table(['trained on', 'model', 'parameters', *(f'{name}, {corpus}' for corpus in corpora), 'top-1'], lines)
 
 
@@ -104,7 +113,8 @@ def claim_line(study, rows, claim, pair):
         differences[corpus] = (difference, deviation)
         cells.append(f'{difference:+{form}} ± {deviation:{form}}' if several else f'{difference:+{form}}')
     counts = ' + '.join(str(len(seed_rows)) for seed_rows in seeds)
-    return [claim, *(entry['name'] for entry in pair), pair[0]['group'], *cells, name, counts, verdict(differences)]
+    models = map(label, pair, seeds)
+    return [claim, *models, pair[0]['group'], *cells, name, counts, verdict(differences)]
 
 
 def claims_table(studies):
@@ -119,8 +129,19 @@ def claims_table(studies):
             if not pairs:
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
             lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    heads = ['claim', 'model', 'compared with', 'trained on', *list_corpora(studies), 'unit', 'seeds', 'verdict']
+    heads = ['comparison', 'model', 'compared with', 'trained on', *list_corpora(studies), 'unit', 'seeds', 'verdict']
     return table(heads, filter(None, lines))
+
+
+def gpu_table():
+    """The runs of gpu.csv."""
+    heads = ['trained on', 'model', 'parameters']
+    heads += [f'{unit}, {corpus}' for corpus in GPU_CORPORA for unit in ('nats', 'bits per byte')]
+    lines = []
+    for row in read_csv(HERE / 'gpu.csv'):
+        measured = [row[f'{corpus}_{measure}'] for corpus in GPU_CORPORA for measure in MEASURES]
+        lines.append([row['group'], row['name'], f'{row["parameters_millions"]} M', *measured])
+    return table(heads, lines)
 
 
 def cost_rows(study):
@@ -196,22 +217,44 @@ def draw_times(study, path):
     save(fig, path)
 
 
+def draw_gpu(path):
+    """Bits per byte of the runs of gpu.csv, a line for each."""
+    rows = read_csv(HERE / 'gpu.csv')
+    fig = Figure(figsize=(9, 3))
+    panels = fig.subplots(1, len(GPU_CORPORA), sharey=True)
+    for ax, corpus in zip(panels, GPU_CORPORA, strict=True):
+        for k, row in enumerate(rows):
+            bits = float(row[f'{corpus}_bits_per_byte'])
+            ax.plot(bits, k, marker='o', color='C0' if row['name'].startswith('Standard') else 'C1')
+            ax.annotate(f'{bits:.3f}', (bits, k), xytext=(0, 6), textcoords='offset points', ha='center', fontsize=8)
+        ax.set(xlabel=f'bits per byte, held-out {corpus}', ylim=(len(rows) - 0.5, -0.7))
+        ax.margins(x=0.1)
+        ax.grid(alpha=0.3)
+    sizes = [f'vocabulary of {row["vocabulary"]}, {row["parameters_millions"]} M parameters' for row in rows]
+    names = [f'{row["name"]}\n{size}' for row, size in zip(rows, sizes, strict=True)]
+    panels[0].set_yticks(range(len(rows)), names, fontsize=8)
+    save(fig, path)
+
+
 def write():
-    """Rewrites RESULTS.md and its figures."""
-    names = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
-    english, vocabulary, large, expansion = (Study(HERE / f'{name}.py') for name in names)
+    """Rewrites the tables and figures of RESULTS.md and README.md."""
+    names = ('english', 'vocabulary', 'large_vocabulary', 'expansion', 'longer')
+    english, vocabulary, large, expansion, longer = (Study(HERE / f'{name}.py') for name in names)
     tables = dict(
         english=model_table([english], 'nats_per_token'),
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
         expansion=model_table([expansion], 'bits_per_byte'),
         expansion_claims=claims_table([expansion]),
-        claims=claims_table([english, vocabulary, large, Study(HERE / 'paper100m.py')]),
+        gpu=gpu_table(),
+        longer=model_table([longer], 'bits_per_byte'),
+        claims=claims_table([english, vocabulary, large, longer, Study(HERE / 'paper100m.py')]),
     )
-    path = HERE / 'RESULTS.md'
-    text = path.read_text(encoding='utf-8')
-    for name, lines in tables.items():
-        text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
-    path.write_text(text, encoding='utf-8')
+    for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
+        text = path.read_text(encoding='utf-8')
+        for name, lines in tables.items():
+            text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
+        path.write_text(text, encoding='utf-8')
+    draw_gpu(HERE / 'gpu.png')
     draw_vocabularies(vocabulary, HERE / 'vocabulary_size.png')
     draw_times(large, HERE / 'large_vocabulary_time.png')
 

@@ -1,7 +1,6 @@
 """The CSV of a list, to which sweep.py adds a row per run."""
 
 import csv
-import fcntl
 import statistics
 import subprocess
 from pathlib import Path
@@ -42,13 +41,6 @@ def write_csv(path, rows):
 def read_rows(path):
     """{(group, name, learning rate, seed): row} of a list's CSV."""
     return {(row['group'], row['name'], float(row['learning_rate']), int(row['seed'])): row for row in read_csv(path)}
-
-
-def add_row(path, row):
-    """Adds a row to a list's CSV, under a lock because a list may run in several processes."""
-    with open(path.with_suffix('.lock'), 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        write_csv(path, [*read_rows(path).values(), row])
 
 
 def values(rows, column):

@@ -5,20 +5,22 @@ Train and evaluate the runs of a list. The sweep is resumable: rerun the same co
     $ python -m study.sweep study/english.py --corpus_dir=corpora    # the folder of the list's corpora
 
 A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
-dataset. RUNS are entries with a name, a group, a config, learning rates, seeds, the folder to `train` on and `corpora`,
-{name: folder whose held-out split is measured}. An entry with a `source`, another entry's name, continues the training
-of the source's model of the same seed, expanded to the tokenizer of its own data. Other keys of an entry are settings
-of train.py and override the config. The first seed is trained at every learning rate, the other seeds at the one with
-the fewest nats on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of the same group
-if it has one. All learning rates are trained first, then all second seeds, then all third ones. study/report.py reads
-MAIN, CLAIMS and MEASURE.
+dataset. RUNS are entries with a name, a group, a config, a dtype, learning rates, seeds, the folder to `train` on and
+`corpora`, {name: folder whose held-out split is measured}. An entry with a `source`, another entry's name, continues
+the training of the source's model of the same seed, expanded to the tokenizer of its own data. Other keys of an entry
+are settings of train.py and override the config. The first seed is trained at every learning rate, the other seeds at
+the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of
+the same group if it has one. All learning rates are trained first, then all second seeds, then all third ones.
+study/report.py reads MAIN, CLAIMS and MEASURE.
 
-Group, name, learning rate and seed identify a row; its column `settings` has the other settings as JSON. An entry with
-other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share the cores.
+Group, name, learning rate and seed identify a row; its column `settings` has everything else that decides it, as JSON.
+An entry with other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share
+the cores. Run one sweep of a list at a time.
 """
 
 import argparse
-import fcntl
+import ast
+import functools
 import json
 import os
 import re
@@ -33,16 +35,37 @@ from pathlib import Path
 import torch
 
 from configurator import InputError, find_settings, install_excepthook, read_config
-from mhf.data import replace_durably
-from study.rows import add_row, commit, read_rows
+from study.rows import commit, read_csv, read_rows, write_csv
 
 REPO = Path(__file__).resolve().parent.parent
 # what eval.py reports for a corpus
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
-# settings that sweep.py sets itself, from the run's key or from DATA
-SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer'}
+OPTIONAL_KEYS = {'source', 'label'}
+# dtype, because its default depends on the machine
+REQUIRED_KEYS = ENTRY_KEYS | {'dtype'}
+# settings of train.py that sweep.py sets itself, from the run's key or from DATA
+SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer', 'init_from', 'auto_resume'}
+# settings of train.py that do not change a row
+OTHER_SETTINGS = {'eval_interval', 'log_interval', 'wandb', 'data_format', 'device'}
+NOT_RECORDED = ENTRY_KEYS | OPTIONAL_KEYS | SWEEP_SETTINGS | OTHER_SETTINGS
+# Rows of commit d585c03 and earlier recorded what the entry and its config contain. The other settings had the defaults
+# that train.py had then.
+OLD_DEFAULTS = dict(num_lsh=0, single_id=False, ablation='', beta1=0.9, weight_decay=0.1, grad_clip=1.0)
+OLD_DEFAULTS |= dict(lr_decay_steps=0, unfrozen_end_layers=0, activation_checkpointing=False)
+
+
+@functools.cache
+def train_defaults():
+    """{name: default} of train.py's settings; the source of a default that is no literal."""
+    defaults = {}
+    for name, node in find_settings('train.py').items():
+        try:
+            defaults[name] = ast.literal_eval(node.value)
+        except ValueError:
+            defaults[name] = ast.unparse(node.value)
+    return defaults
 
 
 class Study:
@@ -60,10 +83,10 @@ class Study:
         self.main = scope.get('MAIN', ())
         self.claims = scope.get('CLAIMS', ())
         self.measure = scope.get('MEASURE', 'nats_per_token')
-        self.failed = {}
+        self.failed = set()
         for entry in self.entries:
             # keys, then folders that DATA does not define
-            missing = ENTRY_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
+            missing = REQUIRED_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
             if missing:
                 raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
             self.lr_sweep(entry)
@@ -86,10 +109,17 @@ class Study:
         return (same_group or named)[0]
 
     def settings(self, entry):
-        """The settings of train.py that an entry and its config contain, without learning rate and seed."""
-        config = {k: v for k, v in read_config(entry['config']).items() if k in find_settings('train.py')}
-        settings = config | entry
-        return {k: settings[k] for k in sorted(settings.keys() - ENTRY_KEYS - SWEEP_SETTINGS - {'source'})}
+        """
+        What decides the rows of an entry, besides learning rate and seed: settings of train.py, from its defaults, the
+        config and the entry; the recipes of the data; the source. JSON gives the same values back.
+        """
+        defaults = train_defaults()
+        config = {k: v for k, v in read_config(entry['config']).items() if k in defaults}
+        settings = defaults | config | entry
+        settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
+        corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
+        settings |= dict(train=self.data[entry['train']], corpora=corpora, source=entry.get('source'))
+        return json.loads(json.dumps(settings, sort_keys=True))
 
     def key(self, entry, learning_rate, seed):
         """What identifies a run and its row."""
@@ -108,13 +138,16 @@ class Study:
         """{key: row} of the CSV. Raises InputError if a row was trained with other settings than its entry has."""
         rows = read_rows(self.csv)
         for entry in self.entries:
+            settings = self.settings(entry)
+            # of a row that does not record them; data, source and dtype are unknown then
+            old = settings | train_defaults() | OLD_DEFAULTS | dict(dtype=entry['dtype'])
             keys = [
                 self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
             ]
             for key in rows.keys() & keys:
-                recorded = json.loads(rows[key]['settings'])
-                if changed := [k for k, v in entry.items() if k in recorded and recorded[k] != v]:
-                    now = ', '.join(f'{k}={entry[k]} (its row: {recorded[k]})' for k in changed)
+                recorded = old | json.loads(rows[key]['settings'])
+                if changed := [k for k in settings if recorded[k] != settings[k]]:
+                    now = ', '.join(f'{k}={settings[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')
         return rows
 
@@ -125,8 +158,7 @@ class Study:
         """
         swept = self.lr_sweep(entry)
         keys = {self.key(swept, lr, swept['seeds'][0]): lr for lr in swept['learning_rates']}
-        ended = rows.keys() | self.failed.keys()
-        if not so_far and not keys.keys() <= ended:
+        if not so_far and not keys.keys() <= rows.keys() | self.failed:
             return None
         column = f'{next(iter(swept["corpora"]))}_nats_per_token'
         nats = {lr: float(rows[key][column]) for key, lr in keys.items() if key in rows}
@@ -154,42 +186,39 @@ class Study:
         return {
             key: entry
             for key, entry in self.runs(rows).items()
-            if key not in rows.keys() | self.failed.keys()
+            if key not in rows.keys() | self.failed
             if 'source' not in entry or self.source_key(entry, key[-1], rows) in rows
         }
 
     def run(self, key, entry, threads):
-        """Trains, evaluates and adds the row. Raises InputError if a script fails."""
-        folder = self.folder(key)
-        folder.mkdir(parents=True, exist_ok=True)
-        # a process of a killed sweep may still run: it holds the lock until it ends
-        with open(folder / 'lock', 'w') as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if key in read_rows(self.csv):
-                return
-            scripts = Scripts(folder, lock, threads)
-            group, name, learning_rate, seed = key
-            row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed)
-            row |= dict(settings=json.dumps(self.settings(entry)), threads=threads, commit=commit())
-            # train.py writes it last
-            if not (folder / 'loss.png').exists():
-                self.train(scripts, key, entry)
-            row |= strip_checkpoint(folder)
-            row |= self.evaluate(scripts, entry, row['dtype'])
-            add_row(self.csv, row)
+        """Trains and evaluates a run; a finished training is kept. Returns its row. Raises InputError."""
+        group, name, learning_rate, seed = key
+        settings = json.dumps(self.settings(entry))
+        scripts = Scripts(self.folder(key), threads)
+        record = scripts.folder / 'settings.json'
+        if (scripts.folder / 'ckpt.pt').exists() and record.exists() and record.read_text() != settings:
+            fix = 'give the entry a new name, or delete the folder'
+            raise InputError(f'{scripts.folder} contains a run of {key} with other settings; {fix}')
+        record.write_text(settings)
+        # train.py writes it last
+        if not (scripts.folder / 'loss.png').exists():
+            self.train(scripts, key, entry)
+        row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings, threads=threads)
+        row |= dict(commit=commit()) | training_columns(scripts.folder)
+        # only these are not needed to resume, expand or evaluate the run
+        for path in scripts.folder.glob('ckpt_*.pt'):
+            path.unlink()
+        row |= self.evaluate(scripts, entry, row['dtype'])
         nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
         print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)
+        return row
 
     def train(self, scripts, key, entry):
         """Trains a run, or resumes it."""
         _, _, learning_rate, seed = key
-        flags = self.settings(entry) | dict(
-            learning_rate=learning_rate,
-            seed=seed,
-            data_dir=entry['train'],
-            tokenizer=self.data[entry['train']].get('tokenizer', 'mistral'),
-            out_dir=scripts.folder,
-        )
+        flags = {k: v for k, v in entry.items() if k not in ENTRY_KEYS | OPTIONAL_KEYS}
+        flags |= dict(learning_rate=learning_rate, seed=seed, data_dir=entry['train'], out_dir=scripts.folder)
+        flags['tokenizer'] = self.data[entry['train']].get('tokenizer', 'mistral')
         if 'source' in entry:
             source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
             if not (source / 'ckpt.pt').exists():
@@ -199,7 +228,7 @@ class Study:
             if not expansion['output_dir'].exists():
                 scripts.run('expand.py', *as_flags(expansion))
             flags['init_from'] = expansion['output_dir']
-        scripts.run('train.py', '--auto_resume', *as_flags(flags))
+        scripts.run('train.py', entry['config'], '--auto_resume', *as_flags(flags))
 
     def evaluate(self, scripts, entry, dtype):
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
@@ -220,35 +249,26 @@ def as_flags(settings):
 
 
 class Scripts:
-    """
-    Runs scripts of this repository, from any working directory. Their output goes to `folder`. They inherit the open
-    file `lock` and so hold its lock until they end.
-    """
+    """Runs scripts of this repository, from any working directory. Their output goes to `folder`."""
 
-    def __init__(self, folder, lock, threads):
+    def __init__(self, folder, threads):
         self.folder = folder
-        self.lock = lock
         self.environment = os.environ | dict(OMP_NUM_THREADS=threads)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name, *args):
         """Runs a script. Raises InputError with the last line of its output if it fails."""
-        command = [sys.executable, REPO / name, *args]
         output = self.folder / f'{name}.out'
         with open(output, 'ab') as out:
-            done = subprocess.run(command, stdout=out, stderr=out, pass_fds=[self.lock.fileno()], env=self.environment)
+            done = subprocess.run([sys.executable, REPO / name, *args], stdout=out, stderr=out, env=self.environment)
         if done.returncode:
             *_, last_line = ['', *output.read_text(errors='replace').splitlines()]
             raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
 
 
-def strip_checkpoint(folder):
-    """Removes the optimizer, 2/3 of it, from a finished run's checkpoint; returns columns from checkpoint and log."""
-    state = torch.load(folder / 'ckpt.pt', weights_only=True)
-    state['optimizer'] = dict(state={}, param_groups=[{}])
-    torch.save(state, folder / 'ckpt.pt.tmp')
-    replace_durably(folder / 'ckpt.pt.tmp', folder / 'ckpt.pt')
-    for path in folder.glob('ckpt_*.pt'):
-        path.unlink()
+def training_columns(folder):
+    """Returns columns from a finished run's checkpoint and log."""
+    state = torch.load(folder / 'ckpt.pt', weights_only=True, mmap=True)
     parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
     counts = Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():
@@ -271,13 +291,10 @@ def prepare(study, corpus_dir, threads):
             raise InputError(f'{path} does not exist; {fix}')
         # every model of the list can read token ids
         recipes[folder] = recipe | dict(dataset=dataset, data_format='ids', data_dir=folder)
-    study.out.mkdir(parents=True, exist_ok=True)
-    with open(study.out / 'lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        scripts = Scripts(study.out, lock, threads)
-        for folder, recipe in recipes.items():
-            print(f'preparing {folder}', flush=True)
-            scripts.run('prepare.py', *as_flags(recipe))
+    scripts = Scripts(study.out, threads)
+    for folder, recipe in recipes.items():
+        print(f'preparing {folder}', flush=True)
+        scripts.run('prepare.py', *as_flags(recipe))
 
 
 def sweep(study, jobs, corpus_dir):
@@ -289,17 +306,17 @@ def sweep(study, jobs, corpus_dir):
     prepare(study, corpus_dir, threads)
     running = {}
     with ThreadPoolExecutor(jobs) as pool:
-        while True:
-            for key, entry in study.pending(study.rows()).items():
-                if len(running) < jobs and key not in running.values():
-                    print(f'starting {", ".join(map(str, key))}', flush=True)
-                    running[pool.submit(study.run, key, entry, threads)] = key
-            if not running:
-                break
+        while (pending := study.pending(study.rows())) or running:
+            waiting = [key for key in pending if key not in running.values()]
+            for key in waiting[: jobs - len(running)]:
+                print(f'starting {", ".join(map(str, key))}', flush=True)
+                running[pool.submit(study.run, key, pending[key], threads)] = key
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 key = running.pop(future)
-                if error := future.exception():
-                    study.failed[key] = error
+                try:
+                    write_csv(study.csv, [*read_csv(study.csv), future.result()])
+                except InputError as error:
+                    study.failed.add(key)
                     print(error, file=sys.stderr, flush=True)
     if study.failed:
         raise InputError(f'{len(study.failed)} runs failed; rerun the same command to retry them')

@@ -1,23 +1,25 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
 import ast
+import functools
 import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
 import sys
 
 import pytest
-from conftest import REPO, ok, snapshot, started
+from conftest import REPO, ok, snapshot, started, weights
 
-from configurator import InputError
+from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
-from study.rows import add_row, read_csv, read_rows, write_csv
-from study.sweep import Study, sweep
+from study.rows import read_csv, read_rows, values, write_csv
+from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
 DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
@@ -25,7 +27,7 @@ RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', corpora=dict(docs='data'), seeds=(1,),
         learning_rates=(1e-3, 1e-2), block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100,
-        loss='product',
+        loss='product', dtype='float32',
     )
 ]
 """
@@ -42,61 +44,97 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
-@pytest.fixture
-def folder(few, tmp_path, monkeypatch):
-    """The working directory, with a list of two runs and what they need."""
-    folder = tmp_path / 'folder'
-    folder.mkdir()
+def write_list(few, folder):
+    """Writes a list of two runs, and what they need."""
     for name in ('docs.jsonl', 'cfg.py'):
         shutil.copy(few / name, folder)
     (folder / 'runs.py').write_text(LIST)
-    monkeypatch.chdir(folder)
-    return folder
 
 
-def test_killed_sweep_ends_with_the_same_rows(folder):
-    """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
-    killed = shutil.copytree(folder, folder.with_name('killed'))
-    command = ('study.sweep', 'runs.py')
-    output = ok(*command, '--jobs=2', cwd=folder).stdout
-    expected = rows(folder)
-    assert sorted(expected) == sorted(RUNS) and {row['dtype'] for row in expected.values()} == {'float32'}
-    settings = [json.loads(row['settings']) for row in expected.values()]
-    assert settings[0] == settings[1] and settings[0]['loss'] == 'product' and 'learning_rate' not in settings[0]
+@pytest.fixture
+def folder(few, tmp_path, monkeypatch):
+    """The working directory, with the list."""
+    write_list(few, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope='module')
+def swept(few, tmp_path_factory):
+    """A folder with the list, after its sweep."""
+    swept = tmp_path_factory.mktemp('swept')
+    write_list(few, swept)
+    output = ok('study.sweep', 'runs.py', '--jobs=2', cwd=swept).stdout
     assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
-    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
-    process = started(*command, cwd=killed, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
-    os.kill(process.pid, signal.SIGKILL)  # the train.py that it started keeps running
+    return swept
+
+
+@pytest.fixture
+def finished(swept, tmp_path, monkeypatch):
+    """The working directory, a copy of `swept`."""
+    monkeypatch.chdir(shutil.copytree(swept, tmp_path / 'finished'))
+    return tmp_path / 'finished'
+
+
+@pytest.mark.xdist_group('sweep')
+def test_killed_sweep_ends_with_the_same_rows(folder, swept):
+    """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
+    command = ('study.sweep', 'runs.py')
+    process = started(*command, cwd=folder, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    finished = snapshot(killed / 'out/runs' / RUNS[0])
-    ok(*command, cwd=killed)
-    assert rows(killed) == expected
-    assert snapshot(killed / 'out/runs' / RUNS[0]) == finished
-    printed = ok('study.report', 'runs.py', cwd=folder).stdout
-    best = min(float(row['docs_nats_per_token']) for row in expected.values())
+    first = snapshot(folder / 'out/runs' / RUNS[0])
+    ok(*command, cwd=folder)
+    assert rows(folder) == rows(swept) and sorted(rows(swept)) == sorted(RUNS)
+    assert snapshot(folder / 'out/runs' / RUNS[0]) == first
+    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
+
+
+@pytest.mark.xdist_group('sweep')
+def test_report_of_a_list(finished):
+    """The report prints the tables of a list. It marks a row of another precision; a claim needs two models."""
+    best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
+    printed = ok('study.report', 'runs.py', cwd=finished).stdout
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
+    write_csv(finished / 'runs.csv', [row | dict(dtype='bfloat16') for row in read_csv(finished / 'runs.csv')])
+    runs = Study('runs.py')
+    assert '| H3 (1 of 1 seeds in bfloat16) |' in report.model_table([runs], 'nats_per_token')
+    runs.claims = [('claim', 'H3', 'Z')]
+    with pytest.raises(InputError, match='no group has both H3 and Z'):
+        report.claims_table([runs])
 
 
-def test_evaluation_fails_after_training(folder, monkeypatch):
-    """A run whose evaluation failed or was killed is only evaluated by the next sweep."""
-    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict()['a failure'])
+@pytest.mark.xdist_group('sweep')
+def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
+    """
+    A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed. Its
+    checkpoint keeps the optimizer, so that it can be resumed.
+    """
+    (finished / 'runs.csv').unlink()
+    monkeypatch.setattr(Study, 'train', None)
+    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
+    (finished / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
     with pytest.raises(InputError, match='2 runs failed'):
         sweep(Study('runs.py'), 2, '.')
-    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
+    assert 'with other settings; give the entry a new name, or delete the folder' in capsys.readouterr().err
+    (finished / 'runs.py').write_text(LIST)
     sweep(Study('runs.py'), 2, '.')
     assert len(read_csv(Study('runs.py').csv)) == 2
+    assert weights(finished, f'out/runs/{RUNS[0]}')['optimizer']['state']
 
 
-def test_source(folder, capsys):
+@pytest.mark.xdist_group('sweep')
+def test_source(finished, capsys):
     """An entry with a source waits for the source's run of the same seed and continues its training."""
-    (folder / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
-    data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\nRUNS[0] |= dict(learning_rates=(1e-2,))\n"
+    (finished / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
+    data = "DATA['larger'] = DATA['data'] | dict(tokenizer='same.model')\n"
     entry = "dict(name='continued', source='H3', train='larger', corpora=dict(docs='larger'), learning_rates=(1e-6,))"
-    (folder / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
+    (finished / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n')
     runs = Study('runs.py')
-    assert list(runs.pending({})) == [('tiny', 'H3', 1e-2, 1)]
+    assert list(runs.pending({})) == [('tiny', 'H3', 1e-3, 1), ('tiny', 'H3', 1e-2, 1)]
     row = dict(docs_nats_per_token='5')
-    assert runs.source_key(runs.entries[0], 2, {('tiny', 'H3', 1e-2, 1): row}) == ('tiny', 'H3', 1e-2, 2)
+    first = {key: row for key in runs.pending({})}
+    assert runs.source_key(runs.entries[0], 2, first) == ('tiny', 'H3', 1e-3, 2)
     sweep(runs, 2, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
@@ -125,23 +163,50 @@ def test_best_learning_rate(folder):
     assert runs.best_lr(longer, full) == 1e-2 and runs.best_lr(longer, partial) is None
     assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
     runs.entries = [entry]
-    runs.failed[second] = 'it failed'
+    runs.failed.add(second)
     assert runs.best_lr(entry, partial) == 1e-3 and not runs.pending(partial)
 
 
-def test_rows_belong_to_entries(folder):
-    """An entry whose settings differ from those of its rows is refused, and so is a claim without rows."""
+# (text of LIST or cfg.py, what replaces it, the setting that the error names)
+CHANGES = [
+    ('num_buckets=100', 'num_buckets=99', 'num_buckets=99'),
+    ('num_buckets=100', 'num_buckets=100, beta1=0.8', 'beta1=0.8'),
+    ('val_fraction=0.25', 'val_fraction=0.3', "'val_fraction': 0.3"),
+    ("train='data'", "train='other'", "'dataset': 'other.jsonl'"),
+    ("docs='data'", "docs='data', more='data'", "'more': "),
+    ('num_heads = 2', 'num_heads = 1', 'num_heads=1'),
+]
+
+
+def change(folder, right, wrong):
+    """Replaces text of the list and of its config."""
+    for name in ('runs.py', 'cfg.py'):
+        path = folder / name
+        path.write_text(path.read_text().replace(right, wrong))
+
+
+@pytest.mark.parametrize('right, wrong, says', CHANGES)
+def test_rows_belong_to_entries(folder, right, wrong, says):
+    """
+    An entry whose settings, data or config differ from those of its rows is refused. A row of d585c03 does not record
+    all of them: it is compared with that commit's defaults, and its data are unknown.
+    """
+    (folder / 'runs.py').write_text(f"{LIST}DATA['other'] = DATA['data'] | dict(dataset='other.jsonl')\n")
+    runs = Study('runs.py')
+    settings = runs.settings(runs.entries[0])
     row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
-    row['settings'] = '{"num_buckets": 100, "beta2": 0.5}'
-    add_row(Study('runs.py').csv, row)
+    old = {k: v for k, v in settings.items() if k not in ('beta1', 'train', 'corpora', 'source', 'dtype')}
+    change(folder, right, wrong)
+    for recorded in (settings, old):
+        write_csv(runs.csv, [row | dict(settings=json.dumps(recorded))])
+        if recorded is old and "'" in says:
+            assert Study('runs.py').rows()
+            continue
+        with pytest.raises(InputError, match=f'{re.escape(says)}.*its row: .*give the entry a new name'):
+            Study('runs.py').rows()
+    change(folder, wrong, right)
     runs = Study('runs.py')
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
-    runs.claims = [('claim', 'H3', 'Z')]
-    with pytest.raises(InputError, match='no group has both H3 and Z'):
-        report.claims_table([runs])
-    (folder / 'runs.py').write_text(LIST.replace('num_buckets=100', 'num_buckets=99'))
-    with pytest.raises(InputError, match='has num_buckets=99 .its row: 100.; give the entry a new name'):
-        Study('runs.py').rows()
 
 
 def test_costs(folder, monkeypatch):
@@ -169,29 +234,65 @@ def test_costs(folder, monkeypatch):
     assert [row['relative_time'] for row in rows[2:]] == ['1.000', '0.500', '2.000']
 
 
-def table_rows(markdown):
-    """The lines of the tables in a text."""
-    return [line for line in markdown.splitlines() if line.startswith('|')]
+# -----------------------------------------------------------------------------
+# the lists of this repository and their results
 
-
-LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion')
+LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion', 'longer', 'paper100m')
 LANGUAGES = ('english', 'mixture', 'arabic', 'chinese', 'hindi')
+# rows at commit d585c03
+RECORDED = dict(english=284, vocabulary=30, large_vocabulary=12, expansion=16)
 
 
-def seed_values(group, name, column):
-    """The values of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+@pytest.mark.parametrize('name', LISTS)
+def test_the_lists(name, monkeypatch):
+    """Each list loads, no recorded row is refused, and every run has a dtype and passes flags that train.py knows."""
+    monkeypatch.chdir(REPO)
+    study = Study(f'study/{name}.py')
+    assert len(study.rows()) >= RECORDED.get(name, 0)
+    runs = study.runs({}) | study.runs(study.rows())
+    assert runs
+    known = find_settings('train.py').keys() | ENTRY_KEYS | OPTIONAL_KEYS
+    assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
+
+
+@functools.cache
+def entry_names():
+    """{(group, name in the tables): name in the CSVs}."""
+    entries = [entry for name in LISTS for entry in runpy.run_path(REPO / f'study/{name}.py')['RUNS']]
+    return {(entry['group'], entry.get('label', entry['name'])): entry['name'] for entry in entries}
+
+
+def seed_rows(group, label):
+    """The rows of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
+    label, marked = re.fullmatch(r'(.*?)(?: \((\d) of \d seeds in float32\))?', label).groups()
+    name = entry_names()[group, label]
     rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
     rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
     first = [row for row in rows if row['seed'] == '1']
     selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
     best = min(first, key=lambda row: float(row[selected]))['learning_rate']
-    return [float(row[column]) for row in rows if row['learning_rate'] == best and row[column]]
+    rows = [row for row in rows if row['learning_rate'] == best]
+    assert [row['dtype'] for row in rows].count('float32') == int(marked or 0)
+    return rows
 
 
-def written(values, digits):
-    if len(values) < 2:
-        return f'{values[0]:.{digits}f}' if values else '–'
-    return f'{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}'
+def seed_values(group, label, column):
+    return [float(row[column]) for row in seed_rows(group, label) if row[column]]
+
+
+def table_rows(markdown):
+    """The lines of the tables in a text."""
+    return [line for line in markdown.splitlines() if line.startswith('|')]
+
+
+def table_cells(lines):
+    return [line.strip('| ').split(' | ') for line in lines]
+
+
+def written(numbers, digits):
+    if len(numbers) < 2:
+        return f'{numbers[0]:.{digits}f}' if numbers else '–'
+    return f'{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f}'
 
 
 def check_model_line(line, measure, digits, corpora=('english', 'fineweb')):
@@ -232,12 +333,11 @@ def test_results_are_what_the_rows_say():
     """Every cell of the tables of RESULTS.md, and every number with ±, follows from the CSVs."""
     text = (REPO / 'study/RESULTS.md').read_text()
     tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
-    cells = {name: [line.strip('| ').split(' | ') for line in table_rows(lines)[2:]] for name, lines in tables.items()}
-    names = {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'}
-    assert cells.keys() == names and all(cells.values())
+    cells = {name: table_cells(table_rows(lines)[2:]) for name, lines in tables.items()}
+    assert {'english', 'vocabulary', 'expansion', 'expansion_claims', 'claims'} <= cells.keys() and all(cells.values())
     for line in cells['english']:
         check_model_line(line, 'nats_per_token', 3)
-    for line in cells['vocabulary']:
+    for line in cells['vocabulary'] + cells.get('longer', []):
         check_model_line(line, 'bits_per_byte', 4)
     for line in cells['expansion']:
         check_model_line(line, 'bits_per_byte', 4, LANGUAGES)
@@ -249,25 +349,50 @@ def test_results_are_what_the_rows_say():
     readme = (REPO / 'README.md').read_text()
     for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
         assert number in ''.join(tables.values()), number
-    shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
-    assert len(shown) > 3 and set(shown) <= set(table_rows(tables['english']))
-    assert len(text.splitlines()) <= 150
+    head, _, *shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
+    assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
+
+
+def test_gpu_figures():
+    """What README and RESULTS quote of GPU runs is in gpu.csv and gpu_speed.csv, or follows from two of their rows."""
+    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
+    runs = read_csv(REPO / 'study/gpu.csv')
+    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
+    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
+    for text in (report.gpu_table(), *texts):
+        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
+        assert [cells for cells in shown if len(cells) == len(lines[0])] in ([], lines)
+    differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
+    speeds = read_csv(REPO / 'study/gpu_speed.csv')
+    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
+    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
+    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
+        if '41 M tokens' in sentence and '|' not in sentence:
+            assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
+        if 'H200' in sentence:
+            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
+                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
+            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
+                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):
     """The CSVs give the same tables and figures, byte by byte."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
     monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
-    text = (REPO / 'study/RESULTS.md').read_text()
-    (tmp_path / 'study/RESULTS.md').write_text(re.sub(r'^\|.*\n', '', text, flags=re.MULTILINE))
+    texts = {name: (REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md')}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(re.sub(r'(?<= -->\n)(\|.*\n)*', '', text))
+    for figure in tmp_path.glob('study/*.png'):
+        figure.unlink()
     monkeypatch.chdir(REPO)
     report.write()
-    assert (tmp_path / 'study/RESULTS.md').read_text() == text
-    figures = re.findall(r'!\[.*?\]\((.*?)\)', text)
-    assert figures == ['vocabulary_size.png', 'large_vocabulary_time.png']
-    first = {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    first = {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
+    shown = re.findall(r'!\[.*?\]\((?:study/)?(\w+\.png)\)', ''.join(texts.values()))
+    assert shown and set(shown) <= first.keys() == {path.name for path in REPO.glob('study/*.png')}
     report.write()
-    assert first == {figure: (tmp_path / 'study' / figure).read_bytes() for figure in figures}
+    assert first == {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
 
 
 # (text of LIST, what replaces it, the error)
@@ -278,6 +403,7 @@ WRONG = [
     ("='docs.jsonl'", "='{corpus_dir}/english_edu.jsonl.xz@5e6'", 'none/english_edu.jsonl.xz does not exist; name its'),
     ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: '),
     ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called .'tiny', 'H3'."),
+    (", dtype='float32'", '', "missing keys.*'dtype'"),
     ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
 ]
 
@@ -291,7 +417,7 @@ def test_a_wrong_list(folder, right, wrong, says):
     assert not (folder / 'runs.csv').exists()
 
 
-@pytest.mark.parametrize('name', ['costs', 'kernels', 'rank', 'report', 'sweep'])
+@pytest.mark.parametrize('name', ['costs', 'rank', 'report', 'sweep'])
 def test_help(name, tmp_path):
     """Each script of the study prints its docstring for --help."""
     title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
