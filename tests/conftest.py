@@ -36,7 +36,9 @@ REPO = Path(__file__).resolve().parent.parent
 
 def __getattr__(name):
     """Returns a helper of test_mhf.py, imported only when a test uses it, because test_mhf.py imports torch."""
-    helpers = 'bucket_logits normalizer_and_gradient plain_twin random_model vocabulary write_released'
+    helpers = (
+        'bucket_logits needs_interpreter normalizer_and_gradient plain_twin random_model vocabulary write_released'
+    )
     if name in helpers.split():
         return getattr(importlib.import_module('test_mhf'), name)
     raise AttributeError(name)

@@ -12,7 +12,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, normalizer_and_gradient, ok, plain_twin, random_model, steps, vocabulary
+from conftest import REPO, needs_interpreter, normalizer_and_gradient, ok, plain_twin, random_model, steps, vocabulary
 
 from mhf.generate import Engine
 from mhf.lm import MHFLM
@@ -22,6 +22,8 @@ pytest.importorskip('triton', reason='needs the package triton')
 # read by cuBLAS when it is initialized, for test_deterministic
 os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] == '0' else 'cpu'
+# without a GPU, the interpreter runs the kernels
+with_kernels = pytest.param(True, marks=needs_interpreter if DEVICE == 'cpu' else ())
 on_a_gpu = pytest.mark.skipif(DEVICE == 'cpu', reason='needs a GPU, and `make gpu`')
 KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
 
@@ -52,7 +54,7 @@ def reference(request):
     return m, ids, everything(plain_twin(m), ids)
 
 
-@pytest.mark.parametrize('use_kernels', [False, True])
+@pytest.mark.parametrize('use_kernels', [False, with_kernels])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 def test_equals_the_cpu(reference, dtype, tolerance, use_kernels):
     """Logits, losses and gradients on a GPU equal those of model.MHF on a CPU, in columns and with kernels."""

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip('triton', reason='needs the package triton')
 
 import triton
-from conftest import REPO, normalizer_and_gradient, vocabulary
+from conftest import REPO, needs_interpreter, normalizer_and_gradient, vocabulary
 
 from hashing import signature_table
 from mhf import kernels
@@ -26,7 +26,7 @@ from mhf.runtime import no_triton
 from model import MHF
 
 # the interpreter warns about a block of 64 unused ids
-pytestmark = pytest.mark.filterwarnings('ignore:divide by zero encountered in log')
+pytestmark = [needs_interpreter, pytest.mark.filterwarnings('ignore:divide by zero encountered in log')]
 
 
 def make_vocabulary(H, B, V, num_lsh=0, unused_ids=(), unique=True):
