@@ -16,11 +16,11 @@ fewer. With n processes, each evaluates every n-th document and draws its own fe
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
+import contextlib
 import csv
 import functools
 import inspect
 import logging
-import math
 import os
 import random
 import sys
@@ -467,6 +467,18 @@ def local_config(name, config, folder):
     return changes, notes
 
 
+def paper_config(name, folder=''):
+    """A task of the paper -> its lm-eval config, [how its data in a folder differ from the hub's]."""
+    from lm_eval.tasks._yaml_loader import load_yaml  # imports datasets, which takes two seconds
+
+    file = PAPER[name].get('yaml')
+    file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
+    group = load_yaml(EVAL_TASKS / 'paper.yaml')['task']
+    config = load_yaml(file) | next(task for task in group if task['task'] == name)
+    changes, notes = local_config(name, config, folder) if folder else ({}, [])
+    return config | changes, notes
+
+
 def load_tasks(names, folder=''):
     """
     Loads tasks with their data: the paper's from the hub or from the files in a folder, others as lm-eval defines them.
@@ -475,7 +487,6 @@ def load_tasks(names, folder=''):
     """
     import datasets
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
 
     for library in ('lm_eval', 'huggingface_hub'):
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -483,8 +494,7 @@ def load_tasks(names, folder=''):
         datasets.disable_progress_bars()
     # lm-eval's index of all tasks takes seconds
     manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
-    group = {task['task']: task for task in load_yaml(EVAL_TASKS / 'paper.yaml')['task']}
-    # lm_eval.simple_evaluate does the same, but also describes the environment, which takes seconds
+    # lm_eval.simple_evaluate does the same as the rest, but also describes the environment, which takes seconds
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
@@ -492,12 +502,7 @@ def load_tasks(names, folder=''):
     notes = defaultdict(list)
     for name in names:
         if name in PAPER:
-            file = PAPER[name].get('yaml')
-            file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
-            config = load_yaml(file) | group[name]
-            if folder:
-                changes, notes[name] = local_config(name, config, folder)
-                config |= changes
+            config, notes[name] = paper_config(name, folder)
             specs = [config]
         else:
             specs = manager.match_tasks([name])
@@ -516,7 +521,7 @@ def load_tasks(names, folder=''):
 def load_task(manager, name, specs):
     """Returns lm-eval's dict of tasks and groups, with their data, for names or configs of tasks. Raises InputError."""
     try:
-        loaded = manager.load(specs)
+        return manager.load(specs)
     # no network; a truncated, empty or malformed file; a missing field; a missing package
     except Exception as e:
         source = 'its data'
@@ -528,18 +533,29 @@ def load_task(manager, name, specs):
             fix = '; connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         reason = ' '.join(str(e).split())[:300] or 'nothing in it'
         raise InputError(f'{name}: {source} cannot be read ({type(e).__name__}: {reason}){fix}') from None
-    if any(getattr(task, 'UNSAFE_CODE', False) for task in loaded['tasks'].values()):
-        raise InputError(f'{name} runs generated code; use python -m mhf.lm with --confirm_run_unsafe_code')
-    return loaded
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """Raises InputError for the ValueErrors that lm-eval raises for people's mistakes."""
+    fixes = {
+        'Tasks not found': 'list all tasks with: python -m mhf.lm ls tasks',
+        'did not find any docs': 'start at most as many processes as a task has documents',
+        'marked as unsafe': 'use python -m mhf.lm with --confirm_run_unsafe_code',
+    }
+    try:
+        yield
+    except ValueError as e:
+        fix = next((fix for problem, fix in fixes.items() if problem in str(e)), None)
+        if fix is None:
+            raise
+        raise InputError(f'{e}; {fix}') from None
 
 
 def run_tasks(lm, loaded, notes, limit=None):
     """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; None on ranks above 0."""
-    for name, task in loaded['tasks'].items():
-        count = min(len(task.eval_docs), limit or math.inf)
-        if count < lm.world_size:
-            raise InputError(f'{name}: {count} documents for {lm.world_size} processes; start fewer processes')
-    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
+    with one_line_errors():
+        results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     truncated = all_gather_object(lm.truncated)
     if results is None:
         return None
@@ -560,13 +576,6 @@ def run_tasks(lm, loaded, notes, limit=None):
 # lm-eval's command line
 
 
-# what people's mistakes raise in lm-eval
-FIXES = {
-    'Tasks not found': 'list all tasks with: python -m mhf.lm ls tasks',
-    'did not find any docs': 'start at most as many processes as a task has documents',
-}
-
-
 def main():
     """Runs lm-eval's command line with this model and the tasks of eval_tasks/."""
     from lm_eval.__main__ import cli_evaluate
@@ -577,13 +586,8 @@ def main():
         defaults = [f'--include_path={EVAL_TASKS}'] + ['--model=mhf'] * (command == 'run')
         position = 2 if sys.argv[1] == command else 1
         sys.argv[position:position] = defaults
-    try:
+    with one_line_errors():
         cli_evaluate()
-    except ValueError as e:
-        fix = next((fix for problem, fix in FIXES.items() if problem in str(e)), None)
-        if fix is None:
-            raise
-        raise InputError(f'{e}; {fix}') from None
     cleanup()
 
 
