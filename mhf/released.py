@@ -344,19 +344,16 @@ def find_tokenizer(folder, config_json):
     Returns the name of the tokenizer of a released folder, None if it is unknown: the folder's own tokenizer.json,
     unless config.json names a tokenizer that is the same. A tokenizer.json that transformers wrote may have new tokens.
     """
-    named = config_json.get('tokenizer')
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
-    if isinstance(named, str) and named.endswith(('.model', '.json')):
-        named = own.get(named)
     json_file = own.get('tokenizer.json')
-    if (
-        named
-        and json_file
-        and named != json_file
-        and not same_tokenizer(get_tokenizer(named), get_tokenizer(json_file))
-    ):
-        return json_file
-    return named or json_file or own.get('tokenizer.model')
+    named = config_json.get('tokenizer')
+    if not isinstance(named, str):
+        named = None
+    elif named.endswith(('.model', '.json')):
+        named = own.get(named)
+    if not named or not json_file or named == json_file:
+        return named or json_file or own.get('tokenizer.model')
+    return named if same_tokenizer(get_tokenizer(named), get_tokenizer(json_file)) else json_file
 
 
 def has_padding_from(model, V):

@@ -22,7 +22,7 @@ from configurator import InputError
 from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.lm import open_lm
-from mhf.released import from_pretrained, save_pretrained
+from mhf.released import from_pretrained, has_padding_from, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
@@ -293,6 +293,17 @@ def test_tokens_added_in_transformers(tmp_path):
     assert (opened.model.log_probs(x) - grown(x).logits.log_softmax(-1)).abs().max() < 1e-5
     with pytest.raises(InputError, match='32768 tokens, expected 32770'):
         assert load(str(folder), 'mistral').tok
+
+
+@pytest.mark.parametrize(
+    'rows, V, is_padding', [(256, 129, True), (256, 128, False), (257, 256, False), (257, 257, True)]
+)
+def test_rows_that_are_padding(rows, V, is_padding):
+    """Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero."""
+    m = random_model(num_hashes=0, vocab_size=rows)
+    assert has_padding_from(m, V) == is_padding
+    m.embed.weight.data[V:] = 0
+    assert has_padding_from(m, V)
 
 
 TABLES = [(1, 0, False, 700), (2, 0, False, 300), (2, 1, False, 300), (2, 2, False, 64), (2, 0, True, 300)]
