@@ -424,7 +424,7 @@ def test_chunks_equal_the_whole(loss, changes, use_kernels):
             assert torch.allclose(a.double(), b.double(), rtol=1e-12)
 
 
-@pytest.mark.parametrize('n', [1, 7, 16, 33])
+@pytest.mark.parametrize('n', [1, 7, 16, 33, 50])
 def test_any_number_of_positions(n):
     """Chunks are at most max_chunk positions, evenly large, and cover all positions."""
     m = random_model()
@@ -722,6 +722,8 @@ def test_compiled(loss, H):
     assert not differing(loss_and_gradients(m, m(x, y)), plain)
     # the encoder, a block, the norm and a chunk
     assert len(graphs.graphs) == (4 if H else 3)
+    # RoPE's angles are computed once, outside the blocks
+    assert not any(re.search(r'\b(cos|sin|pow)\b\(', graph.code) for graph in graphs.graphs)
     assert torch.allclose(m.token_losses(x, y, ('exact',))[0], plain_twin(m).token_losses(x, y, ('exact',))[0])
 
 

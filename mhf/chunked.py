@@ -260,10 +260,10 @@ class ChunkedMHF(MHF):
         return autocast_copy(self.head_weight).chunk(self.config.num_coordinates)
 
     def split_positions(self, *tensors):
-        """Splits tensors (n, ...) into equally large chunks of at most max_chunk positions -> [tuple of views]."""
+        """Splits tensors (n, ...) evenly into chunks of at most max_chunk positions -> [tuple of views]."""
         max_chunk = self.max_chunk or default_chunk(self.embed.weight.device.type, self.config)
         num_chunks = max(1, -(-len(tensors[0]) // max_chunk))
-        return list(zip(*(tensor.chunk(num_chunks) for tensor in tensors), strict=True))
+        return list(zip(*(tensor.tensor_split(num_chunks) for tensor in tensors), strict=True))
 
     @contextlib.contextmanager
     def parameters_replaced(self, copies, matrices):
@@ -281,10 +281,10 @@ class ChunkedMHF(MHF):
 
     def copy_parameters(self):
         """
-        Returns {parameter: detached copy} and the E_i of the head as separate copies. Matrices that autocast converts
-        are converted here, once for all chunks; other copies share memory with their parameter.
+        Returns {parameter: detached copy} and the E_i of the head as separate copies. The matrices of the Hash Decoder
+        are converted here as autocast would, once for all chunks; other copies share memory with their parameter.
         """
-        weights = {module.weight for module in self.modules() if isinstance(module, nn.Linear)}
+        weights = {module.weight for module in self.hash_decoder.modules() if isinstance(module, nn.Linear)}
         copies = {p: autocast_copy(p) if p in weights else p.detach() for p in self.parameters()}
         matrices = autocast_copy(self.head_weight).chunk(self.config.num_coordinates)
         return copies, [E_i.detach() for E_i in matrices]
@@ -303,6 +303,7 @@ class ChunkedMHF(MHF):
         return HeadLoss.apply(self, h, y, self.head_weight, *(p for p in self.parameters() if p.requires_grad))
 
     def losses_per_position(self, h, y, losses):
+        """As in MHF, without gradients."""
         function = functools.partial(super().losses_per_position, losses=losses)
         return [torch.cat(parts) for parts in zip(*self.map_chunks(function, h, y), strict=True)]
 
@@ -387,7 +388,7 @@ class HeadLoss(torch.autograd.Function):
         copies, matrices = model.copy_parameters()
         inputs = [copies[p].requires_grad_() for p in parameters]
         dh = torch.zeros_like(h)
-        dE = torch.zeros_like(upcast(E)) if E.requires_grad else None
+        dE = torch.zeros_like(E, dtype=torch.promote_types(E.dtype, torch.float32)) if E.requires_grad else None
         sums = [None] * len(parameters)
         if E.requires_grad:
             inputs += [E_i.requires_grad_() for E_i in matrices]
