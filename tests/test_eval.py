@@ -165,7 +165,7 @@ def test_results_are_written_without_a_reader(few, tmp_path):
     """The results file is written although the reader of stdout has ended and lm-eval prints."""
     small_tasks(tmp_path)
     # stdout is a pipe without a reader
-    patch = "import os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)"
+    patch = 'import os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)'
     args = ['--tasks=lambada_openai', f'--benchmark_dir={tmp_path}', f'--output_path={tmp_path}', '--device=cpu']
     done = run('eval.py', *args, cwd=few, patch=patch)
     assert list(tmp_path.rglob('results_*.json')) and 'Traceback' not in done.stderr, done.stderr
