@@ -18,6 +18,7 @@ From a document to its loss:
    A document of more than MAX_DOCUMENT_CHARS is split.
 2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. If the
    first 64M characters of a source have fewer than n documents, it holds out the tail of each document instead.
+   expand.py holds out the same documents if val_fraction is HELD_OUT (mhf/sources.py).
 3. encode tokenizes it. ShardWriter writes bos and the document, as ids (n,) or as signatures table[ids] (n, H).
 4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.
 5. training_batches (train.py) reads blocks of T + 1 tokens in the order of block_indices (mhf/data.py). Blocks cross
