@@ -27,9 +27,7 @@ gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) bench.py config/mhf_100m.py --variants=exact,Standard --benchmarks=train
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
-# keeps a .venv that exists, unless its Python is too old or has no pip
-CHECK = import sys; sys.version_info < (3, 11) and sys.exit('error: Python ' + sys.version.split()[0] + ' is older than 3.11; name another: make PYTHON=python3.12')
 .venv/installed: requirements.txt
-	@.venv/bin/python -c "import pip; $(CHECK)" 2> /dev/null || { $(PYTHON) -c "$(CHECK)" && $(PYTHON) -m venv --clear .venv; }
+	test -d .venv || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -r requirements.txt
 	touch $@

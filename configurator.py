@@ -18,13 +18,17 @@ import functools
 import io
 import math
 import os
+import re
+import signal
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ('prepare.py', 'train.py', 'sample.py', 'bench.py', 'eval.py', 'expand.py')
+CALL = '\nconfig = configure('
+SCRIPTS = sorted(path.name for path in HERE.glob('[!.]*.py') if CALL.encode() in path.read_bytes())
 
 
 class InputError(ValueError):
@@ -77,6 +81,7 @@ def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         if os.environ.get('LOCAL_RANK', '0') != '0':
             # local rank 0 prints an error that all ranks have; then torchrun ends this process before it prints
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
@@ -102,7 +107,7 @@ def check_numbers(settings, names, low=0, below=math.inf, positive=False):
 @functools.cache
 def find_settings(script):
     """Returns {name: ast node of its assignment} of the settings in a script's source."""
-    above, _, _ = (HERE / script).read_text(encoding='utf-8').partition('\nconfig = configure(')
+    above, _, _ = (HERE / script).read_text(encoding='utf-8').partition(CALL)
     nodes = [node for node in ast.parse(above).body if isinstance(node, ast.Assign)]
     targets = {ast.unparse(node.targets[0]): node for node in nodes}
     return {name: node for name, node in targets.items() if is_setting_name(name)}
@@ -139,8 +144,8 @@ def parse_flag(argument, script, defaults):
     """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
-        owner = next((other for other in SCRIPTS if key in find_settings(other)), None)
-        hint = f' (it is a setting of {owner})' if owner else did_you_mean(key, defaults)
+        owners = ', '.join(other for other in SCRIPTS if key in find_settings(other))
+        hint = f' (it is a setting of {owners})' if owners else did_you_mean(key, defaults)
         raise InputError(f"unknown setting '--{key}' of {script}{hint}")
     if not equals and isinstance(defaults[key], bool | None):
         return {key: True}
@@ -149,16 +154,13 @@ def parse_flag(argument, script, defaults):
     if isinstance(defaults[key], str):
         return {key: text}
     try:
-        return {key: ast.literal_eval({'true': 'True', 'false': 'False', 'none': 'None'}.get(text, text))}
+        return {key: ast.literal_eval(text)}
     except (ValueError, SyntaxError):
         return {key: text}
 
 
-def read_config(path, own=()):
-    """
-    Returns {name: value} of a config file. Raises InputError for its errors, and for names that are neither settings of
-    SCRIPTS nor in `own`.
-    """
+def read_config(path):
+    """Returns {name: value} of a config file. Raises InputError for its errors and for unknown names."""
     file = Path(path) if Path(path).is_file() else HERE / path
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
@@ -169,7 +171,7 @@ def read_config(path, own=()):
     except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
-    known = set(own).union(*map(find_settings, SCRIPTS))
+    known = set().union(*map(find_settings, SCRIPTS))
     for key in settings:
         if key not in known:
             raise InputError(f"{path}: unknown setting '{key}'{did_you_mean(key, known)}")
@@ -177,21 +179,13 @@ def read_config(path, own=()):
 
 
 def print_help(scope):
-    """Prints a script's docstring and its settings with the comments above them."""
-    script = Path(scope['__file__']).resolve()
-    lines = script.read_text(encoding='utf-8').splitlines()
-    if scope['__doc__']:  # removed by python -OO
-        print(scope['__doc__'].strip() + '\n')
-    print('settings:')
-    for node in find_settings(script).values():
-        first = node.lineno - 1
-        while first and lines[first - 1].startswith('#'):
-            first -= 1
-        if first < node.lineno - 1:  # a comment starts a group
-            print()
-        lines[node.lineno - 1] = '--' + lines[node.lineno - 1].replace(' = ', '=', 1)
-        for line in lines[first : node.end_lineno]:
-            print('  ' + line)
+    """Prints a script's docstring, and its settings in their groups."""
+    above, _, _ = Path(scope['__file__']).read_text(encoding='utf-8').partition(CALL)
+    first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start()
+    settings = re.sub(r'^(\w+) = ', r'--\1=', above[first:], flags=re.MULTILINE)
+    groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
+    docstring = scope['__doc__'] or ''  # python -OO has no docstrings
+    print(f'{docstring.strip()}\n\nsettings:\n\n{textwrap.indent(groups.lstrip(), "  ")}'.lstrip())
 
 
 def configure(scope):
@@ -212,7 +206,7 @@ def configure(scope):
     settings = dict(defaults)
     for argument in sorted(arguments, key=lambda argument: argument.startswith('--')):  # config files first
         is_flag = argument.startswith('--')
-        given = parse_flag(argument, script, defaults) if is_flag else read_config(argument, defaults)
+        given = parse_flag(argument, script, defaults) if is_flag else read_config(argument)
         # a config file may contain settings of other scripts
         settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
     scope.update(settings)
