@@ -18,6 +18,7 @@ From a document to its loss:
    A document of more than MAX_DOCUMENT_CHARS is split.
 2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. If the
    first 64M characters of a source have fewer than n documents, it holds out the tail of each document instead.
+   expand.py holds out the same documents if val_fraction is HELD_OUT (mhf/sources.py).
 3. encode tokenizes it. ShardWriter writes bos and the document, as ids (n,) or as signatures table[ids] (n, H).
 4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.
 5. training_batches (train.py) reads blocks of T + 1 tokens in the order of block_indices (mhf/data.py). Blocks cross
@@ -204,8 +205,7 @@ class ShardWriter:
     def discard(self):
         """Deletes the file unless close() has renamed it."""
         self.temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # on a full disk, because close() writes what is in its buffer
-            self.file.close()
+        self.file.close()  # raises an error on a full disk if its buffer is not empty
 
 
 def batches(documents):
@@ -275,18 +275,17 @@ def read_source(job, source):
 
 
 def ends_before_held_out(job, source):
-    """Returns whether a source reaches its limit before its first held-out document, if it holds out documents."""
+    """Returns whether a source that holds out documents reaches its limit before the first of them."""
     if source['limit'] is None:
         return False
     texts = list(itertools.islice(read_source(job, source), round(1 / job.meta['val_fraction']) - 1))
-    if sum(len(text.encode()) + 1 for text in texts) < source['limit']:  # a token has at least one byte
+    # counting takes as long as the work, so first an estimate from the start of each document
+    starts = [text[:256] for text in texts]
+    tokens_per_char = sum(map(len, job.tok.encode(starts))) / max(1, sum(map(len, starts)))
+    if 2 * tokens_per_char * sum(map(len, texts)) < source['limit']:
         return False
-    tokens = 0
-    for text in texts:
-        tokens += 1 + len(job.tok.encode([text])[0])
-        if tokens >= source['limit']:
-            return True
-    return False
+    tokens = itertools.accumulate(1 + len(job.tok.encode([text])[0]) for text in texts)
+    return any(n >= source['limit'] for n in tokens)
 
 
 def check_held_out(job, counts):
@@ -347,8 +346,7 @@ def locked(folder, meta, part):
             raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
         finally:
             if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
-                shards = [f'{split}_000000.bin' for split in SPLITS]
-                for name in (*shards, 'meta.json'):
+                for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
                     (folder / name).unlink(missing_ok=True)
 
 
@@ -403,13 +401,12 @@ def main(config):
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, meta, part), bar:
-        check_same(
-            folder, data.read_meta(folder), meta, tok
-        )  # another part may have written meta.json since it was read
+        # another part may have written meta.json since it was read
+        check_same(folder, data.read_meta(folder), meta, tok)
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
-        starts = [start_counts(job, source) for source in meta['sources']]
-        check_held_out(job, starts)
-        counts = [prepare_source(job, *source_start) for source_start in zip(meta['sources'], starts, strict=True)]
+        counts = [start_counts(job, source) for source in meta['sources']]
+        check_held_out(job, counts)
+        counts = [prepare_source(job, *pair) for pair in zip(meta['sources'], counts, strict=True)]
     report(job, counts)
 
 

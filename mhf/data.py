@@ -86,13 +86,12 @@ def replace_durably(temporary, path):
     with open(temporary, 'rb') as f:
         os.fsync(f.fileno())
     os.replace(temporary, path)
-    if hasattr(os, 'O_DIRECTORY'):
-        with contextlib.suppress(OSError):  # some network file systems
-            folder = os.open(path.parent, os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+    with contextlib.suppress(OSError):  # Windows and some network file systems cannot fsync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_json(path, value, part):
@@ -120,7 +119,7 @@ def read_json(path, fix):
 def read_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
     path = Path(folder) / 'meta.json'
-    meta = read_json(path, f'change --data_dir, or delete {folder} and prepare it again')
+    meta = read_json(path, 'change --data_dir, or delete the folder if prepare.py wrote it')
     if meta is not None and 'parts' not in meta:
         raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
     return meta

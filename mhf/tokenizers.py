@@ -15,6 +15,7 @@ Each tokenizer has
 """
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
@@ -283,9 +284,10 @@ def byte_lengths(tok):
         lengths.append(len(token or ''))
     for i in {tok.bos, tok.unk} - {None}:
         lengths[i] = 0
-    first = tok.encode(['a'])[0][:1]
-    if first and str(tok.tokens[first[0]]).startswith(('▁', 'Ġ')):
-        lengths[tok.bos] = -1
+    with contextlib.suppress(InputError):  # a tokenizer of words that does not know this one
+        first = tok.encode(['a'])[0][:1]
+        if first and str(tok.tokens[first[0]]).startswith(('▁', 'Ġ')):
+            lengths[tok.bos] = -1
     return lengths
 
 

@@ -180,7 +180,7 @@ def test_text_that_the_tokenizer_drops(tmp_path, capsys):
         evaluation.read_ids(tmp_path / 'docs.jsonl', get_tokenizer('tok.json'))
         warning = f"warning: tokenizer 'tok.json' drops {lost:.2%} of the text's bytes\n"
         assert capsys.readouterr().err == (2 * warning if lost else '')
-    tokenizers.Tokenizer(models.WordLevel(ascii_ids, unk_token='<unk>')).save('tok.json')
+    tokenizers.Tokenizer(models.WordLevel({'words': 0}, unk_token='<unk>')).save('tok.json')
     with pytest.raises(InputError, match=r"tok.json' cannot encode '0 plain .*Missing \[UNK\] token"):
         prepared('d', tokenizer='tok.json')
 
@@ -250,22 +250,6 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     before = snapshot(tmp_path)
     with pytest.raises(InputError, match=f'{name}.*{culprit}'):
         prepared('d', dataset=f'{good},{name}')
-    assert snapshot(tmp_path) == before
-
-
-def test_a_shard_cannot_be_created(tmp_path, monkeypatch):
-    """A first run that can create only one of its two shards leaves no files."""
-    (tmp_path / 'a.txt').write_text('more text ' * 99)
-    before = snapshot(tmp_path)
-
-    def full(path, mode):
-        if 'val_' in str(path):
-            raise OSError(28, 'No space left on device')
-        return open(path, mode)
-
-    monkeypatch.setattr(prepare, 'open', full, raising=False)
-    with pytest.raises(InputError, match='No space left on device'):
-        prepared('d', dataset='a.txt')
     assert snapshot(tmp_path) == before
 
 
@@ -588,7 +572,7 @@ def test_an_error_of_the_system_is_not_damage(tmp_path, monkeypatch):
         train[5:9]
 
 
-def test_a_poor_file_system(tmp_path):
+def test_a_poor_file_system(tmp_path, monkeypatch):
     """
     Without fsync of folders, locks and mmap, and with more shards than open files, prepare.py ends with the same bytes
     and one warning. A lock that a killed process left is named.
@@ -602,16 +586,18 @@ def test_a_poor_file_system(tmp_path):
         done = ok('prepare.py', *args, part, '--data_dir=poor', **poor)
         assert len(done.stderr.splitlines()) == 1 and 'poor has no lock service' in done.stderr
     assert '150 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
+    monkeypatch.setattr('mmap.mmap', MagicMock(side_effect=OSError(errno.ENODEV, 'No such device')))
+    assert (Bins('poor', 'train')[:99] == Bins('good', 'train')[:99]).all()
     (tmp_path / 'poor/.part_1.softlock').write_text('123\nanother-host\n')
     (tmp_path / 'poor/000001.json').unlink()
     says = 'poor is in use by another process, named in poor/.part_1.softlock; delete this file if'
     refused('prepare.py', *args, '--part=1/2', '--data_dir=poor', says=says, **poor)
 
 
-@pytest.mark.parametrize('size', [100, 20_000])
+@pytest.mark.parametrize('size', [100, 1200])
 def test_a_full_disk(tmp_path, size):
     """A first run that cannot write meta.json, or a shard, says why in one line and leaves no files."""
-    write_jsonl(tmp_path / 'a.jsonl', real_documents())
+    write_jsonl(tmp_path / 'a.jsonl', ['word ' * 300] * 2)  # 600 tokens, 8 bytes of each
     patch = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
     patch += f'resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))'
     before = snapshot(tmp_path)
