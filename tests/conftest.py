@@ -77,6 +77,9 @@ def child(script, args, cwd, environment, patch, output):
     atexit._clear()  # the parent's
     # a process group of its own, which can be killed with all its workers
     os.setsid()
+    # pytest may run under nohup or in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # multiprocessing forbids a daemon to start processes
     multiprocessing.current_process().daemon = False
     for number, name in ((1, 'stdout'), (2, 'stderr')):

@@ -54,10 +54,10 @@ def test_a_write_that_is_stopped_loses_nothing(tmp_path, monkeypatch, is_best, e
         except (Kill, InputError):
             after = {path.name: torch.load(path)['step'] for path in find_checkpoints(folder)}
             assert next(iter(after.values())) in (2, 3) and after['ckpt_best.pt'] in (1, 3)
-            # the first call is the fsync of the new file
+            # the first call is the fsync of the new file; an fsync of a folder may fail
             assert after == before or stop > 1
             assert isinstance(error, Kill) or not list(folder.glob('*.tmp'))
-        else:
+        if len(calls) < stop:
             break
     written = {path.name: torch.load(path)['step'] for path in folder.iterdir()}
     assert written == {'ckpt.pt': 3, 'ckpt_previous.pt': 2, 'ckpt_best.pt': 3 if is_best else 1}
@@ -170,6 +170,7 @@ def test_an_error_of_a_changed_model_is_not_damage(few):
 def test_a_resumed_run_does_not_keep_the_replaced_file(quick):
     """After a resume no memory is mapped to the file of a checkpoint, which would keep it on the disk."""
     patch = """
+from mhf import checkpoint
 def save(*args, real=checkpoint.save):
     real(*args)
     open('maps', 'w').write(open('/proc/self/maps').read())
