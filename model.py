@@ -439,10 +439,10 @@ class MHF(nn.Module):
     def predict_from_logits(self, o, ids):
         """Bucket logits o, list of H (n, B), token ids (n,) -> the result of predict."""
         logits = self.token_logits(o)
-        normalizer = logits.logsumexp(dim=1)
-        top, likeliest = logits.max(dim=1)
         target = logits.gather(1, ids[:, None])[:, 0]
-        return target - normalizer, likeliest == ids, (top - normalizer).exp()
+        top, likeliest = logits.max(dim=1)
+        total = (logits - top[:, None]).exp_().sum(dim=1)
+        return target - top - total.log(), likeliest == ids, 1 / total
 
     @torch.no_grad()
     def log_probs(self, ids):

@@ -226,8 +226,8 @@ class ChunkedMHF(MHF):
         # gathers are faster for a few positions
         if not self.config.num_hashes or len(o[0]) <= 16:
             return super().token_logits(o)
-        parts = split_columns(o, o[0].device.type)
-        return torch.cat([token_logits_in_columns(part, index).T for part in parts])
+        parts = [token_logits_in_columns(part, index).T for part in split_columns(o, o[0].device.type)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def log_normalizer(self, o):
         if not self.config.num_hashes:
