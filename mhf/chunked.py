@@ -44,7 +44,7 @@ def default_chunk(device_type, config):
         bytes_per_position = 6 * num_logits + 4 * config.vocab_size
         return min(4096, round_down(2.2e9 / bytes_per_position))
     # every chunk reads all of E, so chunks are large
-    return max(64, min(512, round_down(2**24 / num_logits)))
+    return max(64, min(512, round_down(2**23 / num_logits)))
 
 
 def round_down(x):
