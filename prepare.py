@@ -31,6 +31,7 @@ From a document to its loss:
 import contextlib
 import hashlib
 import itertools
+import os
 import sys
 from array import array
 from dataclasses import dataclass
@@ -68,9 +69,18 @@ config = configure(globals())
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
 FLUSH_TOKENS = 1 << 20  # per write to a shard
+DIGEST_BYTES = 1 << 16  # of each end of an input file
 
 # -----------------------------------------------------------------------------
 # meta.json
+
+
+def file_digest(path):
+    """Returns a digest of the first and the last DIGEST_BYTES of a file. Raises InputError."""
+    with sources.reading(path), open(path, 'rb') as file:
+        start = file.read(DIGEST_BYTES)
+        file.seek(max(len(start), os.path.getsize(path) - DIGEST_BYTES))
+        return hashlib.sha256(start + file.read(DIGEST_BYTES)).hexdigest()[:16]
 
 
 def group_files(files, parts):
@@ -85,7 +95,7 @@ def group_files(files, parts):
         if not units or parts > 1 or total > UNIT_BYTES:
             units.append([])
             total = size
-        digest = [] if path.startswith('hf://') else [sources.file_digest(path)]
+        digest = [] if path.startswith('hf://') else [file_digest(path)]
         units[-1].append([path, size, *digest])
     return units
 
@@ -103,7 +113,8 @@ def describe_sources(config, parts, existing):
         if len(units) < parts:
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
         for path, *_ in itertools.chain(*units):
-            other = source_by_file.setdefault(sources.file_id(path), name)
+            file = path if path.startswith('hf://') else sources.file_id(path)
+            other = source_by_file.setdefault(file, name)
             if other != name:
                 both = f"'{other}' and '{name}' both contain {path}"
                 raise InputError(f'{both}, and would hold out different documents; name each file once')
@@ -131,7 +142,7 @@ def check_same(folder, existing, meta, tok):
             values = f'{key}={existing.get(key)!s:.60}, now it is {meta[key]!s:.60}'
             raise InputError(f'{folder} was prepared with {values}; {change}')
     before, now = ({f[0]: f[1:] for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
-    for path in sorted(before.keys() | now.keys()):
+    for path in sorted(before | now):
         # zip() ignores the digest if meta.json is of an earlier version, which has only sizes
         if any(a != b for a, b in zip(before.get(path, [None]), now.get(path, [None]), strict=False)):
             raise InputError(f'{folder}: the input file {path} is new, missing or has other contents; {change}')
@@ -161,7 +172,7 @@ class ShardWriter:
         self.job = job
         self.path = path
         self.temporary = path.with_suffix('.bin.tmp')
-        self.dtype = np.dtype(np.uint16 if job.table is not None or len(job.tok.tokens) <= 65536 else np.uint32)
+        self.dtype, self.token_shape = data.token_format(job.meta)
         self.ids = array('I')  # not written yet; an array is 7 x as fast to extend by a list as a numpy array
         self.tokens = 0
         self.documents = 0
@@ -190,8 +201,7 @@ class ShardWriter:
     def close(self):
         """Completes and renames the file; returns its entry in the unit's json."""
         self.flush()
-        token_shape = () if self.job.table is None else self.job.table.shape[1:]
-        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *token_shape))
+        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *self.token_shape))
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, header)
         self.file.close()
@@ -260,54 +270,39 @@ def prepare_unit(job, source, number, unit, counts):
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
 
 
-def start_counts(job, source):
-    """Returns the counts before the first unit of a source that belongs to this part, None if it is finished."""
-    first = data.unit_numbers(source, job.part, job.meta['parts'])[0]
-    if data.read_unit(job.folder, first):
-        return None
-    return sources.initial_counts(read_source(job, source), job.meta['val_fraction']) | dict(tokens=0)
+def own_units(job, source):
+    """Returns [(number, unit)] of a source that belong to this part."""
+    return list(enumerate(source['units'], source['first_unit']))[job.part :: job.meta['parts']]
 
 
 def read_source(job, source):
     """Yields the documents of a source that belong to this part."""
-    units = source['units'][job.part :: job.meta['parts']]
-    return sources.read_files(path for unit in units for path, *_ in unit)
+    return sources.read_files(path for _, unit in own_units(job, source) for path, *_ in unit)
 
 
-def ends_before_held_out(job, source):
-    """Returns whether a source that holds out documents reaches its limit before the first of them."""
-    if source['limit'] is None:
-        return False
-    texts = list(itertools.islice(read_source(job, source), round(1 / job.meta['val_fraction']) - 1))
-    # counting takes as long as the work, so first an estimate from the start of each document
-    starts = [text[:256] for text in texts]
-    tokens_per_char = sum(map(len, job.tok.encode(starts))) / max(1, sum(map(len, starts)))
-    if 2 * tokens_per_char * sum(map(len, texts)) < source['limit']:
-        return False
-    tokens = itertools.accumulate(1 + len(job.tok.encode([text])[0]) for text in texts)
-    return any(n >= source['limit'] for n in tokens)
-
-
-def check_held_out(job, counts):
-    """Prints a warning for each source that will have no held-out text. Raises InputError if all have none."""
-    problems = []
-    for source, source_counts in zip(job.meta['sources'], counts, strict=True):
-        if source_counts and not source_counts['hold_out_tails'] and ends_before_held_out(job, source):
+def start_counts(job, source):
+    """
+    Returns the counts before the first unit of a source that belongs to this part, None if that unit is finished.
+    Prints a warning if the source can reach its limit of tokens before its first held-out document.
+    """
+    number, _ = own_units(job, source)[0]
+    if data.read_unit(job.folder, number):
+        return None
+    counts = sources.initial_counts(read_source(job, source), job.meta['val_fraction']) | dict(tokens=0)
+    if source['limit'] is not None and not counts['hold_out_tails']:
+        first = round(1 / job.meta['val_fraction'])
+        size = sum(len(text.encode()) for text in itertools.islice(read_source(job, source), first - 1))
+        if source['limit'] <= size:  # a token is at least one byte
             name = f'{source["dataset"]}@{source["limit"]}'
-            first = round(1 / job.meta['val_fraction'])
-            problems.append(f'{name} ends before document {first}, the first held-out one')
-    fix = 'use more tokens or a larger --val_fraction'
-    if len(problems) == len(counts) and job.meta['parts'] == 1:
-        raise InputError(f'no held-out text: {", ".join(problems)}; {fix}')
-    for problem in problems:
-        print(f'warning: {problem}; {fix}', file=sys.stderr)
+            position = f'document {first} is the first held-out one, after {size:,} bytes of text'
+            fix = 'use more tokens or a larger --val_fraction'
+            print(f'warning: {name} may have no held-out text: {position}; {fix}', file=sys.stderr)
+    return counts
 
 
 def prepare_source(job, source, counts):
     """Prepares the units of a source that belong to this part and are not finished. Returns the counts after them."""
-    parts = job.meta['parts']
-    numbers = data.unit_numbers(source, job.part, parts)
-    for number, unit in zip(numbers, source['units'][job.part :: parts], strict=True):
+    for number, unit in own_units(job, source):
         if finished := data.read_unit(job.folder, number):
             counts = finished['counts']
             job.bar.update(finished['train']['tokens'])
@@ -354,10 +349,7 @@ def report(job, counts):
     """Prints the tokens of each source of a mixture, and the totals of both splits."""
     for source, source_counts in zip(job.meta['sources'], counts, strict=True):
         if source['limit'] is not None:
-            tokens = source_counts['tokens']
-            print(f'{source["dataset"]}: {tokens:,} of {source["limit"]:,} training tokens')
-            if tokens < source['limit']:
-                print(f'warning: {source["dataset"]} has fewer tokens than requested', file=sys.stderr)
+            print(f'{source["dataset"]}: {source_counts["tokens"]:,} of {source["limit"]:,} training tokens')
     units, incomplete = data.read_units(job.folder, job.meta)
     entries = [unit[split] for unit in units.values() for split in SPLITS]
     warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
@@ -372,19 +364,15 @@ def report(job, counts):
 
 def main(config):
     """Prepares the part of the data set that the config names. Raises InputError."""
-    check_numbers(config, 'val_bytes', low=1)
-    check_numbers(config, 'num_hashes')
-    if not 1e-9 < config['val_fraction'] < 1:
-        raise InputError(f'val_fraction={config["val_fraction"]}: must be between 0 and 1')
     part, parts = parse_part(config['part'])
-    quotas = parts * len(sources.parse_mixture(config['dataset']))
-    if config['val_bytes'] < quotas:
-        raise InputError(f'val_bytes={config["val_bytes"]}: must be at least {quotas}, one for each source and part')
+    check_numbers(config, 'num_hashes')
+    check_numbers(config, 'val_fraction', low=1e-9, below=1)
+    check_numbers(config, 'val_bytes', low=parts * len(sources.parse_mixture(config['dataset'])))
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     # list shards before reading meta.json, because a part that starts in between writes meta.json first
-    shards = [path for name in ('*_[0-9]*.bin', '*_[0-9]*.bin.tmp', '[0-9]*.json') for path in folder.glob(name)]
+    shards = [path for name in ('*_[0-9]*.bin*', '[0-9]*.json') for path in folder.glob(name)]
     existing = data.read_meta(folder)
     if shards and not existing:
         raise InputError(f'{min(shards)} could be overwritten, because {folder} has no meta.json; change --data_dir')
@@ -396,8 +384,7 @@ def main(config):
                 data.Bins(folder, split)  # checks that each shard exists and has its size
             print(f'{folder} is already prepared; delete it to prepare it again')
             return
-    limits = [source['limit'] for source in meta['sources']]
-    total = None if None in limits else sum(limits)
+    total = sum(source['limit'] or 0 for source in meta['sources']) or None
     interval = 0.2 if sys.stderr.isatty() else 20
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
     with locked(folder, meta, part), bar:
@@ -405,7 +392,6 @@ def main(config):
         check_same(folder, data.read_meta(folder), meta, tok)
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [start_counts(job, source) for source in meta['sources']]
-        check_held_out(job, counts)
         counts = [prepare_source(job, *pair) for pair in zip(meta['sources'], counts, strict=True)]
     report(job, counts)
 

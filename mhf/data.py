@@ -21,6 +21,7 @@ A folder is complete when, for each source and part, every unit's json exists or
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from configurator import InputError, command_line_names, find_settings
 from hashing import fingerprint, signature_table
+from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
@@ -106,14 +108,13 @@ def write_json(path, value, part):
 
 def read_json(path, fix):
     """Returns the contents of a JSON file, None if it does not exist. `fix` ends the InputError for a damaged one."""
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as e:
-        raise InputError(f'{path} cannot be read ({e})') from None
-    except ValueError as e:  # empty after a crash of the machine, or of another program
-        raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
+    with reading(path):
+        try:
+            return json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as e:  # empty after a crash of the machine, or of another program
+            raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
 
 
 def read_meta(folder):
@@ -133,32 +134,16 @@ def read_unit(folder, number):
 @contextlib.contextmanager
 def lock_folder(folder, name):
     """
-    Creates a folder and locks it by a file `name` in it, which contains the id and the host of this process. Afterwards
+    Creates a folder and locks it by a file `name` in it, which contains the id and the host of this process. On a file
+    system without locks the existence of a .softlock is the lock, which a killed process leaves behind. Afterwards
     deletes the file, and the folder if this process created it and it is empty. Raises InputError.
     """
+    path = folder / name
     creates_folder = not os.path.exists(folder)
+    lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
-        lock = acquire_lock(folder / name)
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            yield
-        finally:
-            Path(lock.lock_file).unlink(missing_ok=True)
-            lock.release()
-    finally:
-        if creates_folder:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only if it is empty
-
-
-def acquire_lock(path):
-    """
-    Locks a file, in a new folder if necessary, and returns the lock. On a file system without locks the existence of a
-    file is the lock, which a killed process leaves behind. Raises InputError.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = FileLock(path, timeout=0, fallback_to_soft=False)
             lock.acquire()
             path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
         except OSError as e:
@@ -167,13 +152,20 @@ def acquire_lock(path):
             path.unlink(missing_ok=True)
             lock = SoftFileLock(path.with_suffix('.softlock'), timeout=0)
             lock.acquire()
-            print(f'warning: {path.parent} has no lock service ({e}); {lock.lock_file} is the lock', file=sys.stderr)
-    except Timeout as e:
-        fix = '' if e.lock_file == str(path) else '; delete this file if that process was killed'
-        raise InputError(f'{path.parent} is in use by another process, named in {e.lock_file}{fix}') from None
+            print(f'warning: {folder} has no lock service ({e}); {lock.lock_file} is the lock', file=sys.stderr)
+    except Timeout:
+        fix = '; delete this file if that process was killed' if isinstance(lock, SoftFileLock) else ''
+        raise InputError(f'{folder} is in use by another process, named in {lock.lock_file}{fix}') from None
     except OSError as e:
-        raise InputError(f'{path.parent} cannot be written ({e})') from None
-    return lock
+        raise InputError(f'{folder} cannot be written ({e})') from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+        if creates_folder:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if it is empty
 
 
 def read_units(folder, meta):
@@ -181,8 +173,9 @@ def read_units(folder, meta):
     finished = {}
     incomplete = set()
     for source in meta['sources']:
+        first = source['first_unit']
         for part in range(meta['parts']):
-            for number in unit_numbers(source, part, meta['parts']):
+            for number in range(first + part, first + len(source['units']), meta['parts']):
                 unit = read_unit(folder, number)
                 if unit is None:
                     incomplete.add(part)
@@ -193,23 +186,24 @@ def read_units(folder, meta):
     return dict(sorted(finished.items())), incomplete
 
 
-def unit_numbers(source, part, parts):
-    """Returns the numbers of the units of a source that one part prepares, in order."""
-    first = source['first_unit']
-    return range(first + part, first + len(source['units']), parts)
-
-
 def reached_limit(counts, source):
     """Returns whether a part has reached its limit of training tokens of a source."""
     return source['limit'] is not None and counts['tokens'] >= source['limit']
 
 
+def token_format(meta):
+    """Returns the dtype and the shape of a token in the shards of a folder."""
+    if meta['data_format'] == 'signatures':
+        return np.dtype(np.uint16), (meta['num_hashes'],)
+    return np.dtype(np.uint16 if meta['vocab_size'] <= 65536 else np.uint32), ()
+
+
 class Bins:
     """
     The shards of a split as one array: bins[a:b] contains token ids (b - a,) uint16 or uint32, or signatures
-    (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` (of text) are
-    totals, `fingerprint` is a SHA-256 of the shards' SHA-256, `meta` is meta.json. Raises InputError if the folder is
-    absent or incomplete.
+    (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of
+    the shards' SHA-256, `meta` is meta.json. Keeps no descriptor and no mapping of a shard, because a data set may have
+    more shards than a process may have open files. Raises InputError if the folder is absent, incomplete or damaged.
     """
 
     def __init__(self, folder, split):
@@ -227,8 +221,21 @@ class Bins:
         check_enough_tokens(self.tokens, split, folder)
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        self.shards = [Shard(folder, shard) for shard in shards]
-        self.ends = np.cumsum([len(shard) for shard in self.shards]).tolist()  # index of each shard's last token + 1
+        self.dtype, self.token_shape = token_format(self.meta)
+        self.token_bytes = self.dtype.itemsize * math.prod(self.token_shape)
+        self.paths = [Path(folder) / shard['file'] for shard in shards]
+        # indices of the first token of each shard, and the end
+        self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
+        for number, path, shard in zip(units, self.paths, shards, strict=True):
+            expected = HEADER + shard['tokens'] * self.token_bytes
+            with reading(path):
+                try:
+                    size = path.stat().st_size
+                except FileNotFoundError:
+                    size = 0
+            if size != expected:
+                fix = f'delete {folder}/{number:06}.json, then rerun prepare.py'
+                raise InputError(f'{path} is missing or damaged ({size:,} bytes, expected {expected:,}); {fix}')
 
     def __len__(self):
         return self.tokens
@@ -236,14 +243,23 @@ class Bins:
     def __getitem__(self, span):
         start, stop, _ = span.indices(len(self))
         pieces = []
-        k = bisect_right(self.ends, start)
+        k = bisect_right(self.starts, start) - 1
         while start < stop:
-            first = self.ends[k] - len(self.shards[k])
-            end = min(stop, self.ends[k])
-            pieces.append(self.shards[k].read(start - first, end - first))
+            end = min(stop, self.starts[k + 1])
+            pieces.append(self.read(self.paths[k], start - self.starts[k], end - start))
             start = end
             k += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def read(self, path, start, count):
+        """Returns `count` tokens of a shard, from its token `start` on."""
+        offset = HEADER + start * self.token_bytes
+        values = count * math.prod(self.token_shape)
+        with reading(path):
+            tokens = np.fromfile(path, self.dtype, values, offset=offset)
+        if len(tokens) < values:
+            raise InputError(f'{path}: only {len(tokens):,} of {values:,} values could be read from byte {offset:,} on')
+        return tokens.reshape(-1, *self.token_shape)
 
 
 def check_enough_tokens(tokens, split, folder):
@@ -251,51 +267,6 @@ def check_enough_tokens(tokens, split, folder):
     if tokens < 2:
         fix = 'delete the folder if it exists, then prepare more text or change --val_fraction'
         raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
-
-
-class Shard:
-    """
-    The file of an entry of a unit's json, whose header and size are checked. A shard keeps no descriptor and no mapping
-    of it, because a data set may have more shards than a process may have open files. Raises InputError.
-    """
-
-    def __init__(self, folder, entry):
-        self.path = Path(folder) / entry['file']
-        fix = f'delete {folder}/{self.path.stem.split("_")[1]}.json, then rerun prepare.py'
-        try:
-            with open(self.path, 'rb') as file:
-                np.lib.format.read_magic(file)
-                shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
-                self.header = file.tell()  # bytes
-                size = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            raise InputError(f'{self.path} is missing; {fix}') from None
-        except OSError as e:
-            raise InputError(f'{self.path} cannot be read ({e})') from None
-        except ValueError as e:
-            raise InputError(f'{self.path} is damaged ({e!s:.200}); {fix}') from None
-        self.tokens, *self.token_shape = shape
-        self.values = math.prod(self.token_shape)  # of each token
-        expected = self.header + entry['tokens'] * self.values * self.dtype.itemsize
-        if self.tokens != entry['tokens'] or size != expected:
-            raise InputError(f'{self.path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
-
-    def __len__(self):
-        return self.tokens
-
-    def read(self, start, stop):
-        """Returns the tokens from `start` to `stop` - 1."""
-        count = (stop - start) * self.values
-        offset = self.header + start * self.values * self.dtype.itemsize
-        try:
-            tokens = np.fromfile(self.path, self.dtype, count, offset=offset)
-        except OSError as e:
-            raise InputError(f'{self.path} cannot be read ({e})') from None
-        if len(tokens) < count:
-            raise InputError(
-                f'{self.path}: only {len(tokens):,} of {count:,} values could be read from byte {offset:,} on'
-            )
-        return tokens.reshape(-1, *self.token_shape)
 
 
 def open_bins(config, given=None):
@@ -348,6 +319,15 @@ def check_tokenizer(folder, meta, tok):
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
 
 
+def folder_table(folder, meta, tok, config):
+    """Returns build_table(config, ...). Raises InputError if a folder was prepared with another tokenizer or table."""
+    check_tokenizer(folder, meta, tok)
+    table = build_table(config, tok.tokens, meta['pad_id'])
+    if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
+        raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
+    return table
+
+
 def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model. Raises InputError if
@@ -361,28 +341,16 @@ def get_table(config, meta):
                 raise InputError(f'{folder} contains {differs}; prepare with --data_format=ids to train both')
     if not config['num_hashes']:
         return None
-    tok = get_tokenizer(config['tokenizer'])
-    check_tokenizer(folder, meta, tok)
-    table = build_table(config, tok.tokens, meta['pad_id'])
-    check_table_sha256(folder, meta, table)
-    return table
-
-
-def check_table_sha256(folder, meta, table):
-    """Raises InputError if the signatures in a folder are not those of a table."""
-    if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
-        raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
+    return folder_table(folder, meta, get_tokenizer(config['tokenizer']), config)
 
 
 def held_out_ids(folder, tok):
     """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
     val = Bins(folder, 'val')
-    meta = val.meta
-    check_tokenizer(folder, meta, tok)
-    if meta['data_format'] == 'ids':
+    if val.meta['data_format'] == 'ids':
+        check_tokenizer(folder, val.meta, tok)
         return val[:].tolist(), val.bytes
-    table = build_table(meta, tok.tokens, meta['pad_id'])
-    check_table_sha256(folder, meta, table)
+    table = folder_table(folder, val.meta, tok, val.meta)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):
         raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')

@@ -8,9 +8,9 @@ Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \
 once; put text that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
+import contextlib
 import glob
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -37,7 +37,6 @@ NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '_
 COMPRESSED = ('.gz', '.xz', '.zst')
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
 LOOKAHEAD_CHARS = 1 << 26  # maximum read by initial_counts
-DIGEST_BYTES = 1 << 16  # of each end of a file
 # expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out the same documents if
 # val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
 HELD_OUT = 0.05
@@ -91,38 +90,30 @@ def input_files(dataset):
             suggestion = did_you_mean(pattern, ['stdlib', *HUB])
             raise InputError(f'{pattern}: no such file, glob or data set{suggestion}')
         for path in paths:
-            target = os.path.realpath(path)
-            files.setdefault(file_id(target) if os.path.exists(target) else target, str(path))
-    sizes = {}
-    for path in files.values():
-        if not os.path.exists(path):
-            raise InputError(f'{path} is a broken link')
-        sizes[path] = os.path.getsize(path)
+            with reading(path):
+                files.setdefault(file_id(path), str(path))
+    sizes = {path: os.path.getsize(path) for path in files.values()}
+    for path, size in sizes.items():
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
             raise InputError(f'{path}: expected .parquet, or .txt or .jsonl, which may end in .gz, .xz or .zst')
-        if not sizes[path] and path.endswith(COMPRESSED):
+        if not size and path.endswith(COMPRESSED):
             raise InputError(f'{path} is truncated: it has 0 bytes; download or compress it again')
     return sizes
 
 
-def file_id(path):
-    """Returns what all names of a file have in common: symbolic links, hard links, other spellings of its path."""
-    if path.startswith('hf://'):
-        return path
-    file = os.stat(path)
-    return file.st_dev, file.st_ino
-
-
-def file_digest(path):
-    """Returns a digest of the first and the last DIGEST_BYTES of a local file. Raises InputError."""
+@contextlib.contextmanager
+def reading(path):
+    """Raises InputError instead of an OSError."""
     try:
-        with open(path, 'rb') as file:
-            digest = hashlib.sha256(file.read(DIGEST_BYTES))
-            file.seek(max(file.tell(), os.path.getsize(path) - DIGEST_BYTES))
-            digest.update(file.read(DIGEST_BYTES))
+        yield
     except OSError as e:
         raise InputError(f'{path} cannot be read ({e})') from None
-    return digest.hexdigest()[:16]
+
+
+def file_id(path):
+    """Returns what all names of a file have in common: symbolic links, hard links, other spellings of its path."""
+    file = os.stat(os.path.realpath(path))  # a link may contain itself
+    return file.st_dev, file.st_ino
 
 
 def hub_files(folder):
@@ -172,12 +163,10 @@ def read_file(path):
             row += 1
     except Exception as e:  # the library of each format raises its own types
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
-        if isinstance(e, UnicodeError):
-            reason += '; convert it to UTF-8'
-        elif path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
-            reason += '; download it again, or compress it again with the default options'
         if path.startswith('hf://'):
             reason += '; rerun the same command to resume'
+        elif path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
+            reason += '; download it again, or compress it again with the default options'
         raise InputError(f'{path}, row {row:,}: {reason}') from None
 
 

@@ -9,9 +9,9 @@ import os
 import random
 import shutil
 import signal
-import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import huggingface_hub
@@ -129,19 +129,18 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
     (tmp_path / 'a.jsonl.xz').write_bytes(lzma.compress(raw))
     # two frames, as pigz-like tools write them
-    half = raw.index(b'\n', len(raw) // 2) + 1
-    (tmp_path / 'a.jsonl.zst').write_bytes(b''.join(zstandard.compress(p) for p in (raw[:half], raw[half:])))
+    (tmp_path / 'a.jsonl.zst').write_bytes(zstandard.compress(raw[:9999]) + zstandard.compress(raw[9999:]))
     pq.write_table(pa.table(dict(text=pa.array([None] * 3, pa.null()))), 'p0.parquet')
     pq.write_table(pa.table(dict(text=docs[:15], score=[3.5] * 15)), 'p1.parquet', row_group_size=4)
     pq.write_table(pa.table(dict(text=docs[15:])), 'p2.parquet')
     for i, text in enumerate(docs):
         (tmp_path / f'{i:02}.txt').write_text('\n ' + text + ' \n', encoding='utf-8', newline='')
     expected = prepared('a')
-    for unit_bytes in (prepare.UNIT_BYTES, 1):
-        monkeypatch.setattr(prepare, 'UNIT_BYTES', unit_bytes)
-        for kind in ('gz', 'xz', 'zst', 'parquet', 'txt'):
-            assert prepared(f'{kind}{unit_bytes}', dataset=f'*.{kind}') == expected
-    assert len(snapshot(tmp_path / 'txt1')) == 1 + 3 * 30
+    for kind in ('gz', 'xz', 'zst', 'parquet', 'txt'):
+        assert prepared(kind, dataset=f'*.{kind}') == expected
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
+    assert prepared('units', dataset='*.txt') == expected
+    assert len(snapshot(tmp_path / 'units')) == 1 + 3 * 30
 
 
 def test_a_single_text_file(tmp_path, mistral, capsys):
@@ -165,11 +164,9 @@ def test_text_that_the_tokenizer_drops(tmp_path, capsys):
     (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "words", "eos_token": "words"}')
     ascii_ids = {word: i for i, word in enumerate(['words', '?', '▁', *'0123456789', *'abcdefghijklmnopqrstuvwxyz'])}
     bytes_ids = {word: i for i, word in enumerate(['words', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    metaspace = pre_tokenizers.Metaspace(prepend_scheme='never')
     prefix = pre_tokenizers.Metaspace(prepend_scheme='always')  # one more byte for each document
     for folder, model, pre_tokenizer, lost in (
-        ('no_unk', models.BPE(ascii_ids, []), metaspace, share),
-        ('unk', models.BPE(ascii_ids, [], unk_token='?'), metaspace, share),
+        ('unk', models.BPE(ascii_ids, [], unk_token='?'), pre_tokenizers.Metaspace(prepend_scheme='never'), share),
         ('prefix', models.BPE(ascii_ids, []), prefix, share),
         ('bytes', models.BPE(bytes_ids, []), pre_tokenizers.ByteLevel(add_prefix_space=False), 0),
     ):
@@ -177,7 +174,8 @@ def test_text_that_the_tokenizer_drops(tmp_path, capsys):
         tok.pre_tokenizer = pre_tokenizer
         tok.save('tok.json')
         prepared(folder, tokenizer='tok.json')
-        evaluation.read_ids(tmp_path / 'docs.jsonl', get_tokenizer('tok.json'))
+        tok = get_tokenizer('tok.json')
+        evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))
         warning = f"warning: tokenizer 'tok.json' drops {lost:.2%} of the text's bytes\n"
         assert capsys.readouterr().err == (2 * warning if lost else '')
     tokenizers.Tokenizer(models.WordLevel({'words': 0}, unk_token='<unk>')).save('tok.json')
@@ -216,25 +214,22 @@ def test_a_file_is_read_once(tmp_path):
     for other in ('a.txt', f'{tmp_path}/[ab].txt', 'self/a.txt', 'c.txt', 'e.txt', f'../{tmp_path.name}/a.txt'):
         with pytest.raises(InputError, match='both contain .*; name each file once'):
             prepared('d', dataset=f'*.txt@1e6,{other}@1e6')
-    for target in ('nowhere', 'd.txt'):
-        (tmp_path / 'd.txt').symlink_to(target)
-        with pytest.raises(InputError, match='d.txt is a broken link'):
-            sources.input_files('*.txt')
-        (tmp_path / 'd.txt').unlink()
+    (tmp_path / 'd.txt').symlink_to('nowhere')
+    with pytest.raises(InputError, match='d.txt cannot be read .*No such file'):
+        sources.input_files('*.txt')
 
 
 RUSSIAN = 'Все счастливые семьи похожи друг на друга.\n'
 NOISE = np.random.default_rng(0).bytes(200_000)
 LONG = b'\x28\xb5\x2f\xfd\x00\xa8\x29\x00\x00good\n'  # a frame of `zstd --long=31` with one raw block
 BAD_FILES = [
-    ('a.txt.xz', lzma.compress(b'good\n' * 72 + RUSSIAN.encode('cp1251')), 'UnicodeDecodeError.*; convert it to UTF-8'),
+    ('a.txt.xz', lzma.compress(b'good\n' * 72 + RUSSIAN.encode('cp1251')), 'UnicodeDecodeError'),
     ('a.jsonl', b'{"text": "x"}\n[1]\n', r"row 2: expected an object with the field 'text', not \[1\]"),
-    ('a.jsonl', b'{"text": ' + b'[' * 99_999, 'row 1: cannot be read .*recursion'),
     # the second frame lacks its end
     ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(NOISE.hex().encode())[:-1], 'Truncated'),
     ('a.txt.zst', LONG, 'too much memory.*compress it again'),
     ('a.txt.xz', lzma.compress(b'good\n') + bytes(8), 'compress it again'),  # legal padding
-    *[(f'a.jsonl.{end}', b'', 'is truncated: it has 0 bytes') for end in ('gz', 'xz', 'zst')],
+    ('a.jsonl.gz', b'', 'is truncated: it has 0 bytes'),
     # text after the end of a stream
     ('a.txt.xz', lzma.compress(b'good\n') + b'damaged header' + lzma.compress(b'lost'), 'LZMAError'),
     ('a.txt.gz', gzip.compress(b'good\n') + b'damaged header' + gzip.compress(b'lost'), 'BadGzipFile'),
@@ -260,10 +255,8 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, capsys):
     held_out = [part[0][0] for part in parts if part[0][1]]
     assert [part[0][0] for part in parts] == texts and held_out == texts[9::10][: len(held_out)]
     assert 900 <= sum(map(len, held_out)) < 900 + 500
-    few = list(sources.split_holdout(texts, 0.01, 900, sources.initial_counts(texts, 0.01)))
-    assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
-    assert sum(len(part) == 2 for part in few) > 40
     few = list(sources.split_holdout(texts, 0.01, 50, sources.initial_counts(texts, 0.01)))
+    assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
     assert 50 <= sum(len(part[1][0]) for part in few if len(part) == 2) < 100
 
     # a unit per file: the source has enough documents, although its first unit has one
@@ -272,24 +265,20 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, capsys):
         (tmp_path / f'{i:02}.txt').write_text(text)
     _, val = prepared('many', dataset='*.txt')
     assert decoded(val, mistral) == [text.strip() for text in texts[9::10]]
-    # known before the first unit: the limit of a source comes before its first held-out document
-    monkeypatch.setattr(prepare, 'prepare_unit', MagicMock(side_effect=AssertionError('started')))
-    with pytest.raises(InputError, match=r'no held-out text: \*.txt@100 ends before document 10'):
-        prepared('none', dataset='*.txt@100')
+    # the limit of a source may come before its first held-out document, which is known before the first unit
     tokens = sum(1 + len(ids) for ids in mistral.encode([text.strip() for text in texts[:9]]))
-    with pytest.raises(InputError, match='ends before document 10, the first held-out one'):
-        prepared('none', dataset=f'*.txt@{tokens}')
-    assert not (tmp_path / 'none').exists()
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     _, val = prepared('one', dataset=f'*.txt@{tokens + 1}')
     assert decoded(val, mistral) == [texts[9].strip()]
     write_jsonl(tmp_path / 'texts.jsonl', texts)
-    capsys.readouterr()
-    assert decoded(prepared('first', dataset='*.txt@1e6,texts.jsonl@100')[1], mistral)[0] == texts[9].strip()
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and errors[0].startswith('warning: texts.jsonl@100 ends before document 10, the first')
+    unit = MagicMock(side_effect=InputError('the first unit'))
+    for dataset, warned in (('*.txt@1e6', False), (f'*.txt@1e6,texts.jsonl@{tokens}', True)):
+        capsys.readouterr()
+        with monkeypatch.context() as patch, pytest.raises(InputError, match='the first unit'):
+            patch.setattr(prepare, 'prepare_unit', unit)
+            prepared('none', dataset=dataset)
+        errors = capsys.readouterr().err
+        assert errors.startswith(f'warning: texts.jsonl@{tokens} may have no held-out text: document 10') or not warned
+        assert errors.count('\n') == warned
     # documents so long that LOOKAHEAD_CHARS contain few
     monkeypatch.setattr(sources, 'LOOKAHEAD_CHARS', 200)
     train, val = prepared('long', dataset='*.txt')
@@ -309,9 +298,9 @@ def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
     tokens = [unit['counts']['tokens'] for unit in units]
     longest = max(map(len, mistral.encode(texts))) + 1
     assert all(wanted <= n < wanted + longest for n, wanted in zip(tokens, (4000, 2000), strict=True))
-    assert len(train) == sum(tokens) and not capsys.readouterr().err
-    prepared('short', dataset='2.jsonl@1e9')
-    assert capsys.readouterr().err == 'warning: 2.jsonl has fewer tokens than requested\n'
+    assert len(train) == sum(tokens)
+    train, _ = prepared('short', dataset='2.jsonl@1e9')
+    assert f'2.jsonl: {len(train):,} of 1,000,000,000 training tokens' in capsys.readouterr().out
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
         with pytest.raises(InputError, match='number of tokens'):
             prepared('n', dataset=bad)
@@ -335,8 +324,9 @@ def test_parts(tmp_path, mistral):
     for split in data.SPLITS:
         bins = Bins('d', split)
         joined = np.concatenate([np.load(f'd/{split}_{number:06}.bin') for number in range(5)])
-        assert len(bins.shards) == 5 and len(bins) == bins.tokens == len(joined) and (bins[:] == joined).all()
-        spans = [(0, bins.ends[0] + 1), (bins.ends[0] - 1, bins.ends[3] + 2), (len(bins) - 9, len(bins) + 9)]
+        assert len(bins.paths) == 5 and len(bins) == bins.tokens == len(joined) and (bins[:] == joined).all()
+        first, last = bins.starts[1], bins.starts[4]
+        spans = [(0, first + 1), (first, last), (first - 1, last + 2), (len(bins) - 9, len(bins) + 9)]
         assert all((bins[a:b] == joined[a:b]).all() for a, b in spans)
     # the counts of a part continue from its previous unit
     documents = [json.loads((tmp_path / f'd/00000{i}.json').read_text())['counts']['documents'] for i in range(5)]
@@ -400,11 +390,10 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_names_of_data_folders(name):
+def test_names_of_data_folders():
     """A folder's name contains its data set, tokenizer and table, and does not change between commits."""
-    config = default_settings('train.py') | dict(dataset='stdlib') | NAMES[name]
-    assert str(data_folder(config)) == f'data/{name}'
+    defaults = default_settings('train.py') | dict(dataset='stdlib')
+    assert [str(data_folder(defaults | changes)) for changes in NAMES.values()] == [f'data/{name}' for name in NAMES]
 
 
 # batches of a few documents, so that a unit takes a while
@@ -414,7 +403,7 @@ SLOW += 'sources.split_long_text = lambda text: (time.sleep(0.002), split(text))
 
 def test_kills(tmp_path):
     """Killed at any moment and rerun, prepare.py ends with the same bytes; MHF_KILLS=20 kills more often."""
-    kills = int(os.environ.get('MHF_KILLS', 5))
+    kills = int(os.environ.get('MHF_KILLS', 3))
     texts = library_texts(2e6)
     texts.insert(3, ''.join(texts[:40]))  # longer than a piece
     for i in range(24):
@@ -501,13 +490,11 @@ def test_other_settings_or_files(tmp_path):
     for folder in ('d', 'old'):
         with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
             prepared(folder)
-    cases = [(name, 'x', 'could be overwritten') for name in ('train_000007.bin', 'train_000000.bin.tmp')]
-    cases += [('meta.json', '{"complete": true}', 'is not of this version'), ('meta.json', '', 'is empty or damaged')]
-    for number, (name, content, message) in enumerate(cases):
+    foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '{}', 'is not of this version')]
+    for number, (name, content, message) in enumerate([*foreign, ('meta.json', '', 'is empty or damaged')]):
         folder = tmp_path / f'foreign{number}'
         folder.mkdir()
         (folder / name).write_text(content)
-        (folder / 'train_1.bin').write_text('precious')
         before = snapshot(folder)
         with pytest.raises(InputError, match=f'{name} {message}'):
             prepared(folder)
@@ -533,15 +520,10 @@ def test_damaged_files_of_a_unit(tmp_path):
     before = snapshot(tmp_path / 'd')
     val = tmp_path / 'd/val_000000.bin'
     raw = val.read_bytes()
-    for damage, message in (
-        (val.unlink, 'val_000000.bin is missing'),
-        (lambda: val.write_bytes(b''), 'val_000000.bin is damaged'),
-        (lambda: val.write_bytes(raw[:20]), 'val_000000.bin is damaged'),
-        (lambda: val.write_bytes(raw[:-2]), 'val_000000.bin is damaged'),
-        (lambda: val.write_bytes(raw + b'xx'), 'val_000000.bin is damaged'),
-    ):
+    for damage in (val.unlink, lambda: val.write_bytes(raw[:-2]), lambda: val.write_bytes(raw + b'xx')):
         damage()
-        with pytest.raises(InputError, match=f'{message}.*; delete d/000000.json, then rerun prepare.py'):
+        advice = 'val_000000.bin is missing or damaged .*; delete d/000000.json, then rerun prepare.py'
+        with pytest.raises(InputError, match=advice):
             prepared('d')
         (tmp_path / 'd/000000.json').unlink()
         prepared('d')
@@ -551,7 +533,7 @@ def test_damaged_files_of_a_unit(tmp_path):
         prepared('d')
 
 
-def test_an_error_of_the_system_is_not_damage(tmp_path, monkeypatch):
+def test_an_error_of_the_system_is_not_damage(tmp_path):
     """An OSError is reported as it is, without advice to delete data; a shard that shrinks in a run is named."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     prepared('d')
@@ -559,17 +541,16 @@ def test_an_error_of_the_system_is_not_damage(tmp_path, monkeypatch):
     os.truncate('d/train_000000.bin', 1000)
     with pytest.raises(InputError, match='d/train_000000.bin: only'):
         train[:]
-    for name in ('train_000000.bin', '000000.json', 'meta.json'):
-        shutil.copytree('d', f'without_{name}')
-        path = Path(f'without_{name}', name)
-        path.unlink()
-        path.mkdir()
-        with pytest.raises(InputError, match=f'{name} cannot be read .*Is a directory') as error:
-            Bins(path.parent, 'train')
-        assert 'delete' not in str(error.value)
     Path('d/train_000000.bin').unlink()
-    with pytest.raises(InputError, match='d/train_000000.bin cannot be read .*No such file'):
+    with pytest.raises(InputError, match='d/train_000000.bin cannot be read .*No such file') as error:
         train[5:9]
+    assert 'delete' not in str(error.value)
+    for name in ('000000.json', 'meta.json'):
+        Path('d', name).unlink()
+        Path('d', name).mkdir()
+        with pytest.raises(InputError, match=f'{name} cannot be read .*Is a directory') as error:
+            Bins('d', 'train')
+        assert 'delete' not in str(error.value)
 
 
 def test_a_poor_file_system(tmp_path, monkeypatch):
@@ -601,9 +582,8 @@ def test_a_full_disk(tmp_path, size):
     patch = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
     patch += f'resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))'
     before = snapshot(tmp_path)
-    refused(
-        'prepare.py', '--dataset=a.jsonl', '--data_dir=d', says='d cannot be written ([Errno', cwd=tmp_path, patch=patch
-    )
+    says = 'd cannot be written ([Errno'
+    refused('prepare.py', '--dataset=a.jsonl', '--data_dir=d', says=says, cwd=tmp_path, patch=patch)
     assert snapshot(tmp_path) == before
 
 
@@ -612,61 +592,30 @@ def test_output_on_a_full_disk(tmp_path):
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     patch = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     says = 'the output cannot be written ([Errno 28] No space'
-    refused(
-        'prepare.py', '--dataset=a.jsonl', '--val_fraction=0.1', '--data_dir=d', says=says, cwd=tmp_path, patch=patch
-    )
+    refused('prepare.py', '--dataset=a.jsonl', '--data_dir=d', says=says, cwd=tmp_path, patch=patch)
     assert len(Bins('d', 'train')) > 9
 
 
-def test_a_failing_fsync_of_a_file(tmp_path, monkeypatch):
-    """If fsync of a file fails, the file is not renamed, the old one stays, and the error is shown."""
-    (tmp_path / 'a').write_text('old')
-    fsync = os.fsync
-
-    def failing(fd):
-        if not stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EIO, 'Input/output error')
-        fsync(fd)
-
-    monkeypatch.setattr(os, 'fsync', failing)
-    with pytest.raises(OSError, match='Input/output error'):
-        data.write_json(tmp_path / 'a', 'new', 0)
-    assert (tmp_path / 'a').read_text() == 'old' and len(snapshot(tmp_path)) == 1
-    write_jsonl(tmp_path / 'a.jsonl', real_documents())
-    with pytest.raises(InputError, match='d cannot be written .*Input/output error'):
-        prepared('d')
-    assert not (tmp_path / 'd').exists()
-
-
-@pytest.fixture(scope='module', params=['signatures', 'ids'])
-def small(tmp_path_factory, request):
-    """A prepared folder, and the config with which train.py reads it."""
-    folder = tmp_path_factory.mktemp('small')
-    write_jsonl(folder / 'docs.jsonl', real_documents()[:12])
-    same = dict(dataset=f'{folder}/docs.jsonl', data_format=request.param, num_hashes=3, num_buckets=256)
-    prepared(folder / 'bins', **same)
-    return folder, default_settings('train.py') | same | dict(data_dir=str(folder / 'bins'))
-
-
-def test_bins_must_fit_the_tokenizer(small, mistral, capsys):
-    """train.py refuses shards of another tokenizer, and folders without shards."""
-    folder, config = small
-    train, val, meta = open_bins(config)
+@pytest.mark.parametrize('data_format', ['signatures', 'ids'])
+def test_bins_must_fit_the_tokenizer(tmp_path, mistral, data_format, capsys):
+    """Bins are used with every name of their tokenizer, and refused with another; a folder without bins is named."""
+    write_jsonl(tmp_path / 'docs.jsonl', real_documents()[:12])
+    same = dict(dataset='docs.jsonl', data_format=data_format, num_hashes=3, num_buckets=256)
+    prepared('bins', **same)
+    config = default_settings('train.py') | same | dict(data_dir='bins')
+    _, val, meta = open_bins(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     assert (get_table(config, meta) == expected).all() and meta['vocab_size'] == 32768 and len(val) > 9
-    if meta['data_format'] == 'ids':
+    if data_format == 'ids':
         assert get_table(config | dict(num_hashes=0), meta) is None
     with pytest.raises(InputError, match="tokenizer 'mistral', which has other tokens than 'tekken'"):
         open_bins(config | dict(tokenizer='tekken'))
-    # the same tokenizer under another name
-    same = dict(tokenizer=str(folder / 'copy.model'))
-    (folder / 'copy.model').write_bytes(mistral.sp.serialized_model_proto())
-    assert (get_table(config | same, open_bins(config | same)[2]) == expected).all()
-    prepared(
-        folder / 'bins', **same, **{key: config[key] for key in ('dataset', 'data_format', *data.SIGNATURE_SETTINGS)}
-    )
+    (tmp_path / 'copy.model').write_bytes(mistral.sp.serialized_model_proto())
+    copy = config | dict(tokenizer='copy.model')
+    assert (get_table(copy, open_bins(copy)[2]) == expected).all()
+    prepared('bins', **same, tokenizer='copy.model')
     assert 'already prepared' in capsys.readouterr().out
-    for data_dir in ('nothing', str(folder / 'docs.jsonl')):
+    for data_dir in ('nothing', 'docs.jsonl'):
         with pytest.raises(InputError, match='no prepared data'):
             open_bins(config | dict(data_dir=data_dir))
 
