@@ -83,14 +83,12 @@ def test_roles_of_a_json(tmp_path, mistral):
     bos_and_eos = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
         (bos_and_eos, {}, (1, 2, 2)),
-        (bos_and_eos | dict(bos_token='[INST]', pad_token=None), {}, (3, 2, 2)),
         (bos_and_eos | dict(bos_token='▁the'), {}, (mistral.tokens.index('▁the'), 2, 2)),  # not a special token
         (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
         (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         # as in Qwen3's
         (dict(bos_token=None, eos_token='</s>'), {}, (2, 2, 2)),
-        (dict(bos_token=None), {}, 'it has no eos; name its eos_token in tokenizer_config.json next to it'),
-        (dict(bos_token='<s>'), {}, 'it has no eos; name its eos_token'),
+        (dict(bos_token='<s>'), {}, 'it has no eos; name its eos_token in tokenizer_config.json next to it'),
         (bos_and_eos | dict(pad_token='<p>'), {}, "it has no token '<p>'; name its pad_token in tokenizer_config.json"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
