@@ -88,13 +88,12 @@ def released_config(model):
         tie_word_embeddings=True, torch_dtype='float32',
     )  # fmt: skip
     fields |= {released: getattr(c, name) for released, name in RELEASED_FIELDS.items()}
+    fields['unused_ids'] = (~model.token_mask).nonzero()[:, 0].tolist()
     if c.num_hashes:
         # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
         is_misread = c.num_hashes * c.num_buckets == c.vocab_size
     else:
-        # the table of a MultiHashFormer contains them
-        fields['unused_ids'] = (~model.token_mask).nonzero()[:, 0].tolist()
-        is_misread = bool(fields['unused_ids']) or c.embedding_scale != 1
+        is_misread = fields['unused_ids'] or c.embedding_scale != 1
     if is_misread:
         fields |= dict(model_type='mhf', architectures=['MHF'])
     return fields
@@ -161,9 +160,9 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
     config_json = read_json(folder / 'config.json', source)
-    weights = read_weights(folder, source)
     try:
         refuse_unsupported(config_json)
+        weights = read_weights(folder, source)
         config = convert_config(config_json, weights.get('model.hash_map'))
         state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
     except (TypeError, ValueError, IndexError) as e:
@@ -249,13 +248,11 @@ def convert_config(config_json, table):
     """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises ValueError."""
     # transformers 5 moves rope_theta to rope_parameters
     declared = config_json | (config_json.get('rope_parameters') or {})
-    # load_weights detects the other sizes, except max_position_embeddings, if they are missing
-    for key in ('hidden_size', 'num_attention_heads', 'rope_theta'):
-        if declared.get(key) is None:
-            raise ValueError(f'config.json has no {key}')
+    # load_weights detects sizes that are missing
+    if declared.get('rope_theta') is None:
+        raise ValueError('config.json has no rope_theta')
     fields = {name: declared[key] for key, name in RELEASED_FIELDS.items() if declared.get(key) is not None}
     fields = dict(num_hashes=0, loss='product') | fields
-    fields.setdefault('head_dim', fields['hidden_size'] // fields['num_heads'])
     eos_ids = parse_eos_ids(config_json)
     if table is not None:
         if table.amin() < 0:
@@ -312,19 +309,20 @@ def convert_state_dict(config, weights, unused_ids):
 
 def find_tokenizer(folder, config_json):
     """
-    Returns the name of the tokenizer of a released folder, None if it is unknown: that in config.json if the files of
-    the tokenizer are those of the export, else the folder's own file, to which transformers may have added tokens.
+    Returns the name of the tokenizer of a released folder, None if it is unknown: that of an export if the files of the
+    tokenizer are unchanged or absent, else the folder's own file, to which transformers may have added tokens.
     """
-    if config_json.get('tokenizer_files_sha256') == hash_tokenizer_files(folder):
+    own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
+    exported_sha256 = config_json.get('tokenizer_files_sha256')
+    if exported_sha256 and (not own or exported_sha256 == hash_tokenizer_files(folder)):
         named = config_json['tokenizer']
-        return str(folder / named) if named.endswith(('.model', '.json')) else named
-    own = [folder / name for name in ('tokenizer.json', 'tokenizer.model')]
-    return next((str(path) for path in own if path.exists()), None)
+        return own.get(named) if named.endswith(('.model', '.json')) else named
+    return next(iter(own.values()), None)
 
 
 def hash_tokenizer_files(folder):
-    """Returns a SHA-256 of the files that transformers reads and writes, which takes less time than to load them."""
-    paths = [folder / name for name in JSON_FILES]
+    """Returns a SHA-256 of the files of a tokenizer, which takes less time than to load them."""
+    paths = [folder / name for name in ('tokenizer.model', *JSON_FILES)]
     return hashlib.sha256(b''.join(path.read_bytes() for path in paths if path.exists())).hexdigest()
 
 

@@ -173,8 +173,8 @@ def learned_model(folder, **options):
 
 def byte_level_json(folder):
     """
-    Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space, its BPE drops merges at
-    random, and its config names a class of transformers.
+    Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space and a colon, its BPE drops
+    merges at random, and its config names a class of transformers.
     """
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -287,6 +287,9 @@ def test_tokens_added_in_transformers(tmp_path):
     assert (opened.model.log_probs(x) - grown(x).logits.log_softmax(-1)).abs().max() < 1e-5
     with pytest.raises(InputError, match='32768 tokens, expected 32770'):
         assert load(str(folder), 'mistral').tok
+    # other roles, or only the model is saved
+    grown.save_pretrained(tmp_path / 'no_tokenizer')
+    assert load(str(tmp_path / 'no_tokenizer')).tokenizer == 'mistral'
     tok = AutoTokenizer.from_pretrained(tmp_path / 'export', eos_token='[INST]')
     tok.save_pretrained(tmp_path / 'export')
     assert load(str(tmp_path / 'export')).tok.eos == 3
@@ -296,7 +299,11 @@ def test_tokens_added_in_transformers(tmp_path):
     'rows, V, is_padding', [(256, 129, True), (256, 128, False), (257, 256, False), (257, 257, True)]
 )
 def test_rows_that_are_padding(rows, V, is_padding):
-    """Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero."""
+    """
+    Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero; of a MultiHashFormer, if they
+    have no signature.
+    """
+    assert has_padding_from(random_model(vocab_size=rows), V) == (rows == V)
     m = random_model(num_hashes=0, vocab_size=rows)
     assert has_padding_from(m, V) == is_padding
     m.embed.weight.data[V:] = 0
@@ -398,7 +405,7 @@ REFUSED = [
     dict(attention_bias=1), dict(use_sliding_window=1),
     # the signature of pad must be the zero row
     dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
-    dict(rope_theta=None), dict(hidden_size=None), dict(num_lsh=-1), dict(num_lsh=4),
+    dict(rope_theta=None), dict(num_lsh=-1), dict(num_lsh=4),
 ]  # fmt: skip
 
 
