@@ -24,7 +24,6 @@ config/expand_*.py.
 
 import contextlib
 import io
-import itertools
 import json
 import re
 from collections import Counter
@@ -67,19 +66,13 @@ def parse_corpora():
         corpus, _, count = (item if '@' in item else f'{item}@{num_new_tokens}').rpartition('@')
         if not count.isdecimal() or int(count) > 10**6:
             raise InputError(f"corpora '{item}': write a number of tokens after @, like @5000, at most 1,000,000")
-        name = name_corpus(corpus, languages)
+        # 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are named ar
+        name = ['text', *re.findall(r'[\w-]+', re.sub(r'(\.\w+)+$', '', corpus))][-1]
+        if name in counts:
+            raise InputError(f"corpora '{corpora}': two corpora are named '{name}'; rename a file or a folder")
         languages[name] = corpus
         counts[name] = int(count)
     return languages, counts
-
-
-def name_corpus(corpus, taken):
-    """Returns a unique name: that of the file or of its folder, or a number. 'ar/*.jsonl' is named ar."""
-    names = [re.sub(r'[^\w-]', '', name.split(':')[-1].split('.')[0]) for name in corpus.split('/')]
-    for name in names[:-3:-1]:
-        if name and name not in taken:
-            return name
-    return next(f'text{k}' for k in itertools.count(len(taken)) if f'text{k}' not in taken)
 
 
 def read_corpus(corpus):

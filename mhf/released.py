@@ -7,6 +7,7 @@ The released format of the paper's authors, in both directions.
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
 """
 
+import hashlib
 import json
 import os
 import re
@@ -14,14 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import configurator
 from configurator import InputError
 from hashing import hash_buckets, lsh_coordinates
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
-from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, same_tokenizer
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
 from model import MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
@@ -33,14 +33,18 @@ RELEASED_FIELDS = dict(
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
     encoder_init='encoder_init',
 )  # fmt: skip
-# other fields of config.json that change the computation, also in nested dicts: those with other supported values than
-# null, and patterns of switches, which must be off, and of factors, which must be 1
-SUPPORTED = dict(
-    model_type=('qwen3', 'mhf', 'mhf_standard'), hidden_act=('silu',), lsh_only_embed=(False,), rope_scaling=(),
-    rope_parameters=(), rope_type=('default',), type=('default',), layer_types=('full_attention',),
-)  # fmt: skip
-SWITCHES = re.compile('bias|bidirectional|mrope|quant|softcap|use_sliding_window')
-FACTORS = re.compile('factor|multiplier|rotary|scal(ar|e|ing)')
+# patterns of other keys of config.json that change the computation (a.b is key b of the dict a) -> supported values;
+# null is always supported
+SUPPORTED = {
+    '^model_type$': ('qwen3', 'mhf', 'mhf_standard'),
+    '^hidden_act$': ('silu',),
+    '^layer_types$': ('full_attention',),
+    r'^rope_parameters\.(rope_)?type$': ('default',),
+    # one dict per type of layer
+    r'^rope_parameters\..*\.': (),
+    'bias|bidirectional|lsh_only_embed|mrope|quant|softcap|use_sliding_window': ('False', '0'),
+    'factor|multiplier|rotary|scal(ar|e|ing)': ('False', '1', '1.0'),
+}
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -84,14 +88,13 @@ def released_config(model):
         tie_word_embeddings=True, torch_dtype='float32',
     )  # fmt: skip
     fields |= {released: getattr(c, name) for released, name in RELEASED_FIELDS.items()}
-    table = model.signatures.cpu().numpy()
-    _, token_mask = validate_table(c, table)
-    unused_ids = np.flatnonzero(token_mask & ~model.token_mask.cpu().numpy()).tolist()
-    if unused_ids:
-        fields['unused_ids'] = unused_ids
-    ignored_by_transformers = unused_ids or not c.num_hashes and c.embedding_scale != 1
-    # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
-    if ignored_by_transformers or c.num_hashes and c.num_hashes * c.num_buckets == c.vocab_size:
+    fields['unused_ids'] = (~model.token_mask).nonzero()[:, 0].tolist()
+    if c.num_hashes:
+        # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
+        is_misread = c.num_hashes * c.num_buckets == c.vocab_size
+    else:
+        is_misread = fields['unused_ids'] or c.embedding_scale != 1
+    if is_misread:
         fields |= dict(model_type='mhf', architectures=['MHF'])
     return fields
 
@@ -134,6 +137,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
             complete.mkdir()
             save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
             config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
+            config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
             write_pretty_json(complete / 'generation_config.json', generation_config)
             write_pretty_json(complete / 'config.json', config)
             # safetensors creates its file readable for the owner only
@@ -155,12 +159,11 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     """
     source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
-    config_json = flatten_rope(read_json(folder / 'config.json', source))
-    refuse_unsupported(config_json, source)
-    weights = read_weights(folder, source)
+    config_json = read_json(folder / 'config.json', source)
     try:
+        refuse_unsupported(config_json)
+        weights = read_weights(folder, source)
         config = convert_config(config_json, weights.get('model.hash_map'))
-        drop_tied_head(weights, config_json)
         state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
     except (TypeError, ValueError, IndexError) as e:
         raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
@@ -182,11 +185,11 @@ def read_weights(folder, source):
     if not index.exists():
         return read_safetensors(folder / 'model.safetensors')
     file_of = read_json(index, source).get('weight_map', {})
-    shards = {file: read_safetensors(folder / file) for file in set(file_of.values())}
-    missing = [name for name, file in file_of.items() if name not in shards[file]]
-    if missing:
-        raise InputError(f'{index} lists {missing[0]}, which {file_of[missing[0]]} lacks; download the model again')
-    return {name: shards[file][name] for name, file in file_of.items()}
+    weights = {}
+    for file in set(file_of.values()):
+        shard = read_safetensors(folder / file)
+        weights |= {name: tensor for name, tensor in shard.items() if file_of.get(name) == file}
+    return weights
 
 
 def read_safetensors(path):
@@ -220,17 +223,6 @@ def resolve_path(path_or_hub_id):
     return download_from_hub(str(path_or_hub_id), files)
 
 
-def flatten_rope(config_json):
-    """Moves the entries of rope_parameters (transformers 5) and rope_scaling (older) to the top level."""
-    flat = dict(config_json)
-    for key in ('rope_scaling', 'rope_parameters'):
-        rope = flat.get(key)
-        # one dict per layer type is not supported
-        if isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()):
-            flat |= flat.pop(key)
-    return flat
-
-
 def leaves(value, key=''):
     """Yields (key, value) for each value in nested dicts and lists. The key of a nested value is like 'a.b'."""
     if isinstance(value, dict):
@@ -243,44 +235,28 @@ def leaves(value, key=''):
         yield key, value
 
 
-def refuse_unsupported(config_json, source):
-    """Raises InputError for a key of config.json that changes the computation and is not implemented."""
-    for key, value in leaves(config_json):
-        supported = SUPPORTED.keys() & key.split('.')
-        if value is None or key in RELEASED_FIELDS:
-            continue
-        if supported:
-            is_harmless = all(value in SUPPORTED[name] for name in supported)
-        elif SWITCHES.search(key):
-            is_harmless = value in (False, 0)
-        elif FACTORS.search(key):
-            is_harmless = value is False or value == 1 and value is not True
-        else:
-            continue
-        if not is_harmless:
-            raise InputError(f'{source}: {key}={json.dumps(value)[:100]} in config.json is not supported')
+def refuse_unsupported(config_json):
+    """Raises ValueError for a key of config.json that changes the computation and is not implemented."""
+    others = {key: value for key, value in config_json.items() if key not in RELEASED_FIELDS}
+    for key, value in leaves(others):
+        for pattern, supported in SUPPORTED.items():
+            if re.search(pattern, key) and str(value) not in ('None', *supported):
+                raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json is not supported')
 
 
 def convert_config(config_json, table):
-    """Returns the MHFConfig for flatten_rope's config.json and a signature table (V, H), None for Standard."""
-    fields = dict(num_hashes=0, loss='product')
-    # load_weights detects the other sizes, except max_position_embeddings, if they are missing
-    for key in ('hidden_size', 'num_attention_heads', 'rope_theta'):
-        if config_json.get(key) is None:
-            raise ValueError(f'config.json has no {key}')
-    for key, name in RELEASED_FIELDS.items():
-        value = config_json.get(key)
-        if value is None:
-            continue
-        kind = MHFConfig.__annotations__[name]
-        if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json: its type must be {kind.__name__}')
-        fields[name] = value
-    fields.setdefault('head_dim', fields['hidden_size'] // max(1, fields['num_heads']))
+    """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises ValueError."""
+    # transformers 5 moves rope_theta to rope_parameters
+    declared = config_json | (config_json.get('rope_parameters') or {})
+    # load_weights detects sizes that are missing
+    if declared.get('rope_theta') is None:
+        raise ValueError('config.json has no rope_theta')
+    fields = {name: declared[key] for key, name in RELEASED_FIELDS.items() if declared.get(key) is not None}
+    fields = dict(num_hashes=0, loss='product') | fields
     eos_ids = parse_eos_ids(config_json)
     if table is not None:
-        if table.dim() != 2 or table.is_floating_point() or table.amin() < 0:
-            raise ValueError(f'model.hash_map of shape {tuple(table.shape)}: must be (V, H) integers from 0 on')
+        if table.amin() < 0:
+            raise ValueError(f'model.hash_map contains bucket {table.amin()}; buckets must be from 0 on')
         fields['vocab_size'] = len(table)
         eos_ids = [i for i in eos_ids if 0 <= i < len(table) and not table[i].any()]
         # Single-ID: all coordinates are the same hash, and tokens share it
@@ -300,29 +276,21 @@ def convert_config(config_json, table):
 
 
 def parse_eos_ids(config_json):
-    """Returns the list of ids in eos_token_id, which is an id, a list of ids or missing. Raises InputError."""
+    """Returns the list of ids in eos_token_id, which is an id, a list of ids or missing."""
     declared = config_json.get('eos_token_id')
     if declared is None:
         return []
-    ids = declared if isinstance(declared, list) else [declared]
-    if any(type(i) is not int for i in ids):
-        raise InputError(f'eos_token_id={json.dumps(declared)[:100]} in a config file: must be an id or a list of ids')
-    return ids
-
-
-def drop_tied_head(weights, config_json):
-    """Merges the two embeddings. Raises ValueError unless they are equal."""
-    head = weights.pop('lm_head.weight', None)
-    if head is None and config_json.get('tie_word_embeddings') in (False, 0):
-        raise ValueError('tie_word_embeddings=false in config.json, but the weights have no lm_head.weight')
-    if head is not None:
-        E = weights.get('model.embed_tokens.weight')
-        if E is None or not torch.equal(head, E):
-            raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
+    return declared if isinstance(declared, list) else [declared]
 
 
 def convert_state_dict(config, weights, unused_ids):
-    """Returns our state_dict for released weights. Raises ValueError for an unknown tensor or a missing table."""
+    """
+    Returns our state_dict for released weights. Raises ValueError for an unknown tensor, a missing table or another
+    head than the embedding.
+    """
+    head = weights.pop('lm_head.weight', None)
+    if head is not None and not torch.equal(head, weights['model.embed_tokens.weight']):
+        raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
     # the table contains integers
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     state = {rename(name, RELEASED_NAMES): tensor for name, tensor in tensors.items()}
@@ -341,19 +309,21 @@ def convert_state_dict(config, weights, unused_ids):
 
 def find_tokenizer(folder, config_json):
     """
-    Returns the name of the tokenizer of a released folder, None if it is unknown: the folder's own tokenizer.json,
-    unless config.json names a tokenizer that is the same. A tokenizer.json that transformers wrote may have new tokens.
+    Returns the name of the tokenizer of a released folder, None if it is unknown: that of an export if the files of the
+    tokenizer are unchanged or absent, else the folder's own file, to which transformers may have added tokens.
     """
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
-    json_file = own.get('tokenizer.json')
-    named = config_json.get('tokenizer')
-    if not isinstance(named, str):
-        named = None
-    elif named.endswith(('.model', '.json')):
-        named = own.get(named)
-    if not named or not json_file or named == json_file:
-        return named or json_file or own.get('tokenizer.model')
-    return named if same_tokenizer(get_tokenizer(named), get_tokenizer(json_file)) else json_file
+    exported_sha256 = config_json.get('tokenizer_files_sha256')
+    if exported_sha256 and (not own or exported_sha256 == hash_tokenizer_files(folder)):
+        named = config_json['tokenizer']
+        return own.get(named) if named.endswith(('.model', '.json')) else named
+    return next(iter(own.values()), None)
+
+
+def hash_tokenizer_files(folder):
+    """Returns a SHA-256 of the files of a tokenizer, which takes less time than to load them."""
+    paths = [folder / name for name in ('tokenizer.model', *JSON_FILES)]
+    return hashlib.sha256(b''.join(path.read_bytes() for path in paths if path.exists())).hexdigest()
 
 
 def has_padding_from(model, V):
@@ -370,27 +340,23 @@ def has_padding_from(model, V):
 
 def has_signatures_of(model, tokens):
     """
-    Returns whether the signature table of a released MultiHashFormer is that of these token strings. The last
-    coordinate may have been rehashed, by the authors' code for other tokens than by ours.
+    Returns whether the signature table of a released MultiHashFormer is that of these token strings. One hash tells it:
+    the first that is not LSH.
     """
     c = model.config
     ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
-    only_lsh = c.num_lsh == c.num_hashes
-    if only_lsh:
-        # an LSH coordinate of all tokens takes minutes
-        ids = ids[:: -(-len(ids) // 256)]
-    strings = [tokens[i] for i in ids]
-    table = model.signatures[ids].numpy()
-    if only_lsh:
-        # rounding may change an argmax
-        return (table == lsh_coordinates(strings, c.num_lsh, c.num_buckets)).mean() > 0.5
-    for j in range(c.num_lsh, c.num_hashes):
-        equal = (table[:, j] == hash_buckets(strings, 0 if c.single_id else j, c.num_buckets)).mean()
-        # up to half of the tokens are rehashed, in a table with H = 1 and B = V
-        may_be_rehashed = j == c.num_hashes - 1 and not c.single_id
-        if equal < (1 / 3 if may_be_rehashed else 1):
-            return False
-    return True
+    j = c.num_lsh
+    if j < c.num_hashes:
+        hashes = hash_buckets([tokens[i] for i in ids], j, c.num_buckets)
+        # the authors' code may rehash other tokens than ours: up to half of them with H = 1 and B = V
+        tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
+    else:
+        # an LSH hash of all tokens takes minutes; rounding may change an argmax
+        j = 0
+        ids = ids[-256:]
+        hashes = lsh_coordinates([tokens[i] for i in ids], c.num_lsh, c.num_buckets)[:, j]
+        tolerance = 2 / 3
+    return (model.signatures[ids, j].numpy() != hashes).mean() <= tolerance
 
 
 # -----------------------------------------------------------------------------

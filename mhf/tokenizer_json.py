@@ -8,7 +8,24 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from configurator import InputError
-from mhf.tokenizers import PROBES, JsonTokenizer, SentencePieceTokenizer, find_difference, string_of
+from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
+
+# byte-level files represent each byte by a printable character
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTE_LETTERS = {byte: chr(256 + k) for k, byte in enumerate(sorted({*range(256)} - PRINTABLE))}
+
+# texts on which tokenizers are compared: white space, scripts, characters that normalizations change, control pieces
+PROBES = (
+    '', ' ', ' a  b   c ', 'x' + 20 * ' ' + 'y', 'one\ntwo\r\n\r\n\tthree\xa0\u3000four ', '\n', '  \n x',
+    "Don't STOP 1234567 x_y=(z+1)*2;", 'ｆｕｌｌ　ＷＩＤＴＨ １２ ﬁ ① İß', 'e\u0301 é Å', 'a▁b ▁c',
+    'x\0\x1f\u200b\ufeffy', 'हिन्दी 中文 العربية Ελληνικά русский ภาษาไทย', '👩\u200d👧 🇺🇳 🫠',
+    'Hello</s><s> <unk><pad> <0x0A>',
+)  # fmt: skip
+
+
+def string_of(token):
+    """Returns the string in a tokenizer.json of a token, str, bytes or None."""
+    return token.decode('latin-1').translate(BYTE_LETTERS) if isinstance(token, bytes) else token
 
 
 def write_pretty_json(path, content):
@@ -52,10 +69,11 @@ def write_tokenizer(tok, folder, add_bos):
         converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[bos])
     converted.save(str(folder / 'tokenizer.json'))
     write_pretty_json(folder / 'tokenizer_config.json', settings)
-    text = find_difference(tok, JsonTokenizer(tok.name, folder / 'tokenizer.json'), texts)
-    if text is not None:
-        problem = f'the exported tokenizer.json encodes {text!r} differently; choose a tokenizer.json instead'
-        raise InputError(f"tokenizer '{tok.name}' cannot be exported: {problem}")
+    exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')
+    for text, ids, exported_ids in zip(texts, tok.encode(texts), exported.encode(texts), strict=True):
+        if ids != exported_ids:
+            problem = f'the exported tokenizer.json encodes {text!r} differently; choose a tokenizer.json instead'
+            raise InputError(f"tokenizer '{tok.name}' cannot be exported: {problem}")
     return name
 
 
@@ -72,6 +90,7 @@ def convert_sentencepiece(tok):
     """Returns a tokenizers.Tokenizer with the ids of a SentencePieceTokenizer."""
     proto = ModelProto.FromString(tok.sp.serialized_model_proto())
     trained = proto.trainer_spec
+    # such as mistral's [REFERENCE_DOC_0]
     user_defined = sorted((p.piece for p in proto.pieces if p.type == p.USER_DEFINED), key=len, reverse=True)
     if trained.model_type == trained.BPE:
         ids = {p.piece: i for i, p in enumerate(proto.pieces)}

@@ -16,11 +16,11 @@ from configurator import InputError, read_config
 from hashing import signature_table
 from mhf.checkpoint import read_checkpoint
 from mhf.chunked import make_config
-from mhf.data import Bins, build_table
+from mhf.data import Bins
 from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
-from model import MHF, MHFConfig
+from model import MHF
 from test_mhf import SAYINGS
 
 pytestmark = pytest.mark.xdist_group('expand')
@@ -198,17 +198,6 @@ def test_expand_a_standard_model(expansion, mistral):
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize('H, num_lsh, single_id', [(1, 0, True), (3, 0, False), (3, 2, False), (3, 0, True)])
-def test_tables_of_ablations_grow(H, num_lsh, single_id):
-    """A model with Single-ID or LSH signatures grows by signatures of the same kind."""
-    old = [f'w{k}' for k in range(200)]
-    new = [f'new{k}' for k in range(50)]
-    c = MHFConfig(num_hashes=H, num_buckets=300, num_lsh=num_lsh, single_id=single_id)
-    table = signature_table(old, H, 300, num_lsh, pad_id=2, unique=not single_id)
-    grown = build_table(vars(c), old + new, 2)
-    assert (grown[:200] == table).all() and grown[200:].all()
-
-
 NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
 
 
@@ -254,12 +243,16 @@ safetensors.torch.save_file = save_file
     assert snapshot(expansion) == before
 
 
-def test_names_of_corpora():
-    """Each corpus has a name of its own."""
-    taken = []
-    for corpus in ('a/ar.jsonl', 'zh/*.jsonl', 'text3.txt', '*.jsonl', '*.txt'):
-        taken.append(expand.name_corpus(corpus, taken))
-    assert taken == ['ar', 'zh', 'text3', 'text4', 'text5']
+def test_names_of_corpora(monkeypatch):
+    """A corpus is named by its file, its subset or its folder; two corpora of one name are refused."""
+    corpora = 'text/ar.jsonl.xz@5,../v1.0/zh/*.jsonl@0,fineweb-2:hin_Deva,*.txt'
+    monkeypatch.setattr(expand, 'corpora', corpora)
+    languages, counts = expand.parse_corpora()
+    assert counts == dict(ar=5, zh=0, hin_Deva=expand.num_new_tokens, text=expand.num_new_tokens)
+    assert languages['zh'] == '../v1.0/zh/*.jsonl'
+    monkeypatch.setattr(expand, 'corpora', 'a/train.jsonl,b/train.jsonl')
+    with pytest.raises(InputError, match="named 'train'"):
+        expand.parse_corpora()
 
 
 def test_expand_overwrites_nothing(tmp_path, monkeypatch):

@@ -73,9 +73,6 @@ def test_stop_ids(tmp_path):
     assert lm.stop_ids == opened.stop_ids
     save_pretrained(opened.model, tmp_path / 'c', 'mistral', opened.add_bos, [7, 9, 11])
     assert load(str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
-    for wrong in ('</s>', [2, '</s>'], 2.0, {}):
-        with pytest.raises(InputError, match='eos_token_id='):
-            open_small(tmp_path / str(wrong), eos_token_id=wrong, pad_token_id=2)
 
 
 def test_from_the_hub(tmp_path, monkeypatch, mistral):
@@ -109,19 +106,16 @@ def test_released_models_that_are_refused(tmp_path):
         from_pretrained(file.parent)
     save_file(weights | {'lm_head.weight': weights['model.embed_tokens.weight'].clone()}, file)
     from_pretrained(file.parent)
-    for wrong in (-weights['model.hash_map'], weights['model.hash_map'].float(), weights['model.hash_map'][0]):
-        save_file(weights | {'model.hash_map': wrong}, file)
-        with pytest.raises(InputError, match='hash_map of shape'):
-            from_pretrained(file.parent)
+    save_file(weights | {'model.hash_map': -weights['model.hash_map']}, file)
+    with pytest.raises(InputError, match='hash_map contains bucket -'):
+        from_pretrained(file.parent)
     file.write_bytes(b'not safetensors')
     with pytest.raises(InputError, match='untied.model.safetensors cannot be read: .*header'):
         from_pretrained(file.parent)
-    file.rename(file.with_name('pytorch_model.bin'))
-    with pytest.raises(InputError, match='model.safetensors'):
-        from_pretrained(file.parent)
-    (file.parent / 'config.json').write_text('[1, 2]')
-    with pytest.raises(InputError, match='no readable config.json'):
-        from_pretrained(file.parent)
+    for name in ('model.safetensors', 'config.json'):
+        (file.parent / name).unlink()
+        with pytest.raises(InputError, match=name):
+            from_pretrained(file.parent)
 
 
 @pytest.mark.parametrize('shards, others', [(1, ['model_ema', 'model-00001-of-00002']), (3, ['model', 'model-00004'])])
@@ -140,7 +134,7 @@ def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
     assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
     if shards > 1:
         save_file({}, first)
-        with pytest.raises(InputError, match='lacks; download'):
+        with pytest.raises(InputError, match='Missing key'):
             from_pretrained(folder)
 
 
@@ -179,8 +173,8 @@ def learned_model(folder, **options):
 
 def byte_level_json(folder):
     """
-    Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space, its BPE drops merges at
-    random, and its config names a class of transformers.
+    Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space and a colon, its BPE drops
+    merges at random, and its config names a class of transformers.
     """
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -270,8 +264,8 @@ def test_a_tokenizer_is_exported_with_the_same_ids_or_refused(tmp_path, options)
 
 def test_tokens_added_in_transformers(tmp_path):
     """
-    The tokenizer.json that transformers writes with new tokens is that of the model, also if config.json still names
-    the old one. A tokenizer without the new tokens is refused.
+    The tokenizer.json that transformers writes with new tokens or roles is that of the model, also if config.json still
+    names the old one. A tokenizer without the new tokens is refused.
     """
     m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
     save_pretrained(m, tmp_path / 'export', 'mistral')
@@ -293,13 +287,23 @@ def test_tokens_added_in_transformers(tmp_path):
     assert (opened.model.log_probs(x) - grown(x).logits.log_softmax(-1)).abs().max() < 1e-5
     with pytest.raises(InputError, match='32768 tokens, expected 32770'):
         assert load(str(folder), 'mistral').tok
+    # other roles, or only the model is saved
+    grown.save_pretrained(tmp_path / 'no_tokenizer')
+    assert load(str(tmp_path / 'no_tokenizer')).tokenizer == 'mistral'
+    tok = AutoTokenizer.from_pretrained(tmp_path / 'export', eos_token='[INST]')
+    tok.save_pretrained(tmp_path / 'export')
+    assert load(str(tmp_path / 'export')).tok.eos == 3
 
 
 @pytest.mark.parametrize(
     'rows, V, is_padding', [(256, 129, True), (256, 128, False), (257, 256, False), (257, 257, True)]
 )
 def test_rows_that_are_padding(rows, V, is_padding):
-    """Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero."""
+    """
+    Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero; of a MultiHashFormer, if they
+    have no signature.
+    """
+    assert has_padding_from(random_model(vocab_size=rows), V) == (rows == V)
     m = random_model(num_hashes=0, vocab_size=rows)
     assert has_padding_from(m, V) == is_padding
     m.embed.weight.data[V:] = 0
@@ -388,34 +392,28 @@ def test_export_deletes_no_files(tmp_path):
 # config.json
 
 
+YARN = dict(rope_type='yarn', rope_theta=1e6, factor=4.0)
+PARTIAL = dict(rope_type='default', rope_theta=1e6, partial_rotary_factor=0.5)
 REFUSED = [
-    dict(rope_scaling=dict(rope_type='yarn', factor=4.0)), dict(rope_scaling=dict(type='linear', factor=2.0)),
-    dict(rope_parameters=dict(rope_type='llama3', rope_theta=1e6)),
-    dict(rope_parameters=dict(rope_type='default', rope_theta=1e6, partial_rotary_factor=0.5)),
+    dict(rope_scaling=YARN), dict(rope_scaling=dict(type='linear', factor=2.0)), dict(rope_parameters=YARN),
+    dict(rope_parameters=PARTIAL), dict(rope_parameters=dict(full_attention=YARN)), dict(partial_rotary_factor=0.5),
     dict(use_sliding_window=True, sliding_window=64), dict(layer_types=['full_attention', 'sliding_attention']),
-    dict(attention_bias=True), dict(hidden_act='gelu'), dict(model_type='qwen3_moe'), dict(logits_scaling=8),
-    dict(quantization_config=dict(quant_method='fp8')), dict(final_logit_softcapping=30.0),
-    dict(partial_rotary_factor=0.5), dict(lsh_only_embed=True), dict(tie_word_embeddings=False),
-    # nested, or a number for a boolean
-    dict(rope_parameters=dict(full_attention=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
-    dict(attention_bias=1), dict(use_sliding_window=1), dict(tie_word_embeddings=0), dict(logits_scaling=0),
-    dict(attention=dict(qkv_bias=True)), dict(quantization_config=dict(bits=8)),
+    dict(attention_bias=True), dict(hidden_act='gelu'), dict(model_type='qwen3_moe'), dict(lsh_only_embed=True),
+    dict(quantization_config=dict(quant_method='fp8')), dict(final_logit_softcapping=30.0), dict(logits_scaling=8),
+    dict(attention=dict(qkv_bias=True)), dict(scale_embedding=True),
+    # a number for a boolean
+    dict(attention_bias=1), dict(use_sliding_window=1),
     # the signature of pad must be the zero row
     dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
-    # malformed
-    dict(hidden_size='256'), dict(vocab_size=300.0), dict(num_attention_heads=0), dict(num_buckets=-5),
-    dict(eos_token_id='</s>'), dict(rope_theta=None), dict(hidden_size=None), dict(num_lsh=True),
-    dict(num_lsh=-1), dict(num_lsh=4),
+    dict(rope_theta=None), dict(num_lsh=-1), dict(num_lsh=4),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize('changes', REFUSED, ids=str)
 def test_config_that_is_refused(tmp_path, changes):
     """A field of config.json that changes the computation, or has no sensible value, is refused by its name."""
-    keys = [*changes, *changes.get('rope_scaling', ()), *changes.get('rope_parameters', ())]
-    names = '|'.join(['num_heads' if key == 'num_attention_heads' else key for key in keys])
     folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
-    with pytest.raises(InputError, match=names):
+    with pytest.raises(InputError, match='|'.join(changes)):
         from_pretrained(folder)
 
 
