@@ -2,26 +2,24 @@
 lm-evaluation-harness (lm-eval) with this repository's models, and the paper's ten tasks.
 
     $ python -m mhf.lm run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
-    $ python -m mhf.lm run --model_args path=klein9692/raw-3b,revision=checkpoint-200000 --tasks paper
+    $ python -m mhf.lm run --model_args path=klein9692/raw-3b@checkpoint-200000 --tasks paper
     $ python -m mhf.lm run --help         # lm-eval's options: --limit, --log_samples, --output_path ...
     $ python -m mhf.lm ls tasks           # lm-eval's tasks and those of eval_tasks/
     $ torchrun --standalone --nproc_per_node=8 -m mhf.lm run --model_args path=out/mhf_1b --tasks mmlu
 
 This is lm-eval's command line with --model mhf and --include_path eval_tasks, unless it names others. model_args are
-path (the out_dir of a run, a folder in the released format, or a hub id; default: the newest run under the working
-folder), revision (of a hub id), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or
-fewer. With n processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
+path (the out_dir of a run, a folder in the released format, or a hub id[@revision]; default: the newest run under the
+working folder), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer. With n
+processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
 """
 
-import contextlib
 import csv
 import functools
 import inspect
 import logging
-import os
 import random
 import sys
 from collections import defaultdict
@@ -33,7 +31,8 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import Collator, chunks, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string, warning_once
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configurator import InputError, did_you_mean, install_excepthook
@@ -43,11 +42,9 @@ from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, 
 from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
-MAX_ROWS = 256  # per batch
 # per batch, padding included. A GPU that runs out of memory scores the batch in halves (with_oom_retry); on a CPU,
 # padding costs more than a larger batch saves
 MAX_TOKENS = dict(cuda=65536, cpu=2048, mps=2048)
-TEXT_ARGS = ('path', 'revision', 'tokenizer')  # of model_args
 GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
 
@@ -89,20 +86,10 @@ def pack(rows):
     return torch.from_numpy(packed)
 
 
-def decode_continuation(tok, context, new_ids):
-    """Decodes new_ids, which follow the ids of a context, without an incomplete last character."""
-    # SentencePiece drops the first space of a text, so decode with the context
-    before = tok.decode(context)
-    texts = []
-    # a character consists of at most four tokens
-    for length in range(len(new_ids), max(len(new_ids) - 4, -1), -1):
-        text = tok.decode(context + new_ids[:length])
-        # invalid bytes may change how the bytes before them are decoded
-        texts.append(text[len(before) :] if text.startswith(before) else tok.decode(new_ids[:length]))
-        if not texts[-1].endswith('\ufffd'):
-            return texts[-1]
-    # the model wrote invalid UTF-8
-    return texts[0]
+def decode_continuation(tok, prompt, new_ids):
+    """Decodes new_ids, which follow the ids of a prompt."""
+    # SentencePiece drops the first space of a text, so decode both
+    return tok.decode(prompt + new_ids)[len(tok.decode(prompt)) :]
 
 
 # -----------------------------------------------------------------------------
@@ -137,28 +124,19 @@ class MHFLM(TemplateLM):
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         # lm-eval writes it next to its results
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
-        self.documents = []  # (task, document) of each request that loglikelihood scores
-        self.truncated = defaultdict(set)  # {task: its documents with a context that did not fit}
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
         """arg_dict: open_lm's arguments (--model_args); additional_config: lm-eval's batch_size and device."""
         known = inspect.signature(open_lm).parameters
-        for key, value in arg_dict.items():
-            if key not in known:
-                raise InputError(f"model_args: unknown '{key}'{did_you_mean(key, known)} (known: {', '.join(known)})")
-            if key in TEXT_ARGS and not isinstance(value, str | os.PathLike):
-                raise InputError(f'model_args: {key}={value} is not text; write {key}="{value}"')
+        unknown = [name for name in arg_dict if name not in known]
+        if unknown:
+            raise InputError(f'model_args: unknown {", ".join(unknown)}; use {", ".join(known)}')
         return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    @property
-    def tokenizer_name(self):
-        """lm-eval reads it only for --apply_chat_template."""
-        raise InputError('--apply_chat_template: these models have no chat template; omit it')
 
     def get_model_info(self):
         return self.info
@@ -185,19 +163,16 @@ class MHFLM(TemplateLM):
         return list(self.tok.encode([string])[0])
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        self.documents = [(request.task_name, request.doc_id) for request in requests]
         return super().loglikelihood(requests, disable_tqdm or self.rank > 0)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         T = self.max_length
         pairs = []
-        for (_, context, continuation), document in zip(requests, self.documents, strict=True):
-            name = f'task {document[0]}, document {document[1]}'
-            if len(continuation) > T:
-                raise InputError(f'{name}: {len(continuation)} tokens to score exceed the context of {T}')
-            context = self.fit_context(context, T + 1 - len(continuation), document)
-            if not context or not continuation:
-                raise InputError(f'{name}: context or choice encodes to no tokens; set target_delimiter to " "')
+        for (_, text), context, continuation in requests:
+            context = self.fit_context(context, T + 1 - len(continuation))
+            if not context or not 1 <= len(continuation) <= T:
+                problem = f"choice '{text:.60}': {len(continuation)} tokens after a context of {len(context)}"
+                raise InputError(f'{problem}; each must have at least 1 token, and a choice at most {T}')
             pairs.append((context, continuation))
         results = [None] * len(requests)
         for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
@@ -237,7 +212,7 @@ class MHFLM(TemplateLM):
         batches = [[]]
         for row in sorted(parts, key=row_length, reverse=True):
             size = len(batches[-1])
-            if size and (size == MAX_ROWS or (size + 1) * row_length(batches[-1][0]) > self.max_tokens):
+            if size and (size + 1) * row_length(batches[-1][0]) > self.max_tokens:
                 batches.append([])
             batches[-1].append(row)
         with progress_bar(desc=desc, total=len(requests)) as bar:
@@ -248,29 +223,20 @@ class MHFLM(TemplateLM):
                         yield k, scores
                     bar.update(len(indices))
 
-    def fit_context(self, ids, room, document):
-        """
-        Prepends bos to the ids of a context and truncates it on the left to `room` tokens. Records a document (task,
-        index) whose context is truncated, and warns once per task.
-        """
+    def fit_context(self, ids, room):
+        """Prepends bos to the ids of a context and truncates it on the left to `room` tokens, with one warning."""
         if self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if len(ids) > room:
-            task, index = document
-            if not self.truncated[task]:
-                message = '%s: contexts over %d tokens are truncated on the left'
-                logging.getLogger('lm_eval.mhf').warning(message, task, self.max_length)
-            self.truncated[task].add(index)
+            logger = logging.getLogger(__name__)
+            warning_once(logger, 'contexts over %d tokens are truncated on the left', self.max_length)
         return ids[-room:]
 
     def with_oom_retry(self, compute, batch):
         """Returns compute(batch). If the batch does not fit in memory, computes its halves."""
         try:
             return compute(batch) if batch else []
-        except RuntimeError as e:
-            # on a CPU the error is a plain RuntimeError
-            if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
-                raise
+        except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise InputError(f'one sequence does not fit in the memory of {self.device}; use bfloat16') from None
         half = len(batch) // 2
@@ -295,7 +261,7 @@ class MHFLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests, disable_tqdm=False):
-        prompts = self.encode_prompts(requests)
+        prompts = [self.encode_prompt(request) for request in requests]
         # the longest prompts first; a batch shares its options
         collator = Collator(prompts, sort_fn=lambda p: -len(p[0]), group_fn=lambda p: p[1], group_by='gen_kwargs')
         texts = []
@@ -305,108 +271,90 @@ class MHFLM(TemplateLM):
                 bar.update(len(batch))
         return collator.get_original(texts)
 
-    def encode_prompts(self, requests):
-        """
-        Requests -> [(prompt ids, generation options, ids of the end of its text)]. Long prompts are truncated on the
-        left, possibly inside a character.
-        """
-        ends = self.tok.encode([request.args[0][-16:] for request in requests])
-        prompts = []
-        for request, end in zip(requests, ends, strict=True):
-            options = self.parse_gen_kwargs(request.args[1])
-            room = self.max_length - options['max_gen_toks']
-            ids = self.fit_context(self.tok_encode(request.args[0]), room, (request.task_name, request.doc_id))
-            prompts.append((ids or [self.tok.bos], options, list(end)))
-        return prompts
+    def encode_prompt(self, request):
+        """Returns the ids of a prompt, truncated on the left to leave room for its text, and its generation options."""
+        text, gen_kwargs = request.args
+        options = self.parse_gen_kwargs(gen_kwargs)
+        ids = self.fit_context(self.tok_encode(text), self.max_length - options['max_gen_toks'])
+        return ids or [self.tok.bos], options
 
     def generation_batch_size(self, _, prompts):
         """The number of prompts per batch that fits memory; the first prompt is the longest."""
-        ids, options, _ = prompts[0]
+        ids, options = prompts[0]
         # a CPU reads all weights for each token: 16 rows cost little more than one
         max_tokens = self.max_tokens if self.device.type == 'cuda' else 8 * self.max_tokens
-        return min(MAX_ROWS, max(1, max_tokens // (len(ids) + options['max_gen_toks'])))
+        return max(1, max_tokens // (len(ids) + options['max_gen_toks']))
 
     def parse_gen_kwargs(self, gen_kwargs):
         """Returns a request's generation options (--gen_kwargs) with defaults. Raises InputError."""
+        T = self.max_length
         try:
             options = normalize_gen_kwargs(gen_kwargs)
             options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
             options['top_k'] = int(options.get('top_k') or 0) or None
             options['top_p'] = float(options.get('top_p') or 0) or None
-            check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
             options['until'] = [str(stop) for stop in options['until'] if stop]
+            check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
+            # options set to 1 (such as num_beams) have no effect
+            unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
+            if unknown:
+                raise ValueError(f'unknown {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
+            if not 1 <= options['max_gen_toks'] < T:
+                fix = f'use python -m mhf.lm with --gen_kwargs max_gen_toks={T // 2}'
+                raise ValueError(f'max_gen_toks={options["max_gen_toks"]}: must be from 1 to {T - 1}; {fix}')
         except (TypeError, ValueError, OverflowError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
-        # options set to 1 (such as num_beams) have no effect
-        unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
-        if unknown:
-            raise InputError(f'unknown generation options {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
-        T = self.max_length
-        if not 1 <= options['max_gen_toks'] < T:
-            problem = f'max_gen_toks={options["max_gen_toks"]} must be at least 1 and below the context of {T} tokens'
-            raise InputError(f'{problem}; use python -m mhf.lm, such as with --gen_kwargs max_gen_toks={T // 2}')
         return options
 
     @torch.no_grad()
     def generate_batch(self, batch):
-        """Items of encode_prompts with the same options, the longest first -> the text generated after each."""
-        prompts, (options, *_), contexts = zip(*batch, strict=True)
-        longest = len(prompts[0])
-        # pad on the left
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        lengths = None
-        if len(prompts[-1]) < longest:
-            lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        """Items of encode_prompt with the same options, the longest first -> the text generated after each."""
+        prompts, (options, *_) = zip(*batch, strict=True)
+        stops = options['until']
+        # the last tokens of a text that contain a stop string just completed, and up to two incomplete characters
+        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side='left')
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
         new_ids = [[] for _ in prompts]
         active = set(range(len(prompts)))
         with self.autocast():
-            for tokens in engine.stream(ids, options['max_gen_toks'], lengths=lengths):
+            for tokens in engine.stream(ids.to(self.device), options['max_gen_toks'], lengths=lengths):
                 tokens = tokens.tolist()
                 for n in list(active):
-                    ended = tokens[n] in self.stop_ids
-                    if not ended:
-                        new_ids[n].append(tokens[n])
-                    if ended or self.reaches_stop(contexts[n], new_ids[n], options['until']):
+                    if tokens[n] in self.stop_ids:
+                        active.remove(n)
+                        continue
+                    new_ids[n].append(tokens[n])
+                    end = self.tok.decode(new_ids[n][-num_last:]) if stops else ''
+                    if any(stop in end for stop in stops):
                         active.remove(n)
                 if not active:
                     break
-        texts = map(functools.partial(decode_continuation, self.tok), contexts, new_ids)
-        return [postprocess_generated_text(text, options['until'], None) for text in texts]
-
-    def reaches_stop(self, context, new_ids, stops):
-        """Returns whether the text of new_ids contains a stop string, which none of its prefixes contains."""
-        # decoding the complete text for every token would take longer than computing the token. The last tokens contain
-        # the stop string and up to two incomplete characters
-        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
-        if len(new_ids) > num_last:
-            end = self.tok.decode(new_ids[-num_last:])
-            stops = [stop for stop in stops if stop in end]
-        text = decode_continuation(self.tok, context, new_ids) if stops else ''
-        return any(stop in text for stop in stops)
+        texts = map(functools.partial(decode_continuation, self.tok), prompts, new_ids)
+        return [postprocess_generated_text(text, stops, None) for text in texts]
 
 
 # -----------------------------------------------------------------------------
 # a model from disk
 
 
-def open_lm(path='', revision='', tokenizer='', bos=None, device=None, dtype=None):
+def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
     """
     Opens the model of a run (its out_dir; default: the newest up to two folders below), of a folder in the released
-    format, or of a hub id with its revision -> MHFLM. Each process opens its own.
+    format, or of a hub id[@revision] -> MHFLM. Each process opens its own.
 
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
     if bos is not None and type(bos) is not bool:
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
-    path, tokenizer = map(os.path.expanduser, (path, tokenizer))
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
-    opened = load(f'{path}@{revision}' if revision else path, tokenizer)
+    opened = load(str(path), tokenizer)  # lm-eval reads path=7 as a number
     dtype = pick_dtype(dtype, device)
     if bos is None:
         bos = opened.add_bos
@@ -435,22 +383,13 @@ PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
 
 
-def local_files(folder, prefix):
-    """{split: file} of folder/<prefix>_<split>*.jsonl, compressed or not."""
-    files = {}
-    for split in ('train', 'validation', 'test'):
-        found = sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*'))
-        if len(found) > 1:
-            raise InputError(f'{folder} has several files for {prefix}, {split}: {found[0].name}, {found[1].name}')
-        if found:
-            files[split] = str(found[0].resolve())
-    return files
-
-
 def local_config(name, config, folder):
     """A task's lm-eval config -> the changes that make it read local files, [how these differ from the hub's]."""
     prefix = PAPER[name]['local']
-    files = local_files(folder, prefix)
+    files = {}
+    for split in ('train', 'validation', 'test'):
+        for file in sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*')):
+            files[split] = str(file.resolve())
     hub_split = config.get('test_split') or config['validation_split']
     scored = next((split for split in (hub_split, 'validation', 'test', 'train') if split in files), None)
     if scored is None:
@@ -524,51 +463,23 @@ def load_task(manager, name, specs):
         return manager.load(specs)
     # no network; a truncated, empty or malformed file; a missing field; a missing package
     except Exception as e:
-        source = 'its data'
-        fix = ''
+        fix = 'connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         if isinstance(specs[0], dict) and specs[0]['dataset_path'] == 'json':
-            source = ', '.join(specs[0]['dataset_kwargs']['data_files'].values())
-            fix = '; files of --benchmark_dir need the field names of the hub'
-        elif isinstance(e, OSError):
-            fix = '; connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
-        reason = ' '.join(str(e).split())[:300] or 'nothing in it'
-        raise InputError(f'{name}: {source} cannot be read ({type(e).__name__}: {reason}){fix}') from None
-
-
-@contextlib.contextmanager
-def one_line_errors():
-    """Raises InputError for the ValueErrors that lm-eval raises for people's mistakes."""
-    fixes = {
-        'Tasks not found': 'list all tasks with: python -m mhf.lm ls tasks',
-        'did not find any docs': 'start at most as many processes as a task has documents',
-        'marked as unsafe': 'use python -m mhf.lm with --confirm_run_unsafe_code',
-    }
-    try:
-        yield
-    except ValueError as e:
-        fix = next((fix for problem, fix in fixes.items() if problem in str(e)), None)
-        if fix is None:
-            raise
-        raise InputError(f'{e}; {fix}') from None
+            files = specs[0]['dataset_kwargs']['data_files'].values()
+            fix = f'compare {", ".join(files)} with the data on the hub; files of --benchmark_dir need its field names'
+        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+        raise InputError(f'{name}: its data cannot be read ({reason}); {fix}') from None
 
 
 def run_tasks(lm, loaded, notes, limit=None):
     """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; None on ranks above 0."""
-    with one_line_errors():
-        results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
-    truncated = all_gather_object(lm.truncated)
+    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     if results is None:
         return None
     for task, count in results['n-samples'].items():
         total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:
             notes[task].append(f'{count["effective"]:,} of {total:,} documents')
-        # each document belongs to one rank
-        num_truncated = sum(len(rank_documents[task]) for rank_documents in truncated)
-        if num_truncated:
-            notes[task].append(
-                f'{num_truncated:,} documents with a context over {lm.max_length} tokens, truncated on the left'
-            )
     return results | dict(notes={task: note for task, note in notes.items() if note})
 
 
@@ -586,8 +497,12 @@ def main():
         defaults = [f'--include_path={EVAL_TASKS}'] + ['--model=mhf'] * (command == 'run')
         position = 2 if sys.argv[1] == command else 1
         sys.argv[position:position] = defaults
-    with one_line_errors():
+    try:
         cli_evaluate()
+    except ValueError as e:
+        if not str(e).startswith('Tasks not found'):
+            raise
+        raise InputError(f'{e}; list all tasks with: python -m mhf.lm ls tasks') from None
     cleanup()
 
 

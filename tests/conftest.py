@@ -53,7 +53,7 @@ ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS=
 PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
     safetensors.torch mmh3 tiktoken sentencepiece mistral_common.tokens.tokenizers.tekken huggingface_hub datasets
-    pyarrow.parquet zstandard filelock tqdm matplotlib.pyplot scipy.stats transformers lm_eval.tasks lm_eval.api.model
+    pyarrow.parquet zstandard filelock tqdm matplotlib.pyplot transformers lm_eval.tasks lm_eval.api.model
     lm_eval.evaluator
 """.split()
 
