@@ -94,14 +94,6 @@ builtins.open = open_full
     assert_same(weights(quick, 'b')['optimizer'], weights(quick)['optimizer'])
 
 
-def test_the_picture_cannot_be_written(quick):
-    """A finished run whose picture cannot be written ends with one line, and its checkpoint is complete."""
-    (quick / 'b/loss.png').mkdir(parents=True)
-    says = 'b/loss.png cannot be written'
-    refused('train.py', 'cfg.py', '--out_dir=b', '--max_steps=1', '--warmup_steps=0', says=says, cwd=quick)
-    assert weights(quick, 'b')['step'] == 1
-
-
 # -----------------------------------------------------------------------------
 # reading
 
