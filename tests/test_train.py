@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from dataclasses import asdict
 
 import numpy as np
 import psutil
@@ -32,7 +31,6 @@ from conftest import (
     wait_all,
     weights,
     write_jsonl,
-    write_released,
 )
 
 from hashing import signature_table
@@ -73,7 +71,10 @@ def until(step):
 
 
 def test_training_learns_and_reports(few):
-    """A run reduces its loss, logs every step and validation, and writes checkpoints."""
+    """
+    A run reduces its loss, logs every step and validation, and writes checkpoints. The learning rate rises linearly
+    from 0 to the maximum, then falls to 0 along a cosine.
+    """
     log = events(few)
     train = [e for e in log if 'loss' in e]
     val = [e for e in log if 'val_loss' in e]
@@ -84,6 +85,8 @@ def test_training_learns_and_reports(few):
     # at initialization all tokens are about equally likely
     assert abs(train[0]['loss'] - math.log(32768)) < 0.5
     assert all(e['val_loss'] == e['val_nats'] for e in val)
+    expected = [1e-2 * t / 4 if t < 4 else 1e-2 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 20)) for t in range(24)]
+    assert [e['lr'] for e in train] == pytest.approx(expected, abs=1e-15) and train[0]['lr'] == 0
     ckpt = weights(few)
     assert ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256
     assert not [k for k in ckpt['model'] if 'module' in k or '_orig_mod' in k]
@@ -128,13 +131,6 @@ def test_optimizer_groups(quick):
     assert shapes[0] == [parameters.pop('embed.weight').shape]
     assert shapes[1] == sorted(p.shape for p in parameters.values() if p.dim() >= 2)
     assert shapes[2] == sorted(p.shape for p in parameters.values() if p.dim() < 2)
-
-
-def test_learning_rate_schedule(few):
-    """The learning rate rises linearly from 0 to the maximum, then falls to 0 along a cosine."""
-    lr = [e['lr'] for e in steps(few)]
-    expected = [1e-2 * t / 4 if t < 4 else 1e-2 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 20)) for t in range(24)]
-    assert lr == pytest.approx(expected, abs=1e-15) and lr[0] == 0
 
 
 def test_validation_is_the_normalized_likelihood(few):
@@ -217,28 +213,27 @@ def test_resume_is_exact(quick, compiled):
     blocks = (Bins(quick / 'bins', 'train').tokens - 1) // 16
     # the steps whose batches contain the end of the first and of the second of three epochs
     assert 3 < 24 * 8 / blocks and blocks % 8
-    borders = (blocks // 8, 2 * blocks // 8)
+    borders = [blocks // 8, 2 * blocks // 8]
     uninterrupted = 'out'
     args = ['cfg.py', '--out_dir=b', '--auto_resume']
     if compiled:
         if no_compiler('CXX', 'g++'):
             pytest.skip('torch.compile needs a C++ compiler')
-        borders = borders[:1]
+        borders.pop()
         uninterrupted = 'a'
         args += ['--compile', '--num_layers=1', *until(borders[0] + 3)]
         ok('train.py', *args, '--out_dir=a', cwd=quick)
     log = quick / 'b/log.jsonl'
     first = 0
-    # a crash leaves a damaged line, or steps after the checkpoint and an incomplete line
-    damages = ('\0\n', '{"step": 999, "loss": 9.0}\n{"step": 1000, "lo')
-    for border, damage in zip(borders, damages, strict=False):
+    for border in borders:
         # during the first of two micro-batches
         stop = IN_FORWARD.format(n=2 * (border - first) + 1, do='os.kill(os.getpid(), signal.SIGTERM)')
         done = run('train.py', *args, cwd=quick, patch=stop)
         first = border + 1
         assert done.returncode == 143 and weights(quick, 'b')['step'] == first, done.stderr[-3000:]
         before = log.read_text()
-        log.write_text(before + damage)
+        # a crash leaves steps after the checkpoint, a damaged and an incomplete line
+        log.write_text(before + '{"step": 999, "loss": 9.0}\n\0\n{"step": 1, "lo')
     ok('train.py', *args, cwd=quick)
     assert log.read_text().startswith(before)
     assert steps(quick, 'b') == steps(quick, uninterrupted)
@@ -333,22 +328,14 @@ def test_a_finished_run_is_one_line(quick):
 
 def test_from_weights_of_another_run(quick):
     """init_from a model takes its weights and architecture; with --auto_resume the same command resumes the run."""
-    model, _ = read_checkpoint(quick / 'out/ckpt.pt')
-    write_released(quick / 'released', model, shards=2)
     # no flags for the architecture, which the model determines
     args = ['--data_dir=bins', '--block_size=16', '--batch_size=8', '--micro_batch_size=8', '--device=cpu']
     args += ['--dtype=float32', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
-    args += ['--loss=exact']
-    for source in ('released', 'out'):
-        command = ('train.py', *args, f'--init_from={source}', f'--out_dir=from_{source}', '--auto_resume')
-        assert 'resumed' not in ok(*command, '--max_steps=1', cwd=quick).stdout
-        state = weights(quick, f'from_{source}')
-        assert events(quick, f'from_{source}')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
-        kept = asdict(model.config)
-        if source == 'released':
-            # the released format does not contain the initialization
-            kept |= dict(encoder_init='normal', embedding_scale=1.0)
-        assert state['model_config'] == kept and state['config']['num_buckets'] == 256
+    command = ('train.py', *args, '--loss=exact', '--init_from=out', '--out_dir=b', '--auto_resume')
+    assert 'resumed' not in ok(*command, '--max_steps=1', cwd=quick).stdout
+    assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
+    state = weights(quick, 'b')
+    assert state['model_config'] == weights(quick)['model_config'] and state['config']['num_buckets'] == 256
     assert 'resumed at step 1' in ok(*command, '--max_steps=2', cwd=quick).stdout
 
 
@@ -496,7 +483,7 @@ def test_any_world_size_sees_the_same_batches(quick):
 
 
 def test_ranks_must_agree(quick, tmp_path):
-    """Ranks with another checkpoint, corpus, setting or torch end; each machine prints a line with the differences."""
+    """Ranks with another checkpoint, torch or corpus end; each machine prints a line with the differences."""
     other = shutil.copytree(quick, tmp_path / 'other')
     shutil.copy(other / 'out/ckpt_previous.pt', other / 'out/ckpt.pt')
     shutil.rmtree(other / 'bins')
@@ -504,27 +491,25 @@ def test_ranks_must_agree(quick, tmp_path):
     ok('prepare.py', 'cfg.py', cwd=other)
     before = snapshot(tmp_path)
     args = ('train.py', 'cfg.py', '--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
-    variables = rank_variables(2)
     old = "import torch; torch.__version__ = '2.0.1'"
-    first = Forked(*args, cwd=quick, RANK='0', **variables)
-    second = Forked(*args, '--seed=7', cwd=other, patch=old, RANK='1', **variables)
-    expected = ('seed=7 (rank 0: 42)', 'checkpoint step=16 (rank 0: 24)', 'torch version=2.0.1')
-    for code, _, errors in wait_all([first, second]):
-        assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
-        assert all(difference in errors for difference in expected), errors
-    variables = rank_variables(2)
-    new = [Forked(*args, '--out_dir=b', cwd=cwd, RANK=str(k), **variables) for k, cwd in enumerate((quick, other))]
-    for code, _, errors in wait_all(new):
-        assert code == 1 and 'error: rank 1 has train_sha256=' in errors and errors.count('\n') == 1, errors
+    for options, patch, differences in (
+        ((), old, ('checkpoint step=16 (rank 0: 24)', 'torch version=2.0.1 (rank 0: ')),
+        (('--out_dir=b',), '', ('train_sha256=',)),
+    ):
+        variables = rank_variables(2)
+        first = Forked(*args, *options, cwd=quick, RANK='0', **variables)
+        second = Forked(*args, *options, cwd=other, patch=patch, RANK='1', **variables)
+        for code, _, errors in wait_all([first, second]):
+            assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
+            assert all(difference in errors for difference in differences), errors
     assert snapshot(tmp_path) == before
 
 
 def test_a_slow_write_is_not_a_failure(quick):
     """All ranks wait for rank 0's write, even if it takes longer than the timeout of a training step."""
     slow = 'import datetime\nfrom mhf import runtime\nruntime.TIMEOUT = datetime.timedelta(seconds=2)\n'
-    slow += SLOW_SAVE.format(seconds=4)
-    args = ('train.py', 'cfg.py', '--out_dir=b', '--eval_interval=2', *until(6))
-    done = run_ranks(2, *args, cwd=quick, patch=slow)
+    slow += SLOW_SAVE.format(seconds=5)
+    done = run_ranks(2, 'train.py', 'cfg.py', '--out_dir=b', *until(2), '--warmup_steps=1', cwd=quick, patch=slow)
     assert [code for code, *_ in done] == [0, 0], done
 
 
