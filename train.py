@@ -114,8 +114,7 @@ def describe_changes(old, new):
 # setup: settings, processes
 
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'warmup_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
-check_numbers(config, 'learning_rate embedding_lr_mult', positive=True)
+check_numbers(config, 'learning_rate warmup_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
 check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:

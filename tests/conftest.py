@@ -47,7 +47,7 @@ def __getattr__(name):
 # scripts
 
 # variables of every script, set in the fork server, because libraries read them when they are imported
-ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1')
+ENVIRONMENT = dict(HF_HUB_OFFLINE='1', CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1', TORCHINDUCTOR_COMPILE_THREADS='1')
 # the libraries that the scripts import; every child imports our own modules itself
 PRELOADED = """
     pytest numpy torch torch.distributed torch.nn.parallel torch.utils.checkpoint torch.utils.flop_counter torch._dynamo
