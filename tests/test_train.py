@@ -118,19 +118,18 @@ def test_the_product_loss_in_a_redirected_log(quick):
     assert last['val_loss'] > last['val_nats'] + 3
 
 
-def test_optimizer_groups(quick):
-    """The groups of the optimizer are E, other matrices and vectors. Only E has embedding_lr_mult, no vector decays."""
-    ok('train.py', 'cfg.py', '--out_dir=b', '--embedding_lr_mult=3.0', *until(2), cwd=quick)
-    model, ckpt = read_checkpoint(quick / 'b/ckpt.pt')
-    E, matrices, vectors = ckpt['optimizer']['param_groups']
-    assert [group['weight_decay'] for group in (E, matrices, vectors)] == [0.1, 0.1, 0]
-    assert [group['lr'] for group in (E, matrices, vectors)] == pytest.approx([7.5e-3, 2.5e-3, 2.5e-3])
-    moments = ckpt['optimizer']['state']
-    shapes = [sorted(moments[k]['exp_avg'].shape for k in group['params']) for group in (E, matrices, vectors)]
+def test_optimizer_groups(few):
+    """The groups of the optimizer are E, the other matrices, and the vectors, which have no weight decay."""
+    model, ckpt = read_checkpoint(few / 'out/ckpt.pt')
     parameters = dict(model.named_parameters())
-    assert shapes[0] == [parameters.pop('embed.weight').shape]
-    assert shapes[1] == sorted(p.shape for p in parameters.values() if p.dim() >= 2)
-    assert shapes[2] == sorted(p.shape for p in parameters.values() if p.dim() < 2)
+    E = [parameters.pop('embed.weight')]
+    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    vectors = [p for p in parameters.values() if p.dim() < 2]
+    groups = ckpt['optimizer']['param_groups']
+    moments = ckpt['optimizer']['state']
+    for group, expected, decay in zip(groups, (E, matrices, vectors), (0.1, 0.1, 0), strict=True):
+        shapes = sorted(moments[k]['exp_avg'].shape for k in group['params'])
+        assert shapes == sorted(p.shape for p in expected) and group['weight_decay'] == decay
 
 
 def test_validation_is_the_normalized_likelihood(few):
@@ -270,14 +269,12 @@ def test_what_a_resumed_run_may_change(quick):
     for key, value in fixed.items():
         assert re.search(rf'\b{key}={value} \(was \w+\)', line), key
     assert snapshot(quick) == before
-    shutil.copytree(quick / 'bins', quick / 'kept')
-    change_documents(quick, 'train')
-    line = refused(*args, says='--init_from=out and another --out_dir', cwd=quick)
-    assert re.search(r'train_sha256=\w{20} \(was \w{20}\)', line)
-    shutil.copytree(quick / 'kept', quick / 'bins', dirs_exist_ok=True)
     free = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--beta2=0.9')
     free += ('--weight_decay=0.2', '--embedding_lr_mult=2.0', '--dtype=bfloat16', '--activation_checkpointing')
-    done = ok(*args, *free, '--eval_interval=1', cwd=quick)
+    maps = IN_FORWARD.format(n=1, do="open('maps', 'w').write(open('/proc/self/maps').read())")
+    done = ok(*args, *free, '--eval_interval=1', cwd=quick, patch=maps)
+    # the checkpoint is not mapped to memory, which would keep the replaced file on the disk
+    assert 'libtorch' in (quick / 'maps').read_text() and '.pt' not in (quick / 'maps').read_text()
     assert re.search(r'changed settings: .*beta2=0.9 \(was 0.999\), .*embedding_lr_mult=2.0 \(was 1.0\)', done.stdout)
     groups = weights(quick)['optimizer']['param_groups']
     assert [group['weight_decay'] for group in groups] == [0.2, 0.2, 0]
@@ -285,6 +282,9 @@ def test_what_a_resumed_run_may_change(quick):
     assert [group['lr_mult'] for group in groups] == [2, 1, 1] and groups[0]['lr'] == 2 * groups[1]['lr']
     # without --dtype the precision of the checkpoint
     assert 'cpu, bfloat16' in ok(*args, '--max_steps=26', '--dtype=None', cwd=quick).stdout
+    change_documents(quick, 'train')
+    line = refused(*args, '--max_steps=27', says='--init_from=out and another --out_dir', cwd=quick)
+    assert re.search(r'train_sha256=\w{20} \(was \w{20}\)', line)
 
 
 def test_a_fork_adds_a_setting(quick):
@@ -362,7 +362,6 @@ def test_one_run_in_an_out_dir(quick):
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
     refused(*command, says='b is in use by another process, named in b/.lock', cwd=quick)
-    assert (quick / 'b/.lock').read_text().startswith(f'{first.pid}\n')
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
