@@ -200,7 +200,7 @@ def find_mismatch(model, tok, sha256):
     if sha256:
         return '' if tokenizer_fingerprint(tok) == sha256 else 'other tokens'
     if V > len(model.token_mask) or not has_padding_from(model, V):
-        return f'{V} tokens, expected vocab_size={model.config.vocab_size}'
+        return f'{V} tokens, expected {model.config.vocab_size}'
     if model.config.num_hashes and not has_signatures_of(model, tok.tokens):
         return 'its table is not that of these tokens'
     return ''
