@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import sys
-import textwrap
 import time
 import types
 from pathlib import Path
@@ -96,12 +95,12 @@ def did_you_mean(word, known):
     return f"; did you mean '{near[0]}'?" if near else ''
 
 
-def check_numbers(settings, names, low=0, below=math.inf, positive=False):
-    """Raises InputError unless the settings `names`, "a b c", are in [low, below); `positive` excludes 0."""
+def check_numbers(settings, names, low=0, below=math.inf):
+    """Raises InputError unless the settings `names`, "a b c", are in [low, below)."""
     for name in names.split():
-        if not low <= settings[name] < below or positive and settings[name] == 0:
+        if not low <= settings[name] < below:
             limit = f' and below {below}' if below < math.inf else ''
-            raise InputError(f'{name}={settings[name]}: must be {"above" if positive else "at least"} {low}{limit}')
+            raise InputError(f'{name}={settings[name]}: must be at least {low}{limit}')
 
 
 @functools.cache
@@ -179,13 +178,11 @@ def read_config(path):
 
 
 def print_help(scope):
-    """Prints a script's docstring, and its settings in their groups."""
+    """Prints a script's docstring, and its settings as they are in its source."""
     above, _, _ = Path(scope['__file__']).read_text(encoding='utf-8').partition(CALL)
     first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start()
-    settings = re.sub(r'^(\w+) = ', r'--\1=', above[first:], flags=re.MULTILINE)
-    groups = re.sub(r'^((#.*\n)+)', r'\n\1', settings, flags=re.MULTILINE)
     docstring = scope['__doc__'] or ''  # python -OO has no docstrings
-    print(f'{docstring.strip()}\n\nsettings:\n\n{textwrap.indent(groups.lstrip(), "  ")}'.lstrip())
+    print(f'{docstring.strip()}\n\n# settings: --name=value\n\n{above[first:]}'.strip())
 
 
 def configure(scope):

@@ -35,11 +35,11 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import InputError, configure
-from mhf.checkpoint import fits, load, mask_ids
+from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.released import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
-from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer, tokenizer_fingerprint
+from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
 # tokenizer
 base_tokenizer = 'mistral'  # the tokenizer to expand: mistral, or a .model file
@@ -247,19 +247,11 @@ def learn_tokenizer(tok, languages, counts):
 
 def load_source_model(tok):
     """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
-    loaded = load(source_model)
-    model = loaded.model
-    V = len(tok.tokens)
-    is_same = loaded.get_tokenizer_sha256() in (None, tokenizer_fingerprint(tok)) and fits(model, V)
-    if is_same and model.config.num_hashes:
-        table = build_table(vars(model.config), tok.tokens, model.config.pad_id)
-        is_same = (model.signatures[:V].numpy() == table).all()
-    if not is_same:
-        known = loaded.tokenizer or 'another tokenizer'
-        fix = 'name its tokenizer with --base_tokenizer'
-        raise InputError(f"source_model='{source_model}' was trained with {known}, not '{base_tokenizer}'; {fix}")
-    # a released table may end with unused rows
-    mask_ids(model, range(V, len(model.token_mask)))
+    loaded = load(source_model, base_tokenizer)
+    c = loaded.model.config
+    table = build_table(vars(c), tok.tokens, c.pad_id) if c.num_hashes else None
+    if c.num_hashes and (loaded.model.signatures[: len(table)].numpy() != table).any():
+        raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
     return loaded
 
 

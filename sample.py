@@ -10,7 +10,6 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
-from types import NoneType
 
 import torch
 
@@ -31,7 +30,7 @@ top_p = None  # sample among the fewest tokens whose probability reaches p
 seed = 1337
 tokenizer = ''  # '': the one that the model was trained with
 device = None  # cuda | cpu | mps; None: the best available
-dtype = None  # bfloat16 | float32; None: the faster one
+dtype = None  # bfloat16 | float32; None: bfloat16 on a GPU
 compile = None  # True | False; None: on a GPU
 config = configure(globals())
 
@@ -40,8 +39,6 @@ config = configure(globals())
 
 if out_dir and released:
     raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
-if type(top_k) not in (int, NoneType) or type(top_p) not in (float, int, NoneType):
-    raise InputError(f'top_k={top_k!r}, top_p={top_p!r}: top_k must be an integer, top_p a number')
 check_numbers(config, 'num_samples max_new_tokens', low=1)
 check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)
@@ -49,7 +46,7 @@ compile = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
-    except (OSError, RuntimeError) as e:  # RuntimeError: ~ of an unknown user
+    except OSError as e:
         raise InputError(f'--start={start}: {e}') from None
 loaded = load(out_dir or released, tokenizer)
 model = loaded.model

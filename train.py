@@ -12,8 +12,8 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
 Reads the bins that prepare.py writes with the same config. The docstring of prepare.py traces a document to its loss.
-Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, log.jsonl and loss.png. The global batch at a
-step depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
+Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. The global batch at a step
+depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
 settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run. A resumed run
 keeps its architecture, and refuses other values of the settings in FIXED, another tokenizer and other training data.
 
@@ -26,6 +26,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -39,9 +40,9 @@ from tqdm import tqdm
 
 from configurator import InputError, check_numbers, command_line_names, configure, ignore_closed_output
 from mhf import runtime
-from mhf.checkpoint import check_vocabulary, find_checkpoints, load, lock, mask_ids, resume, save
+from mhf.checkpoint import find_checkpoints, load, lock, resume, save
 from mhf.chunked import ChunkedMHF, make_config
-from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
+from mhf.data import block_indices, check_tokenizer, data_folder, get_table, open_bins, prefetch
 from model import MHFConfig
 
 # output
@@ -91,7 +92,7 @@ grad_clip = 1.0  # norm over all parameters; 0: off
 unfrozen_end_layers = 0  # train the first and last n layers and the parameters outside layers; 0: all layers
 # system
 device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
-# bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
+# of matrix products: bfloat16 | float32 (TF32 on a GPU); None: bfloat16 on a GPU. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
 deterministic = False  # bit-reproducible on a GPU, slower
@@ -103,19 +104,17 @@ ignore_closed_output()  # a closed pipe or terminal never ends a run
 FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers', 'tokenizer_sha256', 'train_sha256')
 
 
-def describe_changes(old, new, names):
-    """Returns the values that differ, 'seed=7 (was 42), loss=exact (was product)'."""
-    changed = [name for name in sorted(names) if new[name] != old[name]]
-    return ', '.join(f'{name}={new[name]!s:.20} (was {old[name]!s:.20})' for name in changed)
+def describe_changes(old, new):
+    """Returns the values that differ under a name of both dicts, 'seed=7 (was 42), loss=exact (was product)'."""
+    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    return ', '.join(f'{name}={new[name]!s:.20} (was {old[name]!s:.20})' for name in names)
 
 
 # -----------------------------------------------------------------------------
 # setup: settings, processes
 
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'learning_rate embedding_lr_mult', positive=True)
-check_numbers(config, 'warmup_steps lr_decay_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
-check_numbers(config, 'beta1 beta2', below=1)
+check_numbers(config, 'learning_rate warmup_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
 check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
@@ -128,9 +127,9 @@ device_type = torch.device(device).type
 compile = runtime.pick_compile(compile, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
-    product = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
+    factors = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
     fix = 'use a smaller micro_batch_size or another batch_size'
-    raise InputError(f'batch_size={batch_size}: must be a multiple of {product}; {fix}')
+    raise InputError(f'batch_size={batch_size}: must be a multiple of {factors}; {fix}')
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
@@ -141,25 +140,25 @@ is_resumed = init_from == 'resume' or auto_resume and bool(checkpoints)
 if checkpoints and not is_resumed:
     fix = 'resume it with --init_from=resume, or choose another --out_dir'
     raise InputError(f'{out_dir} already has a checkpoint, {checkpoints[0].name}; {fix}')
-model, ckpt, tokenizer_sha256 = (None, None, None)
 source = out_dir if is_resumed else init_from
+model = None
+ckpt = None
 if is_resumed:
     model, ckpt = resume(out_dir)
 elif init_from != 'scratch':
-    loaded = load(init_from)
+    loaded = load(init_from, tokenizer)
     model = loaded.model
-    # the signature table of a MultiHashFormer determines its tokenizer
-    tokenizer_sha256 = None if model.config.num_hashes else loaded.get_tokenizer_sha256()
 first_step = ckpt['step'] if ckpt else 0
 best_val_loss = ckpt['best_val_loss'] if ckpt else math.inf
 same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
 same_on_all_ranks |= {'resume': is_resumed, 'checkpoint step': first_step, 'device type': device_type}
 runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
 if ckpt and first_step >= max_steps:
+    reached = f'{out_dir} is already at step {first_step} of max_steps={max_steps}'
     if not auto_resume:
-        raise InputError(f'{out_dir} is already at step {first_step}: raise max_steps={max_steps}')
+        raise InputError(f'{reached}; raise max_steps')
     if master:
-        print(f'{out_dir} is already at step {first_step} of max_steps={max_steps}')
+        print(reached)
     runtime.cleanup()
     sys.exit(0)
 # the architecture is that of a loaded model; other values on the command line are errors, in a config file are ignored
@@ -188,26 +187,25 @@ data = dict(
 )
 runtime.check_same_on_all_ranks(data)
 table = get_table(run_config, meta)
-changes = describe_changes(architecture, config, command_line_names() & architecture.keys())
-new_run = f'start a new run with --init_from={out_dir} and another --out_dir'
-if ckpt and not changes:
-    changes = describe_changes(ckpt['config'] | ckpt['data'], config | data, FIXED)
+if model and not is_resumed:
+    check_tokenizer(data_folder(run_config), meta, loaded.tok)
+if model and table is not None and (model.signatures[: len(table)].numpy() != table).any():
+    raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
+fixed = {name: architecture[name] for name in architecture.keys() & command_line_names()}
+if ckpt:
+    fixed |= {name: value for name, value in (ckpt['config'] | ckpt['data']).items() if name in FIXED}
+changes = describe_changes(fixed, config | data)
+new_run = f'start a new run with --init_from={source} and another --out_dir'
 if changes:
     fix = f'undo the change, or {new_run}' if ckpt else 'undo the change'
     raise InputError(f'{source} was trained with other settings: {changes}; {fix}')
 if ckpt and not ckpt['optimizer']['state']:
     raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {new_run}')
-# a checkpoint of an earlier version of train.py has no fingerprint of its validation data
-has_other_val_data = bool(ckpt) and ckpt['data'].get('val_sha256', data['val_sha256']) != data['val_sha256']
-if has_other_val_data:
-    best_val_loss = math.inf
 
 # -----------------------------------------------------------------------------
 # setup: model
 
 if model:
-    check_vocabulary(model, source, meta, table, tokenizer_sha256)
-    mask_ids(model, [*meta['unused_ids'], *range(meta['vocab_size'], len(model.token_mask))])
     model.config.block_size = block_size
     model.config.loss = loss
 else:
@@ -216,7 +214,9 @@ else:
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = ChunkedMHF(model_config, table, meta['unused_ids'])
         model.init_weights()
-dtype = runtime.pick_dtype(ckpt['config']['dtype'] if ckpt and dtype is None else dtype, device)
+if ckpt and dtype is None:
+    dtype = ckpt['config']['dtype']
+dtype = runtime.pick_dtype(dtype, device)
 run_config['dtype'] = dtype
 autocast = torch.autocast(device_type, torch.bfloat16) if dtype == 'bfloat16' else contextlib.nullcontext()
 model = model.to(device)
@@ -246,11 +246,21 @@ if ckpt:
     settings = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
     # copied, because the checkpoint is mapped to a file that the run will replace
     optimizer.load_state_dict(tree_map_only(torch.Tensor, lambda x: x.to(device, copy=True), ckpt['optimizer']))
-    previous_lr = optimizer.param_groups[-1]['lr']
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
         group |= group_settings
-    names = (run_config.keys() & ckpt['config'].keys()) - {'init_from', 'auto_resume'}
-    changes = describe_changes(ckpt['config'], run_config, names)
+    if master:
+        print(f'resumed at step {first_step}')
+        previous = {k: v for k, v in ckpt['config'].items() if k not in ('init_from', 'auto_resume')}
+        changes = describe_changes(previous, run_config)
+        if changes:
+            print(f'changed settings: {changes}')
+    # a checkpoint of commit d585c03 has no fingerprint of its validation data
+    if ckpt['data'].get('val_sha256', data['val_sha256']) != data['val_sha256']:
+        best_val_loss = math.inf
+        best_path = Path(out_dir) / 'ckpt_best.pt'
+        if master and best_path.exists():
+            print('other validation data: ckpt_best.pt becomes ckpt_best_old.pt')
+            os.replace(best_path, Path(out_dir) / 'ckpt_best_old.pt')
     ckpt = None  # frees its memory
 
 # -----------------------------------------------------------------------------
@@ -313,10 +323,10 @@ def evaluate():
 
 def check_finite(step, **values):
     """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
-    if not all(map(math.isfinite, values.values())):
-        shown = ', '.join(f'{key} {value}' for key, value in values.items())
-        fix = 'with --init_from=resume and' if find_checkpoints(out_dir) else 'with'
-        raise InputError(f'step {step}: a value is not finite ({shown}); start again {fix} a smaller learning_rate')
+    for name, value in values.items():
+        if not math.isfinite(value):
+            fix = 'use a smaller learning_rate, with --init_from=resume from the newest checkpoint'
+            raise InputError(f'step {step}: {name}={value}; {fix}')
 
 
 # -----------------------------------------------------------------------------
@@ -337,73 +347,28 @@ def get_checkpoint(step):
     )
 
 
-def start_wandb():
-    """Starts a run of Weights & Biases. Raises InputError."""
-    try:
-        import wandb as weights_and_biases
-
-        return weights_and_biases.init(config=run_config)
-    except Exception as e:  # not installed, a folder of this name, not logged in, no network
-        fix = 'pip install wandb, run `wandb login`, or set WANDB_MODE=offline'
-        raise InputError(f'wandb=True: {e}; {fix}') from None
-
-
-def open_log(path):
-    """
-    Opens log.jsonl in append mode. Drops the lines after first_step, which a resumed run writes again, and all lines
-    from a damaged one on.
-    """
-    path.touch()
-    size = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            is_kept = line.endswith(b'\n') and json.loads(line)['step'] <= first_step
-        except (ValueError, TypeError, KeyError):  # a crash of the machine
-            is_kept = False
-        if not is_kept:
-            break
-        size += len(line)
-    os.truncate(path, size)
-    return open(path, 'a', buffering=1)
-
-
 log_path = Path(out_dir) / 'log.jsonl'
-wandb_run = start_wandb() if wandb and master else None
-log_file = open_log(log_path) if master else None
+if master:
+    log_path.touch()
+    # drops the steps that a resumed run repeats, and an incomplete last line
+    steps = [re.match(rb'{"step": (\d+), .*}\n', line) for line in log_path.read_bytes().splitlines(keepends=True)]
+    os.truncate(log_path, sum(len(match[0]) for match in steps if match and int(match[1]) <= first_step))
+if wandb and master:
+    import wandb as weights_and_biases
+
+    wandb_run = weights_and_biases.init(config=run_config)
 
 
 def log(**event):
     """Writes an event to log.jsonl. If it cannot, saves a checkpoint and raises InputError."""
     try:
-        log_file.write(json.dumps(event) + '\n')
+        with open(log_path, 'a') as f:
+            f.write(json.dumps(event) + '\n')
     except OSError as e:  # a full disk
-        with contextlib.suppress(OSError):
-            log_file.close()  # drops the line; otherwise Python would write it again when it exits
         save(out_dir, get_checkpoint(event['step']), is_best=False)
         raise InputError(f'{log_path} cannot be written ({e}); resume with --init_from=resume') from None
     if wandb:
         wandb_run.log(event, step=event['step'])
-
-
-def plot_loss():
-    """Draws loss.png from log.jsonl."""
-    from matplotlib.figure import Figure  # slow to import
-
-    events = [json.loads(line) for line in log_path.read_text().splitlines()]
-    figure = Figure(figsize=(8, 5))
-    ax = figure.add_subplot()
-    for key, label in dict(loss='training', val_loss='validation', val_nats='validation: -log P(w)').items():
-        points = [(event['tokens'], event[key]) for event in events if key in event]
-        if points and (key != 'val_nats' or trains_product):
-            ax.plot(*zip(*points, strict=True), label=label, lw=0.8, marker='' if key == 'loss' else 'o')
-    ax.set(xlabel='tokens', ylabel='nats per token', title=f'{sum(raw_model.num_params()):,} parameters')
-    ax.grid(alpha=0.3)
-    ax.legend()
-    path = Path(out_dir) / 'loss.png'
-    try:
-        figure.savefig(path, dpi=120, bbox_inches='tight')
-    except OSError as e:  # a full disk
-        raise InputError(f'{path} cannot be written ({e}); the checkpoints are complete') from None
 
 
 received_signals = []
@@ -435,16 +400,6 @@ if master:
     print(f'{device}, {dtype}, compile={compile}; {sequences}')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {data_folder(run_config)}')
-    if schedule_steps < max_steps:
-        print(f'lr_decay_steps={lr_decay_steps}: the learning rate is 0 from that step to max_steps={max_steps}')
-if master and is_resumed:
-    print(f'resumed at step {first_step}: learning rate {previous_lr:.2e} before, {get_lr(first_step):.2e} now')
-    if changes:
-        print(f'changed settings: {changes}')
-if master and has_other_val_data:
-    print('other validation data: ckpt_best.pt becomes ckpt_best_old.pt, and the lowest validation loss starts anew')
-    if (Path(out_dir) / 'ckpt_best.pt').exists():
-        os.replace(Path(out_dir) / 'ckpt_best.pt', Path(out_dir) / 'ckpt_best_old.pt')
 peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
@@ -519,5 +474,4 @@ if done < max_steps:
         print(f'stopped by signal {stop_signal:d} at step {done}; resume with --init_from=resume', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
-    plot_loss()
-    print(f'{out_dir}: ckpt.pt, ckpt_best.pt, log.jsonl, loss.png')
+    print(f'{out_dir}: ckpt.pt, ckpt_best.pt, log.jsonl')

@@ -2,7 +2,7 @@
 Checkpoints: train.py writes them and resumes from them, and every script loads trained models.
 
     loaded = load('out/mhf_tiny')        # the out_dir of a run, a *.pt, a folder in the released format, or a hub id
-    loaded.model, loaded.tok             # the tokenizer is read when it is first used
+    loaded.model, loaded.tok
 
 A run writes ckpt.pt, which is the newest checkpoint, ckpt_previous.pt, the one before, and ckpt_best.pt, which has the
 lowest validation loss. Each is complete: a run can resume from it. A checkpoint is a dict with the keys KEYS.
@@ -11,12 +11,11 @@ lowest validation loss. Each is complete: a run can resume from it. A checkpoint
 import atexit
 import contextlib
 import errno
-import functools
 import os
 import re
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from configurator import InputError
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
 from mhf.data import lock_folder, replace_durably
 from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
-from mhf.tokenizers import get_tokenizer, tokenizer_facts, tokenizer_fingerprint
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
 KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
@@ -136,53 +135,24 @@ def resume(out_dir, Model=ChunkedMHF):
 
 @dataclass
 class LoadedModel:
-    """A trained model, and what its files say about it."""
+    """A trained model, its tokenizer, and what its files say about it."""
 
     model: MHF
+    tok: object
     source: str  # out_dir, folder or hub id
     name: str  # for messages
     add_bos: bool  # whether the model was trained with bos before each document
-    tokenizer: str | None  # the name of its tokenizer, if known
-    tokenizer_sha256: str | None = None  # None for the released format
-    eos_ids: list = field(default_factory=list)  # ids that end a document according to the files of a released model
-    requested_tokenizer: str | None = None  # another name for it
-
-    @functools.cached_property
-    def tok(self):
-        """
-        The tokenizer. Reading it sets the probability of ids without a token to 0. Raises InputError if the model was
-        not trained with it.
-        """
-        tok = get_tokenizer(self.requested_tokenizer or self.tokenizer or 'mistral')
-        facts = tokenizer_facts(tok)
-        V = facts['vocab_size']
-        mismatch = f"{self.name}: tokenizer '{tok.name}' is not the model's"
-        fix = "name the model's tokenizer with --tokenizer"
-        if self.tokenizer_sha256 not in (None, facts['tokenizer_sha256']):
-            raise InputError(f"{mismatch}, '{self.tokenizer}'; {fix}")
-        if not fits(self.model, V):
-            raise InputError(f'{mismatch}: {V} tokens, expected {self.model.config.vocab_size}; {fix}')
-        is_released = self.tokenizer_sha256 is None
-        if is_released and self.model.config.num_hashes and not has_signatures_of(self.model, tok.tokens):
-            raise InputError(f'{mismatch}: the signatures differ; {fix}')
-        mask_ids(self.model, [*facts['unused_ids'], *range(V, len(self.model.token_mask))])
-        return tok
+    eos_ids: list  # ids that end a document according to the files of a released model
 
     @property
     def stop_ids(self):
         """The ids that end a document: bos, eos, pad, and each eos that the model declares."""
         return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
 
-    def get_tokenizer_sha256(self):
-        """Returns the fingerprint of the tokenizer that the files name, or None if they name none."""
-        if self.tokenizer_sha256 or not self.tokenizer:
-            return self.tokenizer_sha256
-        return tokenizer_fingerprint(get_tokenizer(self.tokenizer))
-
 
 def load(source='', tokenizer=None, Model=ChunkedMHF):
     """
-    Loads a trained model -> LoadedModel. Raises InputError.
+    Loads a trained model and its tokenizer -> LoadedModel. Ids without a token have probability 0. Raises InputError.
 
     Args:
         source: the out_dir of a run, for its newest checkpoint; a *.pt; a folder in the released format, or its hub
@@ -198,9 +168,9 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
     paths = [Path(source)] if Path(source).suffix == '.pt' else find_checkpoints(source)
     if paths:
         model, ckpt = read_checkpoint(paths[0], Model)
-        data = ckpt['data']
         name = f'{paths[0]}, step {ckpt["step"]}'
-        facts = dict(add_bos=ckpt['add_bos'], tokenizer=data['tokenizer'], tokenizer_sha256=data['tokenizer_sha256'])
+        facts = dict(tokenizer=ckpt['data']['tokenizer'], add_bos=ckpt['add_bos'], eos_ids=[])
+        sha256 = ckpt['data']['tokenizer_sha256']
     else:
         folder = resolve_path(source)
         if not (folder / 'config.json').exists():
@@ -208,16 +178,32 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
         model = from_pretrained(folder, Model)
         name = str(source)
         facts = read_facts(folder, source)
-    return LoadedModel(model, str(source), name, **facts, requested_tokenizer=tokenizer)
+        sha256 = None
+    own_tokenizer = facts.pop('tokenizer')
+    tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
+    mismatch = find_mismatch(model, tok, sha256)
+    if mismatch:
+        its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
+        fix = "name the model's tokenizer"
+        raise InputError(f"{name}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
+    unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
+    mask_ids(model, [*unused_ids, *range(len(tok.tokens), len(model.token_mask))])
+    return LoadedModel(model, tok, str(source), name, **facts)
 
 
-# -----------------------------------------------------------------------------
-# vocabularies
-
-
-def fits(model, V):
-    """Returns whether a model fits a tokenizer of V ids: it has at least V ids, and the others are padding."""
-    return V <= len(model.token_mask) and has_padding_from(model, V)
+def find_mismatch(model, tok, sha256):
+    """
+    Returns how a tokenizer differs from that of a model, or ''. `sha256` is the fingerprint of the model's tokenizer,
+    None for the released format, which has no fingerprint.
+    """
+    V = len(tok.tokens)
+    if sha256:
+        return '' if tokenizer_fingerprint(tok) == sha256 else 'other tokens'
+    if V > len(model.token_mask) or not has_padding_from(model, V):
+        return f'{V} tokens, expected {model.config.vocab_size}'
+    if model.config.num_hashes and not has_signatures_of(model, tok.tokens):
+        return 'its table is not that of these tokens'
+    return ''
 
 
 def mask_ids(model, ids):
@@ -225,17 +211,3 @@ def mask_ids(model, ids):
     token_mask = model.token_mask.cpu().numpy().copy()
     token_mask[ids] = False
     model.set_vocabulary(model.signatures.cpu().numpy(), token_mask)
-
-
-def check_vocabulary(model, source, meta, table, tokenizer_sha256=None):
-    """
-    Raises InputError if a model loaded from `source`, whose tokenizer has the fingerprint `tokenizer_sha256` (None:
-    unknown), does not fit the bins of `meta`, whose signature table is `table` (V, H), None for a Standard model.
-    """
-    V = meta['vocab_size']
-    if tokenizer_sha256 not in (None, meta['tokenizer_sha256']):
-        raise InputError(f"{source}: its tokenizer is not '{meta['tokenizer']}', that of the bins; change --data_dir")
-    if not fits(model, V):
-        raise InputError(f'{source}: vocab_size={len(model.signatures)}, but {V} in the bins; change --data_dir')
-    if table is not None and (model.signatures[:V].numpy() != table).any():
-        raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")

@@ -200,9 +200,7 @@ class Study:
             fix = 'give the entry a new name, or delete the folder'
             raise InputError(f'{scripts.folder} contains a run of {key} with other settings; {fix}')
         record.write_text(settings)
-        # train.py writes it last
-        if not (scripts.folder / 'loss.png').exists():
-            self.train(scripts, key, entry)
+        self.train(scripts, key, entry)
         row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings, threads=threads)
         row |= dict(commit=commit()) | training_columns(scripts.folder)
         # only these are not needed to resume, expand or evaluate the run

@@ -127,7 +127,7 @@ BAD = [
     Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
     Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from no folder', TRAIN + '--init_from=gpt2', says='gpt2: no such folder'),
-    Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', 'vocab_size=300', released()),
+    Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', '32768 tokens, expected 300', released()),
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
     # resuming
     Bad('resume without an optimizer', RESUME, 'no optimizer state, so it cannot be resumed', no_optimizer),

@@ -198,18 +198,10 @@ def test_a_fork(tmp_path):
 def test_help_prints_comments(tmp_path):
     """--help prints the docstring and each setting with its comments; python -OO has no docstrings."""
     (tmp_path / 'fork.py').write_text(FORK)
-    shown = """
-  # size
-  --x=5 * 8  # its width
-
-  # of two
-  # lines
-  --dtype=(
-      'bfloat16' if double(x) > 99 else 'float32'
-  )
-"""
-    assert shell(tmp_path, 'python fork.py --help').stdout.decode() == f'Does it.\n\nsettings:\n{shown}'
-    assert shell(tmp_path, 'python -OO fork.py -h').stdout.decode() == f'settings:\n{shown}'
+    settings = FORK[FORK.index('# size') : FORK.index('\nconfig = ')]
+    shown = f'# settings: --name=value\n\n{settings}\n'
+    assert shell(tmp_path, 'python fork.py --help').stdout.decode() == f'Does it.\n\n{shown}'
+    assert shell(tmp_path, 'python -OO fork.py -h').stdout.decode() == shown
 
 
 def test_configs_are_the_paper_s():
@@ -239,7 +231,7 @@ def test_configs_are_the_paper_s():
 def test_help(script, tmp_path):
     """--help prints the script's launch line and all settings."""
     done = ok(script, '--help', cwd=tmp_path)
-    assert f'python {script}' in done.stdout and all(f'--{k}=' in done.stdout for k in find_settings(script))
+    assert f'python {script}' in done.stdout and all(f'\n{k} = ' in done.stdout for k in find_settings(script))
 
 
 def test_scripts_agree_on_defaults():

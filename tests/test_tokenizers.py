@@ -182,7 +182,7 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
     for name in ('tok.json', 'tokenizer_config.json'):
         (folder / name).unlink()
-    tok = get_tokenizer(load(folder / 'out_given').tokenizer)
+    tok = load(folder / 'out_given').tok
     assert tok.tokens == larger.tokens and tok.bos == 3
     done = ok('sample.py', '--released=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
     assert 'sample 1 of 1' in done.stdout
