@@ -26,9 +26,11 @@ _COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, 
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)
 _MHF = dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', embedding_scale=8.0)
-_BASE = _COMMON | dict(group='english, 32,768 tokens', train='data/expansion_base', learning_rates=(1e-3,))
+_BASE = _COMMON | dict(group='vocabulary of 32,768, 1.02 M tokens', train='data/expansion_base', learning_rates=(1e-3,))
 _BASE |= dict(corpora=dict(english='data/expansion_base'), max_steps=500, eval_interval=500, warmup_steps=50)
-_EXPANDED = _COMMON | dict(group='then 4 languages, 48,122 tokens', train='data/expansion', unfrozen_end_layers=1)
+_EXPANDED = _COMMON | dict(
+    group='vocabulary of 48,122, then 0.82 M tokens of 4 languages', train='data/expansion', unfrozen_end_layers=1
+)
 _EXPANDED |= dict(corpora=dict(mixture='data/expansion') | {_name: f'data/expansion_{_name}' for _name in _FILES})
 _EXPANDED |= dict(learning_rates=(5e-4, 1e-3, 2e-3), max_steps=400, eval_interval=400, warmup_steps=40)
 

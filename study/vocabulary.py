@@ -10,25 +10,27 @@ mistral, 1,029,576 with expanded and 942,412 with tekken, of which the order of 
 _ENGLISH = dict(val_fraction=0.07, val_bytes=300000)
 # all of what is read is held out
 _FINEWEB = dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000)
-# name: (tokenizer, a number of training tokens that ends in the 464th document, the steps of one epoch)
+# name: (tokenizer, its size, a number of training tokens that ends in the 464th document, the steps of one epoch)
 _TOKENIZERS = {
-    'mistral': ('mistral', 1024000, 502),
-    'expanded': ('out/tokenizer/tiny_ar_zh_hi.model', 1024000, 502),
-    'tekken': ('tekken', 942000, 460),
+    'mistral': ('mistral', 32768, 1024000, 502),
+    'expanded': ('out/tokenizer/tiny_ar_zh_hi.model', 48122, 1024000, 502),
+    'tekken': ('tekken', 131072, 942000, 460),
 }
-VOCABULARY_SIZES = {'mistral': 32768, 'expanded': 48122, 'tekken': 131072}
 _STANDARD = dict(name='Standard', learning_rates=(2e-3, 4e-3), num_hashes=0)
 _MHF = dict(name='MHF H4 B7,966', learning_rates=(2e-3, 4e-3), num_hashes=4, num_buckets=7966)
 
 DATA = {}
 RUNS = []
-for _name, (_tokenizer, _tokens, _steps) in _TOKENIZERS.items():
+VOCABULARY_SIZES = {}  # of each group
+for _name, (_tokenizer, _size, _tokens, _steps) in _TOKENIZERS.items():
     _english = f'data/vocabulary_{_name}'
     _fineweb = f'data/vocabulary_fineweb_{_name}'
     _dataset = f'{{corpus_dir}}/english_edu.jsonl.xz@{_tokens}'
     DATA |= {_english: _ENGLISH | dict(dataset=_dataset, tokenizer=_tokenizer)}
     DATA |= {_fineweb: _FINEWEB | dict(tokenizer=_tokenizer)}
-    _common = dict(group=_name, config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
+    _group = f'vocabulary of {_size:,}, {_steps * 2048 / 1e6:.2f} M tokens'
+    VOCABULARY_SIZES[_group] = _size
+    _common = dict(group=_group, config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
     _common |= dict(beta2=0.95, embedding_lr_mult=1.0, encoder_init='normal', embedding_scale=1.0)
     _common |= dict(num_lsh=0, single_id=False, ablation='')
     _common |= dict(beta1=0.9, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
