@@ -30,7 +30,7 @@ top_p = None  # sample among the fewest tokens whose probability reaches p
 seed = 1337
 tokenizer = ''  # '': the one that the model was trained with
 device = None  # cuda | cpu | mps; None: the best available
-dtype = None  # bfloat16 | float32; None: bfloat16 on a GPU
+dtype = None  # bfloat16 | float32; None: the faster one
 compile = None  # True | False; None: on a GPU
 config = configure(globals())
 

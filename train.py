@@ -92,7 +92,7 @@ grad_clip = 1.0  # norm over all parameters; 0: off
 unfrozen_end_layers = 0  # train the first and last n layers and the parameters outside layers; 0: all layers
 # system
 device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
-# of matrix products: bfloat16 | float32 (TF32 on a GPU); None: bfloat16 on a GPU. Parameters and optimizer are float32
+# bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
 deterministic = False  # bit-reproducible on a GPU, slower
