@@ -18,14 +18,15 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
 
-# Benchmarks this GPU (the head's kernels, a training step of 100M), runs the GPU tests, and prints whether they pass.
-# PY=python3 uses installed packages instead of .venv.
+# Benchmarks this GPU (the head's kernels; training steps of 100M with a vocabulary of 32K and 131K and of d=256;
+# generation), runs the GPU tests, and prints whether they pass. PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
-	$(PY) bench.py config/mhf_100m.py --benchmarks=head --variants=exact
-	$(PY) bench.py config/mhf_100m.py --variants=exact,Standard --benchmarks=train
-	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
+	$(PY) bench.py config/mhf_100m.py --benchmarks=head,train,infer
+	$(PY) bench.py config/mhf_100m.py --benchmarks=train --variants=exact,Standard --tokenizer=tekken
+	$(PY) bench.py config/mhf_tiny.py --benchmarks=train --variants=exact --micro_batch_size=32 --num_hashes=4 --num_buckets=7966
+	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v -n 4 tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 .venv/installed: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv
