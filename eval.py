@@ -31,7 +31,7 @@ from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_na
 from configurator import InputError, configure
 from mhf.data import held_out_ids
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
-from mhf.runtime import all_gather_object, cleanup
+from mhf.runtime import all_gather_object, cleanup, is_rank0
 from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
 
@@ -91,8 +91,7 @@ def read_ids(path, lm):
     document follows bos, if the model has it.
     """
     tok = lm.tok
-    is_folder = Path(path).is_dir()
-    if is_folder:
+    if Path(path).is_dir():
         ids, num_bytes = held_out_ids(Path(path), tok)
     else:
         ids = []
@@ -100,16 +99,14 @@ def read_ids(path, lm):
         for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
             num_bytes += len(document.encode())
             ids += [tok.bos, *tok.encode([document])[0]]
-    if lm.bos is None:
-        ids = [i for i in ids if i != tok.bos]
-    if len(ids) < 2 or set(ids) == {tok.bos}:
-        raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
-    if not is_folder:
         lengths = byte_lengths(tok)
         warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
     if lm.bos is None:
+        ids = [i for i in ids if i != tok.bos]
         # the first token follows nothing, so it is not scored
         num_bytes -= len(tok.decode(ids[:1]).encode())
+    if len(ids) < 2 or set(ids) == {tok.bos}:
+        raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
     return ids, num_bytes
 
 
@@ -180,8 +177,6 @@ def read_word_pairs(folder):
     try:
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8-sig').splitlines() if line]
         pairs = [(a, b, float(score)) for a, b, score in lines]
-        if len(pairs) < 2:
-            raise ValueError('fewer than two pairs have no correlation')
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {e}; --benchmark_dir must be the folder of Card-660's dataset.tsv") from None
     return pairs
@@ -275,12 +270,14 @@ def print_values(title, values, published=None):
         print(f'  {key:<28}{value:>14}{reference}')
 
 
-def results_file(source):
-    """Creates the folder of the results file. Returns the file's path, which is named as lm-eval names it."""
+def write_results(results):
+    """Writes results/<model>/results_<date>.json, which is named as lm-eval names it. Returns its path."""
     date = datetime.now().isoformat().replace(':', '-')
-    file = Path(output_path) / sanitize_model_name(source) / f'results_{date}.json'
+    file = Path(output_path) / sanitize_model_name(results['model_name']) / f'results_{date}.json'
+    contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(contents + '\n', encoding='utf-8')
     except OSError as e:
         raise InputError(f'output_path={output_path} cannot be written ({e}); use another folder') from None
     return file
@@ -291,7 +288,7 @@ def results_file(source):
 
 
 def evaluate():
-    """Evaluates the model. Returns the path for the results file and the results, or None on ranks above 0."""
+    """Evaluates the model. Returns the results, those of lm-eval's tasks only on rank 0."""
     names = check_settings()
     lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
     # read all data before scoring
@@ -299,7 +296,6 @@ def evaluate():
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [name for name in names if name not in OTHER_TASKS]
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
-    file = results_file(lm.info['source'])
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
     results |= dict(tokenizer=lm.info['tokenizer'], dtype=lm.info['dtype'], device=str(lm.device), settings=config)
@@ -314,22 +310,16 @@ def evaluate():
     if pairs:
         results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
-    return None if lm.rank > 0 else (file, results)
+    return results
 
 
 def main():
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
     with contextlib.redirect_stdout(sys.stderr):
-        evaluated = evaluate()
-    if evaluated:
-        file, results = evaluated
-        # strict JSON has no NaN (the correlation with a constant), so it becomes null
-        strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-        contents = json.dumps(strict, indent=2, ensure_ascii=False)
+        results = evaluate()
+    if is_rank0():
         try:
-            file.write_text(contents + '\n', encoding='utf-8')
-        except OSError as e:
-            raise InputError(f'{file} cannot be written ({e})') from None
+            file = write_results(results)
         finally:  # also on a full disk
             print_results(results)
         print(f'\n{file}')
