@@ -64,7 +64,7 @@ def test_stop_ids(tmp_path):
     loaded = open_small(tmp_path / 'a')
     assert loaded.stop_ids == {1, 2}
     loaded.tok = SimpleNamespace(bos=3, eos=4, pad=5)
-    assert loaded.stop_ids == {3, 4, 5}
+    assert loaded.stop_ids == {2, 3, 4, 5}
     assert open_small(tmp_path / 'b', eos_token_id=[7, 9], pad_token_id=2).stop_ids == {1, 2, 7, 9}
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
     opened = load(str(tmp_path / 'b'), 'mistral')
@@ -134,7 +134,7 @@ def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
     assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
     if shards > 1:
         save_file({}, first)
-        with pytest.raises(InputError, match='Missing key'):
+        with pytest.raises(InputError, match='Missing key|no model.hash_map'):
             from_pretrained(folder)
 
 
