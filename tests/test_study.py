@@ -111,7 +111,7 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     checkpoint keeps the optimizer, so that it can be resumed.
     """
     (finished / 'runs.csv').unlink()
-    monkeypatch.setattr(Study, 'train', None)
+    monkeypatch.setattr(Study, 'train', lambda *args: None)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
     (finished / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
     with pytest.raises(InputError, match='2 runs failed'):
