@@ -43,9 +43,9 @@ def test_windows(mistral):
 
 def test_calibration_error():
     """The expected calibration error is the gap between accuracy and confidence, weighted by tokens."""
-    is_best = torch.tensor([1.0, 0, 1, 1]).double()
+    is_best = torch.tensor([1.0, 1, 0, 1]).double()
     confidence = torch.tensor([0.9, 0.9, 1.0, 0.31]).double()
-    assert evaluation.calibration_error(is_best, confidence) == pytest.approx((abs(1 - 1.8) + 0 + 0.69) / 4)
+    assert evaluation.calibration_error(is_best, confidence) == pytest.approx(((2 - 1.8) + 1 + 0.69) / 4)
 
 
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]
@@ -73,7 +73,11 @@ def test_text_formats(tmp_path, mistral):
     drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, normalizes=False)
     drops.encode = lambda texts: [[] for _ in texts]
     nothing = 'no text in it that the tokenizer can encode'
-    for name, tok, says in (('d', other, "is 'other'"), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
+    for name, tok, says in (
+        ('d', other, "tokens than 'other'"),
+        ('', mistral, 'meta.json'),
+        ('t.jsonl', drops, nothing),
+    ):
         with pytest.raises(InputError, match=says):
             evaluation.read_ids(tmp_path / name, types.SimpleNamespace(tok=tok, bos=tok.bos))
     # a .txt is one document
