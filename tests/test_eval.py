@@ -43,9 +43,9 @@ def test_windows(mistral):
 
 def test_calibration_error():
     """The expected calibration error is the gap between accuracy and confidence, weighted by tokens."""
-    is_best = torch.tensor([1.0, 0, 1, 1]).double()
+    is_best = torch.tensor([1.0, 1, 0, 1]).double()
     confidence = torch.tensor([0.9, 0.9, 1.0, 0.31]).double()
-    assert evaluation.calibration_error(is_best, confidence) == pytest.approx((abs(1 - 1.8) + 0 + 0.69) / 4)
+    assert evaluation.calibration_error(is_best, confidence) == pytest.approx(((2 - 1.8) + 1 + 0.69) / 4)
 
 
 TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n', 'the third\r\none', '日本語 text' * 30]

@@ -161,8 +161,11 @@ def test_generation(mistral, lm):
     prompts = ('a', 'a few words', '', 'few')
     requests = [instance(prompt, dict(until=stop, max_gen_toks=n)) for n in (6, 3) for prompt in prompts]
     assert lm.generate_until(requests) == [lm.generate_until([r])[0] for r in requests]
-    with pytest.raises(InputError, match='num_beams'):
-        lm.generate_until([instance('a', dict(until=[], num_beams=4))])
+    # bos is the prompt of a model without bos if there is no other
+    empty = instance('', dict(until=[], max_gen_toks=6))
+    assert MHFLM(lm.model, mistral).generate_until([empty]) == lm.generate_until([empty])
+    with pytest.raises(InputError, match='unknown num_beams'):
+        lm.generate_until([instance('a', dict(until=[], num_beams=4, max_gen_toks=6))])
 
 
 def test_sampling(lm):
