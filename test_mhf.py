@@ -793,7 +793,7 @@ def test_default_chunk():
     """A chunk depends on the config and the device type alone."""
     demo = MHFConfig(num_hashes=3, num_buckets=2048)
     configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
-    assert [default_chunk('cpu', c) for c in configs] == [512, 128, 128, 256]
+    assert [default_chunk('cpu', c) for c in configs] == [512, 256, 256, 512]
     assert [default_chunk('cuda', c) for c in configs] == [4096, 4096, 2048, 4096]
 
 

@@ -43,8 +43,8 @@ def default_chunk(device_type, config):
         # bytes per position: bfloat16 logits, probabilities and their gradient; float32 token logits
         bytes_per_position = 6 * num_logits + 4 * config.vocab_size
         return min(4096, round_down(2.2e9 / bytes_per_position))
-    # every chunk reads all of E, so chunks are large
-    return max(64, min(512, round_down(2**23 / num_logits)))
+    # every chunk reads all of E, so chunks are large; their logits take up to 32 MiB at d=256, and 96 MiB at d=768
+    return max(64, min(512, round_down(2**15 * config.hidden_size / num_logits)))
 
 
 def round_down(x):
