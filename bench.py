@@ -28,7 +28,7 @@ from configurator import InputError, check_numbers, configure, did_you_mean
 from mhf.chunked import ChunkedMHF, default_chunk, has_kernels, make_config
 from mhf.data import build_table
 from mhf.generate import Engine
-from mhf.runtime import init_distributed, pick_compile, pick_dtype
+from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHFConfig
 
@@ -124,7 +124,10 @@ def random_signatures(model, *shape):
 
 
 def training_step(c, tok):
-    """Returns a model and a function that trains it on one micro-batch: forward, backward, clipping and AdamW."""
+    """
+    Returns a model, a function that trains it on one micro-batch, as train.py does: forward, backward, clipping and
+    AdamW; its first call's seconds and the peak memory of the second.
+    """
     model = random_model(c, tok)
     model.activation_checkpointing = activation_checkpointing
     if compile:
@@ -132,37 +135,43 @@ def training_step(c, tok):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     s = random_signatures(model, micro_batch_size, c.block_size + 1)
 
-    def step():
+    def compute_gradients():
+        optimizer.zero_grad()
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == 'bfloat16'):
             mean_loss = model(s[:, :-1], s[:, 1:])
         mean_loss.backward()
+
+    def step():
+        compute_gradients()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
-    return model, step
+    first_seconds = timed(step)
+    memory = peak_memory(step)
+    if compile and device_type == 'cuda':
+        compute_gradients = capture(compute_gradients)
+    return model, step, first_seconds, memory
 
 
 def bench_train(configs, tok):
     """Prints time and memory of a training step. Returns {variant: dict}."""
     steps = {variant: training_step(c, tok) for variant, c in configs.items()}
-    medians = benchmark_interleaved({variant: step for variant, (_, step) in steps.items()})
+    medians = benchmark_interleaved({variant: step for variant, (_, step, *_) in steps.items()})
     block_size = config['block_size']
     print(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    print('                parameters        ms    tokens/s  GFLOP/token  GEMM share  peak memory')
+    print('                parameters        ms    tokens/s  GFLOP/token  GEMM share  peak memory  first step')
     rows = {}
-    for variant, (model, step) in steps.items():
+    for variant, (model, _, first_seconds, memory) in steps.items():
         seconds = medians[variant]
         parameters = sum(model.num_params())
         flops = model.estimate_flops()
         speed = micro_batch_size * block_size / seconds
         share = flops * speed / gemm_flops
-        memory = peak_memory(step)
         rows[variant] = dict(parameters=parameters, seconds=seconds, tokens_per_s=speed, flops_per_token=flops)
-        rows[variant] |= dict(gemm_share=share, peak_memory=memory)
+        rows[variant] |= dict(gemm_share=share, peak_memory=memory, first_seconds=first_seconds)
         shown = 'unknown' if memory is None else f'{memory / 1e9:.2f} GB'
         times = f'{variant:<10}{parameters:>16,}{seconds * 1e3:>10,.1f}{speed:>12,.0f}'
-        print(f'{times}{flops / 1e9:>13.3f}{share:>12.0%}{shown:>13}')
+        print(f'{times}{flops / 1e9:>13.3f}{share:>12.0%}{shown:>13}{first_seconds:>10.1f} s')
     return rows
 
 
@@ -172,7 +181,7 @@ def bench_profile(configs, tok):
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     rows = {}
     for variant, c in configs.items():
-        model, step = training_step(c, tok)
+        model, step, *_ = training_step(c, tok)
         seconds = [timed(step) for _ in range(3)][-1]  # the first compile and warm up
         with torch.profiler.profile(activities=[activity]) as profiled:
             timed(step)
@@ -186,6 +195,12 @@ def bench_profile(configs, tok):
 
 # -----------------------------------------------------------------------------
 # inference
+
+
+def eager_loss(model, s):
+    """The loss of signatures s (N, T + 1, H), with compiled blocks as without."""
+    with torch.compiler.set_stance('force_eager'):
+        return model(s[:, :-1], s[:, 1:])
 
 
 @torch.no_grad()
@@ -204,9 +219,10 @@ def bench_infer(configs, tok):
         s = random_signatures(model, 1, c.block_size + 1)
         engine = Engine(model)
         if compile:
-            engine.compile(1, prompt.shape[1] + NEW_TOKENS)
+            seconds = timed(partial(engine.compile, 1, prompt.shape[1] + NEW_TOKENS))
+            print(f'{name}: a step of generation compiles in {seconds:.1f} s')
         generations[name] = lambda engine=engine: list(engine.stream(prompt, NEW_TOKENS))
-        normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
+        normalizations[name] = partial(eager_loss, model, s)
     generation_seconds = benchmark_interleaved(generations)
     normalization_seconds = benchmark_interleaved(normalizations)
     print(f'\ninference, batch size 1, weights in {dtype}')

@@ -366,7 +366,7 @@ class MHF(nn.Module):
         rope = rope_angles(positions, self.config, torch.promote_types(e.dtype, torch.float32))
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                e = checkpoint(layer, e, rope, mask, use_reentrant=False)
+                e = checkpoint(layer, e, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 e = layer(e, rope, mask, None if cache is None else cache[i], positions)
         return self.norm(e)
@@ -403,9 +403,8 @@ class MHF(nn.Module):
             return product_loss([self.token_logits(o)], y)
         if loss == 'product':
             return product_loss(o, y)
-        position = torch.arange(len(y), device=y.device)
-        target = sum(upcast(o_i[position, y_i]) for o_i, y_i in zip(o, y.T, strict=True))
-        return self.log_normalizer(o) - target  # -log P(y)
+        target = sum(upcast(F.nll_loss(o_i, y_i, reduction='none')) for o_i, y_i in zip(o, y.T, strict=True))
+        return self.log_normalizer(o) + target  # -log P(y); nll_loss is -o_i[y_i]
 
     # ---- probabilities and text
 

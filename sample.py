@@ -104,8 +104,7 @@ def print_sample():
 
 if compile:
     print('compiling', file=sys.stderr)
-    engine.compile(1, len(prompt) + max(4, max_new_tokens))
-    list(engine.stream(ids, 4))
+    engine.compile(1, len(prompt) + max_new_tokens)
 start_time = time.perf_counter()
 num_tokens = 0
 for n in range(num_samples):

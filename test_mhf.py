@@ -926,15 +926,15 @@ def test_cached_generation_equals_uncached(H, groups):
 
 
 @pytest.mark.parametrize('H', [3, 0])
-def test_padded_generation(H):
+def test_padded_generation(H, monkeypatch):
     """Padding before a shorter prompt does not change its text, with a compiled step or without."""
     m = random_model(num_hashes=H)
     prompts = [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
     alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
     lengths = torch.tensor([9, 1, 4])
     compiled = Engine(m, temperature=0)
-    compiled.cache = compiled.new_cache(3, 24)
-    compiled.compiled_step = compiled.next_token
+    monkeypatch.setattr(torch, 'compile', lambda f, **options: f)
+    compiled.compile(3, 24)
     for padding in (0, 7):
         ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=padding) for p in prompts])
         for engine in (None, compiled):
@@ -949,35 +949,28 @@ def test_padded_generation(H):
             assert text[n, end] == m.log_probs(context)[0, -1].argmax(), (n, end)
 
 
-def test_one_graph_for_every_token(monkeypatch):
-    """
-    One compiled step serves all prompts, positions and streams and generates the same text. It writes only to memory
-    marked as static, because CUDA graphs silently skip other graphs.
-    """
+def test_compiled_generation(monkeypatch):
+    """Compiled steps generate the same text for all prompts and streams; all blocks and positions share one graph."""
     graphs = []
     compile = torch.compile
 
     def without_code(graph, inputs):
-        about = torch._guards.TracingContext.get().fw_metadata
-        graphs.append(set(about.mutated_inp_runtime_indices) - set(about.static_input_indices))
+        graphs.append(graph)
         return graph.forward
 
     backend = aot_autograd(fw_compiler=without_code)
-    monkeypatch.setattr(torch, 'compile', lambda f, mode, **options: compile(f, backend=backend, **options))
-    m = random_model(num_layers=1)
-    engine = Engine(m, temperature=0)
-    engine.compile(2, 64)
-    # block_size is 24
-    for length in (1, 5, 24, 30):
-        ids = torch.randint(0, 300, (2, length))
-        assert torch.equal(continued(m, ids, 34, engine), m.generate(ids, 34, temperature=0))
-    assert graphs == [set()]
-    options = dict(temperature=0.9, top_k=40, top_p=0.9)
-    engine = Engine(m, **options)
-    engine.compile(2, 64)
-    drawn = continued(m, ids, 9, engine, generator=torch.Generator().manual_seed(1))
-    expected = m.generate(ids, 9, generator=torch.Generator().manual_seed(1), **options)
-    assert torch.equal(drawn, expected) and len(graphs) == 2
+    monkeypatch.setattr(torch, 'compile', lambda f, options, **more: compile(f, backend=backend, **more))
+    m = random_model(num_layers=3)
+    twin = copy.deepcopy(m)
+    for options in (dict(temperature=0), dict(temperature=0.9, top_k=40, top_p=0.9)):
+        engine = Engine(m, **options)
+        engine.compile(2, 64)
+        for length in (1, 5, 24, 30):  # block_size is 24
+            ids = torch.randint(0, 300, (2, length))
+            expected = twin.generate(ids, 34, generator=torch.Generator().manual_seed(1), **options)
+            drawn = continued(m, ids, 34, engine, generator=torch.Generator().manual_seed(1))
+            assert torch.equal(drawn, expected)
+    assert len(graphs) == 3  # a block, and both ways of sampling
 
 
 def test_sampling_follows_p():

@@ -31,6 +31,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
+cuda_graph = True  # with compile and one process: capture a micro-batch as a CUDA graph, and replay it
 deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
@@ -330,6 +332,34 @@ def check_finite(step, **values):
 
 
 # -----------------------------------------------------------------------------
+# gradients
+
+
+def compute_gradients(is_first, x, y):
+    """
+    Adds the gradients of a micro-batch to those of the step's earlier ones; is_first: there are none. Returns its share
+    of the mean loss over all tokens.
+    """
+    if is_first:
+        optimizer.zero_grad(set_to_none=world_size == 1)  # DDP's gradients are views of its buckets
+    with autocast:
+        micro_loss = model(x, y) / accumulation
+    micro_loss.backward()
+    return micro_loss.detach()
+
+
+first_gradients = partial(compute_gradients, True)
+further_gradients = partial(compute_gradients, False)
+if compile and cuda_graph and device_type == 'cuda' and world_size == 1:
+    start = time.perf_counter()
+    example = get_batch(train_bins, [0] * micro_batch_size)
+    pool = torch.cuda.graph_pool_handle()
+    first_gradients = runtime.capture(first_gradients, *example, pool=pool)
+    if accumulation > 1:
+        further_gradients = runtime.capture(further_gradients, *example, pool=pool)
+    print(f'compiled in {time.perf_counter() - start:.0f} s')
+
+# -----------------------------------------------------------------------------
 # checkpoints, log, signals
 
 
@@ -415,10 +445,7 @@ for step in range(first_step, max_steps):
         x, y = next(batches)
         if world_size > 1:  # gradients are exchanged once per step
             model.require_backward_grad_sync = k == accumulation - 1
-        with autocast:  # all micro-batches have the same size, so this sums to the mean over all tokens
-            micro_loss = model(x, y) / accumulation
-        micro_loss.backward()
-        loss_sum += micro_loss.detach()
+        loss_sum += further_gradients(x, y) if k else first_gradients(x, y)
     stop_signal = received_signals[0] if received_signals else 0
     shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
     grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
@@ -428,7 +455,6 @@ for step in range(first_step, max_steps):
     done = step + 1
     check_finite(done, loss=mean_loss, grad_norm=grad_norm)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=world_size == 1)
     step_seconds.append(time.perf_counter() - start)
 
     tokens = done * tokens_per_step

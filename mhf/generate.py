@@ -8,6 +8,7 @@ An Engine accepts prompts of different lengths and can run each decoding step as
 
 import torch
 
+from mhf.runtime import capture
 from model import sample_token, upcast
 
 
@@ -19,19 +20,35 @@ class Engine:
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
-        # set by compile()
-        self.compiled_step = None
+        self.compiled_step = None  # set by compile(), and the tensors below
         self.cache = None
 
+    @torch.no_grad()
     def compile(self, N, length):
         """
-        Compiles a step for N sequences of up to `length` tokens, including prompts. CUDA captures it as one graph,
-        whose replay replaces 700 kernel launches. All streams then share one cache: finish one before starting another.
+        Compiles the model's blocks for steps of N sequences of up to `length` tokens, including prompts. On a GPU,
+        captures a step as a CUDA graph, whose replay replaces 300 kernel launches. All streams then share one cache:
+        finish one before starting another.
         """
-        self.cache = self.new_cache(N, length)
-        # without this, torch.compile captures no CUDA graph of a step that changes its inputs
-        torch._dynamo.mark_static_address(self.cache)
-        self.compiled_step = torch.compile(self.next_token, mode='reduce-overhead', fullgraph=True, dynamic=False)
+        self.cache = self.new_cache(N, max(length, 4))  # compiling takes up to four steps
+        self.noise = self.new_noise(N)
+        self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
+        self.start = torch.zeros(N, 1, 1, 1, dtype=torch.int64, device=self.cache.device)
+        self.step()  # prepares what compiled code reads
+        # with this option, products with a vector become kernels that are fused with what surrounds them
+        options = dict(fullgraph=True, dynamic=False, options=dict(coordinate_descent_tuning=True))
+        for layer in self.model.layers:
+            layer.compile(**options)
+        self.sample = torch.compile(self.sample, **options)
+        self.compiled_step = capture(self.step) if self.cache.is_cuda else self.step
+
+    def step(self):
+        """Replaces token by the next one of each sequence, and advances position. Reads and writes only attributes."""
+        mask = context_mask(self.position, self.cache.shape[-2], self.start)
+        self.token.copy_(self.next_token(self.token[:, None], self.cache, self.position, mask, self.noise))
+        self.position.add_(1)
+        return self.token
 
     def new_cache(self, N, length):
         """An empty KV cache for N sequences: (layers, 2, N, kv_heads, length, head_dim)."""
@@ -43,11 +60,19 @@ class Engine:
         # zeros, because attention multiplies masked values by 0, and 0 * NaN would be NaN
         return torch.zeros(shape, dtype=dtype, device=weight.device)
 
+    def new_noise(self, N):
+        """Memory for the noise of sample_token (N, V); None if sampling is greedy."""
+        V = self.model.config.vocab_size
+        return upcast(self.model.embed.weight.new_ones(N, V)) if self.temperature else None
+
     def next_token(self, ids, cache, positions, mask, noise):
         """Token ids (N, T) -> next token ids (N,); the other arguments as in hidden_states and sample_token."""
         h = self.model.hidden_states(self.model.signatures[ids], cache, positions=positions, mask=mask)[:, -1]
-        logits = self.model.next_token_logits(h)
-        return sample_token(logits, self.temperature, self.top_k, self.top_p, noise)
+        return self.sample(h, noise)
+
+    def sample(self, h, noise):
+        """h (N, d) -> next token ids (N,)."""
+        return sample_token(self.model.next_token_logits(h), self.temperature, self.top_k, self.top_p, noise)
 
     @torch.no_grad()
     def stream(self, ids, max_new_tokens, generator=None, lengths=None):
@@ -60,34 +85,37 @@ class Engine:
         """
         block_size = self.model.config.block_size
         ids = ids[:, -block_size:]
-        cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens) if self.cache is None else self.cache
-        noise = None
-        if self.temperature:
-            noise = upcast(self.model.embed.weight.new_empty(len(ids), self.model.config.vocab_size))
-        positions = None  # those of the last step; None: the cache is empty
+        if self.compiled_step:
+            cache = self.cache
+            noise = self.noise
+        else:
+            cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens)
+            noise = self.new_noise(len(ids))
+        is_empty = True  # the cache
         start = None  # (N, 1, 1, 1), where each padded row starts; RoPE is relative, so positions need no shift
         for step in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
             if ids.shape[1] > block_size:
                 ids = ids[:, -(block_size // 2 + 1) :]
-                positions = None
+                is_empty = True
             T = ids.shape[1]
-            if positions is None:
-                positions = torch.arange(T, device=ids.device)
-                if lengths is not None:
+            if self.compiled_step and not is_empty:
+                token = self.compiled_step().clone()  # the next step overwrites it
+            else:
+                first = 0 if is_empty else T - 1
+                positions = torch.arange(first, T, device=ids.device)
+                if is_empty and lengths is not None:
                     start = (T - step - lengths).clamp(min=0)[:, None, None, None]
                 mask = None if start is None else context_mask(positions, T, start)
-                token = self.next_token(ids, cache[..., :T, :], positions, mask, noise)
-            else:
-                positions = positions[-1:] + 1
-                # a compiled step needs the tensor of compile(); otherwise read only the filled part
-                filled = cache if self.compiled_step else cache[..., :T, :]
-                masked = self.compiled_step or start is not None
-                mask = context_mask(positions, filled.shape[-2], start) if masked else None
-                next_token = self.compiled_step or self.next_token
-                # a copy, because the next replay of a CUDA graph overwrites its outputs
-                token = next_token(token[:, None], filled, positions, mask, noise).clone()
+                # prompts have many lengths, so they are not compiled
+                with torch.compiler.set_stance('force_eager'):
+                    token = self.next_token(ids[:, first:], cache[..., :T, :], positions, mask, noise)
+                if self.compiled_step:  # continues from here
+                    self.token.copy_(token)
+                    self.position.fill_(T)
+                    self.start.copy_(torch.zeros_like(self.start) if start is None else start)
+            is_empty = False
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
 
