@@ -959,7 +959,7 @@ def test_compiled_generation(monkeypatch):
         return graph.forward
 
     backend = aot_autograd(fw_compiler=without_code)
-    monkeypatch.setattr(torch, 'compile', lambda f, options, **more: compile(f, backend=backend, **more))
+    monkeypatch.setattr(torch, 'compile', lambda f, **options: compile(f, backend=backend, **options))
     m = random_model(num_layers=3)
     twin = copy.deepcopy(m)
     for options in (dict(temperature=0), dict(temperature=0.9, top_k=40, top_p=0.9)):

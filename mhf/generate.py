@@ -36,11 +36,9 @@ class Engine:
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
         self.start = torch.zeros(N, 1, 1, 1, dtype=torch.int64, device=self.cache.device)
         self.step()  # prepares what compiled code reads
-        # with this option, products with a vector become kernels that are fused with what surrounds them
-        options = dict(fullgraph=True, dynamic=False, options=dict(coordinate_descent_tuning=True))
         for layer in self.model.layers:
-            layer.compile(**options)
-        self.sample = torch.compile(self.sample, **options)
+            layer.compile(fullgraph=True, dynamic=False)
+        self.sample = torch.compile(self.sample, fullgraph=True, dynamic=False)
         self.compiled_step = capture(self.step) if self.cache.is_cuda else self.step
 
     def step(self):

@@ -171,6 +171,7 @@ def capture(function, *tensors, pool=None):
         graph.replay()
         return result
 
+    replay.function = function  # keeps alive what the graph reads
     return replay
 
 
