@@ -16,6 +16,7 @@ from conftest import REPO, needs_interpreter, normalizer_and_gradient, ok, plain
 
 from mhf.generate import Engine
 from mhf.lm import MHFLM
+from mhf.runtime import capture
 from mhf.tokenizers import get_tokenizer
 
 pytest.importorskip('triton', reason='needs the package triton')
@@ -189,6 +190,20 @@ def test_generation():
         if compiled:
             engine.compile(1, 67)
         assert torch.cat(list(engine.stream(ids.to(DEVICE), 60))).tolist() == torch.cat(on_cpu).tolist()
+
+
+@on_a_gpu
+def test_capture():
+    """A captured function replays with new arguments, and what it reads stays alive."""
+
+    def doubled():
+        two = torch.full((1000,), 2.0, device=DEVICE)
+        return capture(lambda x: x * two, torch.zeros(1000, device=DEVICE))
+
+    replay = doubled()
+    others = [torch.full((1000,), 3.0, device=DEVICE) for _ in range(100)]
+    assert torch.equal(replay(others[0]), torch.full_like(others[0], 6.0))
+    assert torch.equal(replay(others[0] + 1), torch.full_like(others[0], 8.0))
 
 
 @on_a_gpu
