@@ -6,6 +6,8 @@ Generation with a KV cache. model.MHF.generate is the plain version, which recom
 An Engine accepts prompts of different lengths and can run each decoding step as a CUDA graph.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from mhf.runtime import capture
@@ -107,7 +109,7 @@ class Engine:
                     start = (T - step - lengths).clamp(min=0)[:, None, None, None]
                 mask = None if start is None else context_mask(positions, T, start)
                 # prompts have many lengths, so they are not compiled
-                with torch.compiler.set_stance('force_eager'):
+                with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
                     token = self.next_token(ids[:, first:], cache[..., :T, :], positions, mask, noise)
                 if self.compiled_step:  # continues from here
                     self.token.copy_(token)
