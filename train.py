@@ -96,7 +96,8 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-cuda_graph = True  # with compile and one process: capture a micro-batch as a CUDA graph, and replay it
+# with compile and one process: capture a micro-batch as a CUDA graph; False for a model that waits for the GPU
+cuda_graph = True
 deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
