@@ -41,7 +41,10 @@ class Engine:
         for layer in self.model.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.sample = torch.compile(self.sample, fullgraph=True, dynamic=False)
-        self.compiled_step = capture(self.step) if self.cache.is_cuda else self.step
+        self.compiled_step = self.step
+        if self.cache.is_cuda:
+            with torch.cuda.device(self.cache.device):  # a graph is captured on the current GPU
+                self.compiled_step = capture(self.step)
 
     def step(self):
         """Replaces token by the next one of each sequence, and advances position. Reads and writes only attributes."""
