@@ -49,10 +49,8 @@ HELD_OUT_BYTES = 400_000
 def hub_folder(dataset):
     """Returns the folder on the hub of a data set such as 'fineweb-2:arb_Arab', '' if HUB does not contain it."""
     name, _, language = dataset.partition(':')
-    folder = HUB.get(dataset) or HUB.get(f'{name}:LANGUAGE', '')
-    if 'LANGUAGE' in folder and not re.fullmatch(r'\w+', language):
-        raise InputError(f"dataset '{dataset}': append one language, like {name}:arb_Arab; to mix, add @2e9 to each")
-    return folder.replace('LANGUAGE', language)
+    template = HUB.get(f'{name}:LANGUAGE', '') if re.fullmatch(r'\w+', language) else ''
+    return HUB.get(dataset, template.replace('LANGUAGE', language))
 
 
 def parse_mixture(dataset):
@@ -163,19 +161,9 @@ def read_file(path):
             row += 1
     except Exception as e:  # the library of each format raises its own types
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
-        if path.startswith('hf://'):
-            reason += '; rerun the same command to resume'
-        elif path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
+        if path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
             reason += '; download it again, or compress it again with the default options'
         raise InputError(f'{path}, row {row:,}: {reason}') from None
-
-
-class XzFile(lzma.LZMAFile):
-    """An .xz file of one or more streams. Unlike LZMAFile, raises LZMAError for trailing bytes."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self._buffer.raw._trailing_error = ()
 
 
 def read_text(path):
@@ -183,7 +171,7 @@ def read_text(path):
     import pyarrow
 
     # each reader raises an error if the end of the compressed file is missing
-    readers = {'.gz': gzip.open, '.xz': XzFile, '.zst': lambda path: pyarrow.input_stream(path, compression='zstd')}
+    readers = {'.gz': gzip.open, '.xz': lzma.open, '.zst': lambda path: pyarrow.input_stream(path, compression='zstd')}
     file = readers.get(Path(path).suffix, lambda path: open(path, 'rb'))(path)
     with io.TextIOWrapper(file, encoding='utf-8-sig') as lines:
         if not re.search(r'\.jsonl(\.\w+)?$', path):
