@@ -294,10 +294,8 @@ def check_settings(languages, use_existing):
         raise InputError('corpora is empty; name one per language: --corpora=ar.jsonl,zh.jsonl')
     if Path(tokenizer).suffix != '.model':
         raise InputError(f"tokenizer='{tokenizer}': the name of the file must end with .model")
-    if source_model and not output_dir:
-        raise InputError('output_dir is empty; name a folder for the expanded model: --output_dir=FOLDER')
-    if output_dir and not source_model:
-        raise InputError(f'output_dir={output_dir}: name the model to expand with --source_model, or omit --output_dir')
+    if bool(source_model) != bool(output_dir):
+        raise InputError(f"source_model='{source_model}', output_dir='{output_dir}': set both, or omit both")
 
 
 def main():

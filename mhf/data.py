@@ -228,19 +228,16 @@ class Bins:
         pieces = []
         k = bisect_right(self.starts, start) - 1
         while start < stop:
-            end = min(stop, self.starts[k + 1])
-            pieces.append(self.read(self.paths[k], start - self.starts[k], end - start))
-            start = end
+            path = self.paths[k]
+            count = min(stop, self.starts[k + 1]) - start
+            with reading(path):
+                offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
+                pieces.append(np.fromfile(path, self.dtype, count, offset=offset))
+            if len(pieces[-1]) < count:
+                raise InputError(f'{path}: only {len(pieces[-1]):,} of {count:,} tokens could be read')
+            start += count
             k += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def read(self, path, start, count):
-        """Returns `count` tokens of a shard, from its token `start` on."""
-        with reading(path):
-            tokens = np.fromfile(path, self.dtype, count, offset=HEADER + start * self.dtype.itemsize)
-        if len(tokens) < count:
-            raise InputError(f'{path}: only {len(tokens):,} of {count:,} tokens could be read from token {start:,} on')
-        return tokens
 
 
 def open_bins(config):

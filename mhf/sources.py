@@ -85,8 +85,7 @@ def input_files(dataset):
         if not paths and (pattern == 'stdlib' or hub_folder(pattern)):
             raise InputError(f"dataset '{dataset}': to mix data sets, append @ and a token count, like {pattern}@2e9")
         if not paths:
-            suggestion = did_you_mean(pattern, ['stdlib', *HUB])
-            raise InputError(f'{pattern}: no such file, glob or data set{suggestion}')
+            raise InputError(f'{pattern}: no such file, glob or data set{did_you_mean(pattern, ["stdlib", *HUB])}')
         for path in paths:
             with reading(path):
                 files.setdefault(file_id(path), str(path))
@@ -127,8 +126,6 @@ def hub_files(folder):
     except Exception as e:  # no network, no such folder
         raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
     sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
-    if not sizes:
-        raise InputError(f'{folder} on the hub has no .parquet files; correct it in HUB (mhf/sources.py)')
     return {f'hf://datasets/{repository}@{commit}/{file}': sizes[file] for file in sorted(sizes)}
 
 
@@ -178,20 +175,13 @@ def read_text(path):
             yield lines.read()
             return
         for line in lines:
-            yield parse_line(line)
-
-
-def parse_line(line):
-    """Returns the field `text` of a line of a .jsonl file, None if the line is empty."""
-    line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
-    if not line:
-        return None
-    row = json.loads(line)
-    if not isinstance(row, dict) or 'text' not in row:
-        raise InputError(f"expected an object with the field 'text', not {line:.80}")
-    text = row['text']
-    # an unpaired surrogate becomes a question mark
-    return text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
+            line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
+            row = json.loads(line or '{"text": null}')
+            if not isinstance(row, dict) or 'text' not in row:
+                raise InputError(f"expected an object with the field 'text', not {line:.80}")
+            text = row['text']
+            # an unpaired surrogate becomes a question mark
+            yield text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
 
 
 def read_parquet(path):

@@ -60,7 +60,7 @@ def released(**changes):
 def other_version(folder):
     """Removes an entry of the checkpoint."""
     path = folder / 'out/ckpt.pt'
-    torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != 'best_val_loss'}, path)
+    torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != 'model_config'}, path)
 
 
 def no_optimizer(folder):
@@ -133,14 +133,14 @@ BAD = [
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere: no such folder'),
-    Bad('checkpoint of another version', 'sample.py cfg.py', 'no best_val_loss in it', other_version),
+    Bad('checkpoint of another version', 'sample.py cfg.py', "(KeyError: 'model_config')", other_version),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
     Bad('two models', 'sample.py --out_dir=out --released=x/y', says='out_dir=out and released=x/y: name one model'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
-    Bad('a folder without a model', DOCS + '--output_dir=grown', says='name the model to expand with --source_model'),
+    Bad('a folder without a model', DOCS + '--output_dir=grown', says='set both, or omit both'),
     Bad('expand by too many tokens', EXPAND + '--corpora=docs.jsonl@2000000000', says='at most 1,000,000'),
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
