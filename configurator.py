@@ -13,6 +13,7 @@ variant of a config starts with `from config.mhf_1b import *`. Unknown names, mi
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import io
@@ -136,16 +137,13 @@ def parse_flag(argument, script, defaults):
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
         raise InputError(f"unknown setting '--{key}' of {script}{did_you_mean(key, defaults)}")
-    if not equals and isinstance(defaults[key], bool | None):
-        return {key: True}
-    if not equals:
+    if not equals and not isinstance(defaults[key], bool | None):
         raise InputError(f'--{key} needs a value: --{key}=...')
-    if isinstance(defaults[key], str):
-        return {key: text}
-    try:
-        return {key: ast.literal_eval(text)}
-    except (ValueError, SyntaxError):
-        return {key: text}
+    value = text if equals else True
+    if equals and not isinstance(defaults[key], str):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+    return {key: value}
 
 
 def read_config(path):

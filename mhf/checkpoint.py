@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -86,8 +85,7 @@ def find_checkpoints(out_dir):
     versions of train.py.
     """
     folder = Path(out_dir)
-    numbered = [path for path in folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
-    numbered.sort(key=lambda path: int(path.stem[5:]), reverse=True)
+    numbered = sorted(folder.glob(f'ckpt_{"[0-9]" * 6}.pt'), reverse=True)
     paths = [folder / 'ckpt.pt', folder / 'ckpt_previous.pt', *numbered, folder / 'ckpt_best.pt']
     return [path for path in paths if path.exists()]
 

@@ -194,7 +194,7 @@ class Bins:
     def __init__(self, folder, split):
         self.meta = read_meta(folder)
         if self.meta is None:
-            raise InputError(f'{folder} has no prepared data; run prepare.py with the same settings')
+            raise InputError(f'{folder} has no prepared data (meta.json); run prepare.py with the same settings')
         units, incomplete = read_units(folder, self.meta)
         if incomplete:
             part = f' --part={min(incomplete)}/{self.meta["parts"]}' if self.meta['parts'] > 1 else ''
