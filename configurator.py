@@ -13,12 +13,14 @@ variant of a config starts with `from config.mhf_1b import *`. Unknown names, mi
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import io
 import math
 import os
 import re
+import runpy
 import signal
 import sys
 import time
@@ -38,32 +40,25 @@ class InputError(ValueError):
 
 
 class Output(io.FileIO):
-    """The file of stdout or stderr. A closed pipe (`| head -1`) ends the script silently."""
+    """The file of stdout or stderr. A closed pipe (`| head -1`) ends the script silently, a full disk with one line."""
 
-    discards_errors = False
+    ignores_errors = False  # True: the script continues, and what cannot be written is lost
 
     def write(self, data):
         try:
             return super().write(data)
         except OSError as e:
-            if Output.discards_errors:
-                return len(data)
-            ignore_closed_output()
-            if isinstance(e, BrokenPipeError):
-                sys.exit(1)
-            raise InputError(f'the output cannot be written ({e})') from None  # a full disk
-
-
-def ignore_closed_output():
-    """Discards output that cannot be written from now on: the script continues without a reader or a terminal."""
-    Output.discards_errors = True
+            if not Output.ignores_errors:
+                Output.ignores_errors = True
+                sys.exit(1 if isinstance(e, BrokenPipeError) else f'error: the output cannot be written ({e})')
+            return len(data)
 
 
 def install_excepthook():
     """
-    Prepares a script's output: an uncaught InputError or Ctrl-C prints one line, a closed pipe ends the script
-    silently, each line is written at once, and stdout replaces a character that its encoding lacks by a question mark.
-    configure() calls it, and so do modules that run with -m.
+    Prepares a script's output: an uncaught InputError or Ctrl-C prints one line, each line is written at once, and
+    stdout replaces a character that its encoding lacks by a question mark. configure() calls it, and so do modules that
+    run with -m.
     """
     sys.excepthook = print_error
     for name, errors in (('stdout', 'replace'), ('stderr', 'backslashreplace')):
@@ -79,9 +74,8 @@ def install_excepthook():
 def print_error(error_class, error, traceback):
     if isinstance(error, InputError):
         if os.environ.get('LOCAL_RANK', '0') != '0':
-            # local rank 0 prints an error that all ranks have; then torchrun ends this process before it prints
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
+            time.sleep(5)  # local rank 0 prints an error that all ranks have; then torchrun ends this process
         print(f'error: {error}', file=sys.stderr)
     elif error_class is KeyboardInterrupt:
         print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
@@ -122,10 +116,9 @@ def command_line_names():
 
 
 def coerce(key, value, default):
-    """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
+    """Returns `value` as the type of `default`, with ~ expanded in text. A default of None accepts any type."""
     if isinstance(value, str) and isinstance(default, str | None):
-        is_prompt = key == 'start'
-        return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
+        return ','.join(map(os.path.expanduser, value.split(',')))
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
@@ -143,19 +136,14 @@ def parse_flag(argument, script, defaults):
     """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
-        owners = ', '.join(other for other in SCRIPTS if key in find_settings(other))
-        hint = f' (it is a setting of {owners})' if owners else did_you_mean(key, defaults)
-        raise InputError(f"unknown setting '--{key}' of {script}{hint}")
-    if not equals and isinstance(defaults[key], bool | None):
-        return {key: True}
-    if not equals:
+        raise InputError(f"unknown setting '--{key}' of {script}{did_you_mean(key, defaults)}")
+    if not equals and not isinstance(defaults[key], bool | None):
         raise InputError(f'--{key} needs a value: --{key}=...')
-    if isinstance(defaults[key], str):
-        return {key: text}
-    try:
-        return {key: ast.literal_eval(text)}
-    except (ValueError, SyntaxError):
-        return {key: text}
+    value = text if equals else True
+    if equals and not isinstance(defaults[key], str):
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+    return {key: value}
 
 
 def read_config(path):
@@ -164,9 +152,8 @@ def read_config(path):
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
         raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
-    scope = {'__file__': str(file)}
     try:
-        exec(compile(file.read_bytes(), str(file), 'exec'), scope)
+        scope = runpy.run_path(str(file))
     except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}

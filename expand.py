@@ -22,7 +22,6 @@ sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05, the def
 config/expand_*.py.
 """
 
-import contextlib
 import io
 import json
 import re
@@ -245,16 +244,6 @@ def learn_tokenizer(tok, languages, counts):
 # model
 
 
-def load_source_model(tok):
-    """Loads the model to expand -> LoadedModel. Raises InputError if it was not trained with tok."""
-    loaded = load(source_model, base_tokenizer)
-    c = loaded.model.config
-    table = build_table(vars(c), tok.tokens, c.pad_id) if c.num_hashes else None
-    if c.num_hashes and (loaded.model.signatures[: len(table)].numpy() != table).any():
-        raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
-    return loaded
-
-
 def expand_model(model, tok, larger):
     """Adds the tokens that `larger` has beyond tok to the model. Raises InputError if it does not extend tok."""
     V = len(tok.tokens)
@@ -268,6 +257,8 @@ def expand_model(model, tok, larger):
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
     # Standard reads only the length of the table
     table = build_table(vars(c), larger.tokens, c.pad_id) if c.num_hashes else larger.tokens
+    if c.num_hashes and (model.signatures[:V].numpy() != table[:V]).any():
+        raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
     model.replace_vocabulary(table, c.pad_id)
 
 
@@ -281,29 +272,20 @@ def held_out_file(name):
     return file.with_name(f'{file.stem}_{name}.jsonl')
 
 
-def write_outputs(larger, held_out, source):
-    """
-    Writes the learned tokenizer and held_out, {language: documents}, unless held_out is None; and the expanded model,
-    source.model, unless source is None. Removes the files that it wrote if an error stops it.
-    """
+def write_tokenizer(larger, held_out):
+    """Writes held_out, {language: documents}, then the tokenizer. Raises InputError."""
     files = {}
-    for name, documents in (held_out or {}).items():
+    for name, documents in held_out.items():
         rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
         files[held_out_file(name)] = ''.join(rows).encode()
-    if held_out is not None:
-        files[Path(tokenizer)] = larger.sp.serialized_model_proto()
-    try:
-        with contextlib.ExitStack() as cleanup:
-            for path, content in files.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, 'xb') as f:
-                    cleanup.callback(path.unlink)
-                    f.write(content)
-            if source is not None:
-                save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
-            cleanup.pop_all()
-    except OSError as e:
-        raise InputError(f'{path} cannot be written ({e})') from None
+    files[Path(tokenizer)] = larger.sp.serialized_model_proto()
+    for path, content in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, 'xb') as f:
+                f.write(content)
+        except OSError as e:
+            raise InputError(f'{path} cannot be written ({e})') from None
 
 
 def check_settings(languages, use_existing):
@@ -312,10 +294,8 @@ def check_settings(languages, use_existing):
         raise InputError('corpora is empty; name one per language: --corpora=ar.jsonl,zh.jsonl')
     if Path(tokenizer).suffix != '.model':
         raise InputError(f"tokenizer='{tokenizer}': the name of the file must end with .model")
-    if source_model and not output_dir:
-        raise InputError('output_dir is empty; name a folder for the expanded model: --output_dir=FOLDER')
-    if output_dir and not source_model:
-        raise InputError(f'output_dir={output_dir}: name the model to expand with --source_model, or omit --output_dir')
+    if bool(source_model) != bool(output_dir):
+        raise InputError(f"source_model='{source_model}', output_dir='{output_dir}': set both, or omit both")
 
 
 def main():
@@ -335,22 +315,21 @@ def main():
     line_break = tok.encode(['\n'])[0]
     if not line_break or tok.unk in line_break:
         options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
-        fix = f'train it with {options}'
-        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks, so it cannot be expanded; {fix}")
-    source = load_source_model(tok) if source_model else None
+        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
+    source = load(source_model, base_tokenizer) if source_model else None
 
-    held_out = None
     if use_existing:
         larger = get_tokenizer(tokenizer)
         print(f'using the existing {tokenizer}')
     else:
         larger, held_out = learn_tokenizer(tok, languages, counts)
+        write_tokenizer(larger, held_out)
     new_parameters = ''
     if source_model:
         before = sum(source.model.num_params())
         expand_model(source.model, tok, larger)
+        save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
         new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
-    write_outputs(larger, held_out, source)
     print(f'{len(tok.tokens):,} -> {len(larger.tokens):,} tokens{new_parameters}', *outputs, sep='\n')
 
 

@@ -10,22 +10,7 @@ interruption; the output is identical.
 
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
 skips finished units and starts an interrupted one over; split a very large file to lose less. mhf/data.py describes
-the output.
-
-From a document to its loss:
-
-1. read_files (mhf/sources.py) yields the document: a .txt file, a line of a .jsonl file or a row of a .parquet file.
-   A document of more than MAX_DOCUMENT_CHARS is split.
-2. split_holdout (mhf/sources.py) holds out every n-th document, n = round(1/val_fraction), up to val_bytes. If the
-   first 64M characters of a source have fewer than n documents, it holds out the tail of each document instead.
-   expand.py holds out the same documents if val_fraction is HELD_OUT (mhf/sources.py).
-3. encode tokenizes it. ShardWriter writes bos and the document, as ids (n,) or as signatures table[ids] (n, H).
-4. Bins (mhf/data.py) joins the shards of all units to one stream of tokens, in which bos is the only separator.
-5. training_batches (train.py) reads blocks of T + 1 tokens in the order of block_indices (mhf/data.py). Blocks cross
-   documents and shards; a block's last token is also the first token of the next block.
-6. get_batch (train.py) looks up the signatures of ids, and splits blocks into inputs x and targets y, each (N, T, H).
-7. MHF.forward (model.py) computes hidden states from x, then the mean loss of y. train.py averages it over the
-   micro-batches and the processes of a step.
+the output, and README.md, "Code", the path from a document to its loss.
 """
 
 import contextlib
@@ -102,9 +87,8 @@ def group_files(files, parts):
 
 def describe_sources(config, parts, existing):
     """Returns each source of the mixture and its units. Hub data sets keep the commit in the `existing` meta.json."""
-    pinned = {}
-    if existing and existing['parts'] == parts:
-        pinned = {s['dataset']: s['units'] for s in existing['sources'] if sources.hub_folder(s['dataset'])}
+    previous = existing['sources'] if existing else []
+    pinned = {s['dataset']: s['units'] for s in previous if sources.hub_folder(s['dataset'])}
     described = []
     first_unit = 0
     source_by_file = {}
@@ -116,10 +100,8 @@ def describe_sources(config, parts, existing):
             file = path if path.startswith('hf://') else sources.file_id(path)
             other = source_by_file.setdefault(file, name)
             if other != name:
-                both = f"'{other}' and '{name}' both contain {path}"
-                raise InputError(f'{both}, and would hold out different documents; name each file once')
-        limit = limit and limit // parts
-        described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
+                raise InputError(f"'{other}' and '{name}' both contain {path}; name each file once")
+        described.append(dict(dataset=name, limit=limit and limit // parts, first_unit=first_unit, units=units))
         first_unit += len(units)
     return described
 
@@ -172,7 +154,7 @@ class ShardWriter:
         self.job = job
         self.path = path
         self.temporary = path.with_suffix('.bin.tmp')
-        self.dtype, self.token_shape = data.token_format(job.meta)
+        self.dtype = data.token_dtype(job.meta)
         self.ids = array('I')  # not written yet; an array is 7 x as fast to extend by a list as a numpy array
         self.tokens = 0
         self.documents = 0
@@ -195,13 +177,13 @@ class ShardWriter:
         ids = np.asarray(self.ids)
         self.kept_bytes += int(self.job.byte_lengths[ids].sum())
         tokens = ids if self.job.table is None else self.job.table[ids]
-        self.file.write(np.ascontiguousarray(tokens, self.dtype))
+        self.file.write(np.ascontiguousarray(tokens, self.dtype.base))
         self.ids = array('I')
 
     def close(self):
         """Completes and renames the file; returns its entry in the unit's json."""
         self.flush()
-        header = dict(descr=self.dtype.str, fortran_order=False, shape=(self.tokens, *self.token_shape))
+        header = dict(descr=self.dtype.base.str, fortran_order=False, shape=(self.tokens, *self.dtype.shape))
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, header)
         self.file.close()
@@ -263,9 +245,6 @@ def prepare_unit(job, source, number, unit, counts):
                         job.bar.update(1 + len(ids))
                 if data.reached_limit(counts, source):
                     break
-        for split, writer in writers.items():
-            if len(meta['sources']) == len(source['units']) == 1:  # Bins checks the sum over several units
-                data.check_enough_tokens(writer.tokens, split, job.folder)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
 
@@ -290,18 +269,16 @@ def start_counts(job, source):
         return None
     counts = sources.initial_counts(read_source(job, source), job.meta['val_fraction']) | dict(tokens=0)
     if source['limit'] is not None and not counts['hold_out_tails']:
-        first = round(1 / job.meta['val_fraction'])
-        size = sum(len(text.encode()) for text in itertools.islice(read_source(job, source), first - 1))
-        if source['limit'] <= size:  # a token is at least one byte
+        before = itertools.islice(read_source(job, source), round(1 / job.meta['val_fraction']) - 1)
+        if source['limit'] <= sum(len(text.encode()) for text in before):  # a token is at least one byte
             name = f'{source["dataset"]}@{source["limit"]}'
-            position = f'document {first} is the first held-out one, after {size:,} bytes of text'
             fix = 'use more tokens or a larger --val_fraction'
-            print(f'warning: {name} may have no held-out text: {position}; {fix}', file=sys.stderr)
+            print(f'warning: {name} may end before its first held-out document; {fix}', file=sys.stderr)
     return counts
 
 
 def prepare_source(job, source, counts):
-    """Prepares the units of a source that belong to this part and are not finished. Returns the counts after them."""
+    """Prepares the units of a source that belong to this part and are not finished."""
     for number, unit in own_units(job, source):
         if finished := data.read_unit(job.folder, number):
             counts = finished['counts']
@@ -310,7 +287,8 @@ def prepare_source(job, source, counts):
             prepare_unit(job, source, number, unit, counts)
         if data.reached_limit(counts, source):
             break
-    return counts
+    if source['limit'] is not None:
+        job.bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
 
 
 # -----------------------------------------------------------------------------
@@ -345,11 +323,8 @@ def locked(folder, meta, part):
                     (folder / name).unlink(missing_ok=True)
 
 
-def report(job, counts):
-    """Prints the tokens of each source of a mixture, and the totals of both splits."""
-    for source, source_counts in zip(job.meta['sources'], counts, strict=True):
-        if source['limit'] is not None:
-            print(f'{source["dataset"]}: {source_counts["tokens"]:,} of {source["limit"]:,} training tokens')
+def report(job):
+    """Prints the totals of both splits, and what the tokenizer drops or changes."""
     units, incomplete = data.read_units(job.folder, job.meta)
     entries = [unit[split] for unit in units.values() for split in SPLITS]
     warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
@@ -372,28 +347,20 @@ def main(config):
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     # list shards before reading meta.json, because a part that starts in between writes meta.json first
-    shards = [path for name in ('*_[0-9]*.bin*', '[0-9]*.json') for path in folder.glob(name)]
+    shards = list(folder.glob('*_[0-9]*.bin*'))
     existing = data.read_meta(folder)
     if shards and not existing:
         raise InputError(f'{min(shards)} could be overwritten, because {folder} has no meta.json; change --data_dir')
     meta = describe(config, parts, tok, table, existing)
-    if existing:
-        check_same(folder, existing, meta, tok)
-        if not data.read_units(folder, meta)[1]:
-            for split in SPLITS:
-                data.Bins(folder, split)  # checks that each shard exists and has its size
-            print(f'{folder} is already prepared; delete it to prepare it again')
-            return
     total = sum(source['limit'] or 0 for source in meta['sources']) or None
-    interval = 0.2 if sys.stderr.isatty() else 20
-    bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, delay=1, mininterval=interval)
+    bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
     with locked(folder, meta, part), bar:
-        # another part may have written meta.json since it was read
         check_same(folder, data.read_meta(folder), meta, tok)
         job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
         counts = [start_counts(job, source) for source in meta['sources']]
-        counts = [prepare_source(job, *pair) for pair in zip(meta['sources'], counts, strict=True)]
-    report(job, counts)
+        for source, source_counts in zip(meta['sources'], counts, strict=True):
+            prepare_source(job, source, source_counts)
+    report(job)
 
 
 if __name__ == '__main__':

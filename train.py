@@ -11,7 +11,7 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     one command that starts a run and resumes it (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X --auto_resume
 
-Reads the bins that prepare.py writes with the same config. The docstring of prepare.py traces a document to its loss.
+Reads the bins that prepare.py writes with the same config. README.md, "Code", traces a document to its loss.
 Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. The global batch at a step
 depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
 settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run. A resumed run
@@ -39,7 +39,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from configurator import InputError, check_numbers, command_line_names, configure, ignore_closed_output
+from configurator import InputError, Output, check_numbers, command_line_names, configure
 from mhf import runtime
 from mhf.checkpoint import find_checkpoints, load, lock, resume, save
 from mhf.chunked import ChunkedMHF, make_config
@@ -102,7 +102,7 @@ deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-ignore_closed_output()  # a closed pipe or terminal never ends a run
+Output.ignores_errors = True  # a closed pipe or terminal never ends a run
 # what a resumed run may not change, because it decides which data a step reads or what is optimized
 FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers', 'tokenizer_sha256', 'train_sha256')
 
@@ -177,7 +177,7 @@ if 2 * unfrozen_end_layers > run_config['num_layers']:
 # -----------------------------------------------------------------------------
 # setup: data
 
-train_bins, val_bins, meta = open_bins(run_config, config)
+train_bins, val_bins, meta = open_bins(run_config)
 num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{data_folder(run_config)} has only {len(train_bins):,} training tokens'

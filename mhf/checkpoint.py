@@ -5,14 +5,13 @@ Checkpoints: train.py writes them and resumes from them, and every script loads 
     loaded.model, loaded.tok
 
 A run writes ckpt.pt, which is the newest checkpoint, ckpt_previous.pt, the one before, and ckpt_best.pt, which has the
-lowest validation loss. Each is complete: a run can resume from it. A checkpoint is a dict with the keys KEYS.
+lowest validation loss. Each is complete: a run can resume from it. get_checkpoint (train.py) returns its contents.
 """
 
 import atexit
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from mhf.data import lock_folder, replace_durably
 from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
-
-KEYS = ('model', 'model_config', 'optimizer', 'config', 'step', 'best_val_loss', 'data', 'add_bos')
 
 # -----------------------------------------------------------------------------
 # write
@@ -88,8 +85,7 @@ def find_checkpoints(out_dir):
     versions of train.py.
     """
     folder = Path(out_dir)
-    numbered = [path for path in folder.glob('ckpt_*.pt') if re.fullmatch(r'ckpt_\d{6,}\.pt', path.name)]
-    numbered.sort(key=lambda path: int(path.stem[5:]), reverse=True)
+    numbered = sorted(folder.glob(f'ckpt_{"[0-9]" * 6}.pt'), reverse=True)
     paths = [folder / 'ckpt.pt', folder / 'ckpt_previous.pt', *numbered, folder / 'ckpt_best.pt']
     return [path for path in paths if path.exists()]
 
@@ -101,9 +97,6 @@ def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
     """
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
-        missing = [key for key in KEYS if key not in ckpt]
-        if missing:
-            raise ValueError(f'no {", ".join(missing)} in it')
         config = MHFConfig(**ckpt['model_config'])
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; check the path, or train a model with train.py') from None

@@ -23,20 +23,17 @@ import errno
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
-import shlex
-import socket
 import sys
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
-from configurator import InputError, command_line_names, find_settings
+from configurator import InputError, command_line_names
 from hashing import fingerprint, signature_table
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
@@ -106,62 +103,50 @@ def write_json(path, value, part):
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path, fix):
-    """Returns the contents of a JSON file, None if it does not exist. `fix` ends the InputError for a damaged one."""
+def read_json(path):
+    """Returns the contents of a JSON file, None if it does not exist. Raises InputError."""
     with reading(path):
         try:
             return json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError as e:  # empty after a crash of the machine, or of another program
+            fix = 'delete it, then rerun prepare.py; if it is meta.json, change --data_dir'
             raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
 
 
 def read_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
-    path = Path(folder) / 'meta.json'
-    meta = read_json(path, 'change --data_dir, or delete the folder if prepare.py wrote it')
-    if meta is not None and 'parts' not in meta:
-        raise InputError(f'{path} is not of this version of prepare.py; change --data_dir')
-    return meta
+    return read_json(Path(folder) / 'meta.json')
 
 
 def read_unit(folder, number):
     """Returns the contents of a unit's json, or None if the unit is not finished. Raises InputError."""
-    return read_json(Path(folder) / f'{number:06}.json', 'delete this file, then rerun prepare.py')
+    return read_json(Path(folder) / f'{number:06}.json')
 
 
 @contextlib.contextmanager
 def lock_folder(folder, name):
     """
-    Creates a folder and locks it by a file `name` in it, which contains the id and the host of this process. On a file
-    system without locks the existence of a .softlock is the lock, which a killed process leaves behind. Afterwards
-    deletes the file, and the folder if this process created it and it is empty. Raises InputError.
+    Creates a folder and locks it by a file `name` in it. On a file system without locks, warns that it is not locked.
+    Afterwards deletes the file, and the folder if this process created it and it is empty. Raises InputError.
     """
     path = folder / name
     creates_folder = not os.path.exists(folder)
     lock = FileLock(path, timeout=0, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-            path.write_text(f'{os.getpid()}\n{socket.gethostname()}\n')
-        except OSError as e:
-            if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            path.unlink(missing_ok=True)
-            lock = SoftFileLock(path.with_suffix('.softlock'), timeout=0)
-            lock.acquire()
-            print(f'warning: {folder} has no lock service ({e}); {lock.lock_file} is the lock', file=sys.stderr)
+        lock.acquire()
     except Timeout:
-        fix = '; delete this file if that process was killed' if isinstance(lock, SoftFileLock) else ''
-        raise InputError(f'{folder} is in use by another process, named in {lock.lock_file}{fix}') from None
+        raise InputError(f'{folder} is in use by another process, which has locked {path}') from None
     except OSError as e:
-        raise InputError(f'{folder} cannot be written ({e})') from None
+        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise InputError(f'{folder} cannot be written ({e})') from None
+        print(f'warning: {folder} has no lock service ({e}); start no second process for it', file=sys.stderr)
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         lock.release()
         if creates_folder:
             with contextlib.suppress(OSError):
@@ -191,25 +176,25 @@ def reached_limit(counts, source):
     return source['limit'] is not None and counts['tokens'] >= source['limit']
 
 
-def token_format(meta):
-    """Returns the dtype and the shape of a token in the shards of a folder."""
+def token_dtype(meta):
+    """Returns the dtype of a token in the shards of a folder; that of a signature has the shape (H,)."""
     if meta['data_format'] == 'signatures':
-        return np.dtype(np.uint16), (meta['num_hashes'],)
-    return np.dtype(np.uint16 if meta['vocab_size'] <= 65536 else np.uint32), ()
+        return np.dtype((np.uint16, (meta['num_hashes'],)))
+    return np.dtype(np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
 
 
 class Bins:
     """
     The shards of a split as one array: bins[a:b] contains token ids (b - a,) uint16 or uint32, or signatures
     (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of
-    the shards' SHA-256, `meta` is meta.json. Keeps no descriptor and no mapping of a shard, because a data set may have
-    more shards than a process may have open files. Raises InputError if the folder is absent, incomplete or damaged.
+    the shards' SHA-256, `meta` is meta.json. Keeps no shard open: a data set may have more shards than a process may
+    have open files. Raises InputError if the folder is absent, incomplete or damaged.
     """
 
     def __init__(self, folder, split):
         self.meta = read_meta(folder)
         if self.meta is None:
-            raise InputError(f'{folder} is not a folder of prepare.py: it has no meta.json')
+            raise InputError(f'{folder} has no prepared data (meta.json); run prepare.py with the same settings')
         units, incomplete = read_units(folder, self.meta)
         if incomplete:
             part = f' --part={min(incomplete)}/{self.meta["parts"]}' if self.meta['parts'] > 1 else ''
@@ -218,24 +203,22 @@ class Bins:
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
         self.bytes = sum(shard['bytes'] for shard in shards)
-        check_enough_tokens(self.tokens, split, folder)
+        if self.tokens < 2:
+            fix = 'delete the folder, then prepare more text or change --val_fraction'
+            raise InputError(f'{folder} has {self.tokens} {split} tokens: too little text; {fix}')
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        self.dtype, self.token_shape = token_format(self.meta)
-        self.token_bytes = self.dtype.itemsize * math.prod(self.token_shape)
+        self.dtype = token_dtype(self.meta)
         self.paths = [Path(folder) / shard['file'] for shard in shards]
         # indices of the first token of each shard, and the end
         self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
         for number, path, shard in zip(units, self.paths, shards, strict=True):
-            expected = HEADER + shard['tokens'] * self.token_bytes
+            expected = HEADER + shard['tokens'] * self.dtype.itemsize
             with reading(path):
-                try:
-                    size = path.stat().st_size
-                except FileNotFoundError:
-                    size = 0
+                size = path.stat().st_size
             if size != expected:
                 fix = f'delete {folder}/{number:06}.json, then rerun prepare.py'
-                raise InputError(f'{path} is missing or damaged ({size:,} bytes, expected {expected:,}); {fix}')
+                raise InputError(f'{path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
 
     def __len__(self):
         return self.tokens
@@ -245,38 +228,21 @@ class Bins:
         pieces = []
         k = bisect_right(self.starts, start) - 1
         while start < stop:
-            end = min(stop, self.starts[k + 1])
-            pieces.append(self.read(self.paths[k], start - self.starts[k], end - start))
-            start = end
+            path = self.paths[k]
+            count = min(stop, self.starts[k + 1]) - start
+            with reading(path):
+                offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
+                pieces.append(np.fromfile(path, self.dtype, count, offset=offset))
+            if len(pieces[-1]) < count:
+                raise InputError(f'{path}: only {len(pieces[-1]):,} of {count:,} tokens could be read')
+            start += count
             k += 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def read(self, path, start, count):
-        """Returns `count` tokens of a shard, from its token `start` on."""
-        offset = HEADER + start * self.token_bytes
-        values = count * math.prod(self.token_shape)
-        with reading(path):
-            tokens = np.fromfile(path, self.dtype, values, offset=offset)
-        if len(tokens) < values:
-            raise InputError(f'{path}: only {len(tokens):,} of {values:,} values could be read from byte {offset:,} on')
-        return tokens.reshape(-1, *self.token_shape)
 
-
-def check_enough_tokens(tokens, split, folder):
-    """Raises InputError if a split has too few tokens to train or to validate on."""
-    if tokens < 2:
-        fix = 'delete the folder if it exists, then prepare more text or change --val_fraction'
-        raise InputError(f'{folder} has {tokens} {split} tokens: too little text; {fix}')
-
-
-def open_bins(config, given=None):
-    """
-    Returns the Bins of train and val, and meta.json, of a config. `given` are the settings before those of a loaded
-    model replaced some; the prepare.py command in an error passes the replaced ones. Raises InputError.
-    """
+def open_bins(config):
+    """Returns the Bins of train and val, and meta.json, of a config. Raises InputError."""
     folder = data_folder(config)
-    if read_meta(folder) is None:
-        raise no_bins(config, folder, given or config)
     train = Bins(folder, 'train')
     meta = train.meta
     if meta['tokenizer'] != config['tokenizer']:
@@ -287,19 +253,6 @@ def open_bins(config, given=None):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir or --dataset')
     return train, Bins(folder, 'val'), meta
-
-
-def no_bins(config, folder, given):
-    """Returns the InputError for a folder without data; its message contains the setting or command that fixes it."""
-    ids_folder = data_folder(config | dict(data_format='ids'))
-    if ids_folder != folder and (ids_folder / 'meta.json').exists():
-        return InputError(f'{folder} does not exist; {ids_folder} has token ids: use them with --data_format=ids')
-    # keep config files and the settings of prepare.py
-    names = find_settings('prepare.py')
-    args = [arg for arg in sys.argv[1:] if not arg.startswith('--') or arg[2:].partition('=')[0] in names]
-    args += [f'--{key}={config[key]}' for key in SIGNATURE_SETTINGS if config[key] != given[key]]
-    command = shlex.join(['python', 'prepare.py', *args])
-    return InputError(f'{folder} has no prepared data; prepare it with: {command}')
 
 
 # -----------------------------------------------------------------------------
@@ -319,13 +272,11 @@ def check_tokenizer(folder, meta, tok):
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
 
 
-def folder_table(folder, meta, tok, config):
-    """Returns build_table(config, ...). Raises InputError if a folder was prepared with another tokenizer or table."""
-    check_tokenizer(folder, meta, tok)
-    table = build_table(config, tok.tokens, meta['pad_id'])
-    if meta.get('table_sha256', fingerprint(table)) != fingerprint(table):
-        raise InputError(f'{folder} contains signatures of another table; delete it and prepare it again')
-    return table
+def check_table(folder, meta, table):
+    """Raises InputError if a folder contains signatures of another table; None is that of the Standard model."""
+    if meta['data_format'] == 'signatures' and (table is None or meta['table_sha256'] != fingerprint(table)):
+        other = ', '.join(f'{key}={meta[key]}' for key in SIGNATURE_SETTINGS)
+        raise InputError(f'{folder} contains signatures of another table ({other}); prepare with --data_format=ids')
 
 
 def get_table(config, meta):
@@ -334,23 +285,23 @@ def get_table(config, meta):
     the data were prepared with another tokenizer or table.
     """
     folder = data_folder(config)
-    if meta['data_format'] == 'signatures':
-        for key in SIGNATURE_SETTINGS:
-            if meta[key] != config[key]:
-                differs = f'signatures of {key}={meta[key]}, the model has {key}={config[key]}'
-                raise InputError(f'{folder} contains {differs}; prepare with --data_format=ids to train both')
-    if not config['num_hashes']:
-        return None
-    return folder_table(folder, meta, get_tokenizer(config['tokenizer']), config)
+    table = None
+    if config['num_hashes']:
+        tok = get_tokenizer(config['tokenizer'])
+        check_tokenizer(folder, meta, tok)
+        table = build_table(config, tok.tokens, meta['pad_id'])
+    check_table(folder, meta, table)
+    return table
 
 
 def held_out_ids(folder, tok):
     """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
     val = Bins(folder, 'val')
+    check_tokenizer(folder, val.meta, tok)
     if val.meta['data_format'] == 'ids':
-        check_tokenizer(folder, val.meta, tok)
         return val[:].tolist(), val.bytes
-    table = folder_table(folder, val.meta, tok, val.meta)
+    table = build_table(val.meta, tok.tokens, val.meta['pad_id'])
+    check_table(folder, val.meta, table)
     ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
     if len(ids) < sum(token is not None for token in tok.tokens):
         raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')
@@ -369,10 +320,6 @@ def block_indices(step, batch_size, num_blocks, seed):
     Sequence k of a run is element k % num_blocks of the shuffled list of blocks of epoch k // num_blocks. The order
     depends only on (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on. So its batch
     depends only on (seed, i), and a run can resume on a different number of GPUs.
-
-    train.py distributes them: rank `rank` takes blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank].
-    For example, batch_size=16 and micro_batch_size=4 on 2 GPUs need 2 accumulation steps; at step 17 rank 1 trains on
-    block_indices(17, ...)[4:8] and then [12:16], the sequences 276 to 279 and 284 to 287 of the run.
     """
     i = np.arange(step * batch_size, (step + 1) * batch_size)
     blocks = np.empty_like(i)

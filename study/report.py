@@ -144,10 +144,6 @@ def gpu_table():
     return table(heads, lines)
 
 
-def cost_rows(study):
-    return [row for row in read_csv(HERE / 'costs.csv') if row['list'] == study.path.stem]
-
-
 # -----------------------------------------------------------------------------
 # figures
 
@@ -196,7 +192,8 @@ def draw_vocabularies(study, path):
 def draw_times(study, path):
     """Bits per byte against training time on one CPU thread, at the step times of study/costs.py."""
     rows = study.rows()
-    speeds = {int(row['parameters'] or 0): float(row['tokens_per_s']) for row in cost_rows(study)}
+    costs = [row for row in read_csv(HERE / 'costs.csv') if row['list'] == study.path.stem]
+    speeds = {int(row['parameters'] or 0): float(row['tokens_per_s']) for row in costs}
     models = {}
     for entry in study.entries:
         if seeds := study.best_rows(entry, rows):

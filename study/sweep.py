@@ -190,49 +190,49 @@ class Study:
             if 'source' not in entry or self.source_key(entry, key[-1], rows) in rows
         }
 
-    def run(self, key, entry, threads):
+    def run(self, key, entry):
         """Trains and evaluates a run; a finished training is kept. Returns its row. Raises InputError."""
         group, name, learning_rate, seed = key
         settings = json.dumps(self.settings(entry))
-        scripts = Scripts(self.folder(key), threads)
-        record = scripts.folder / 'settings.json'
-        if (scripts.folder / 'ckpt.pt').exists() and record.exists() and record.read_text() != settings:
+        folder = self.folder(key)
+        record = folder / 'settings.json'
+        if (folder / 'ckpt.pt').exists() and record.exists() and record.read_text() != settings:
             fix = 'give the entry a new name, or delete the folder'
-            raise InputError(f'{scripts.folder} contains a run of {key} with other settings; {fix}')
+            raise InputError(f'{folder} contains a run of {key} with other settings; {fix}')
+        folder.mkdir(parents=True, exist_ok=True)
         record.write_text(settings)
-        self.train(scripts, key, entry)
-        row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings, threads=threads)
-        row |= dict(commit=commit()) | training_columns(scripts.folder)
+        self.train(folder, key, entry)
+        row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings)
+        row |= dict(threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(folder)
         # only these are not needed to resume, expand or evaluate the run
-        for path in scripts.folder.glob('ckpt_*.pt'):
+        for path in folder.glob('ckpt_*.pt'):
             path.unlink()
-        row |= self.evaluate(scripts, entry, row['dtype'])
+        row |= self.evaluate(folder, entry, row['dtype'])
         nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
         print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)
         return row
 
-    def train(self, scripts, key, entry):
+    def train(self, folder, key, entry):
         """Trains a run, or resumes it."""
         _, _, learning_rate, seed = key
         flags = {k: v for k, v in entry.items() if k not in ENTRY_KEYS | OPTIONAL_KEYS}
-        flags |= dict(learning_rate=learning_rate, seed=seed, data_dir=entry['train'], out_dir=scripts.folder)
+        flags |= dict(learning_rate=learning_rate, seed=seed, data_dir=entry['train'], out_dir=folder)
         flags['tokenizer'] = self.data[entry['train']].get('tokenizer', 'mistral')
         if 'source' in entry:
             source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
             if not (source / 'ckpt.pt').exists():
                 fix = f'delete its row in {self.csv.name} to train it again'
                 raise InputError(f'{source}/ckpt.pt, the model to expand, does not exist; {fix}')
-            expansion = dict(source_model=source, output_dir=scripts.folder / 'expanded', tokenizer=flags['tokenizer'])
+            expansion = dict(source_model=source, output_dir=folder / 'expanded', tokenizer=flags['tokenizer'])
             if not expansion['output_dir'].exists():
-                scripts.run('expand.py', *as_flags(expansion))
+                run_script(folder, 'expand.py', *as_flags(expansion))
             flags['init_from'] = expansion['output_dir']
-        scripts.run('train.py', entry['config'], '--auto_resume', *as_flags(flags))
+        run_script(folder, 'train.py', entry['config'], '--auto_resume', *as_flags(flags))
 
-    def evaluate(self, scripts, entry, dtype):
+    def evaluate(self, folder, entry, dtype):
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
-        folder = scripts.folder
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
-        scripts.run('eval.py', *as_flags(flags), f'--output_path={folder}/eval')
+        run_script(folder, 'eval.py', *as_flags(flags), f'--output_path={folder}/eval')
         # the name contains the date
         results = json.loads(max(folder.glob('eval/*/results_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
@@ -246,22 +246,14 @@ def as_flags(settings):
     return [f'--{name}={value}' for name, value in settings.items()]
 
 
-class Scripts:
-    """Runs scripts of this repository, from any working directory. Their output goes to `folder`."""
-
-    def __init__(self, folder, threads):
-        self.folder = folder
-        self.environment = os.environ | dict(OMP_NUM_THREADS=threads)
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def run(self, name, *args):
-        """Runs a script. Raises InputError with the last line of its output if it fails."""
-        output = self.folder / f'{name}.out'
-        with open(output, 'ab') as out:
-            done = subprocess.run([sys.executable, REPO / name, *args], stdout=out, stderr=out, env=self.environment)
-        if done.returncode:
-            *_, last_line = ['', *output.read_text(errors='replace').splitlines()]
-            raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
+def run_script(folder, name, *args):
+    """Runs a script; its output goes to `folder`. If it fails, raises InputError with its last line."""
+    output = folder / f'{name}.out'
+    with open(output, 'ab') as out:
+        done = subprocess.run([sys.executable, REPO / name, *args], stdout=out, stderr=out)
+    if done.returncode:
+        *_, last_line = ['', *output.read_text(errors='replace').splitlines()]
+        raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
 
 
 def training_columns(folder):
@@ -278,21 +270,19 @@ def training_columns(folder):
     return row | {f'params_{part}': count for part, count in counts.items()}
 
 
-def prepare(study, corpus_dir, threads):
+def prepare(study, corpus_dir):
     """Prepares the data of a list; complete folders are skipped. Raises InputError if a corpus does not exist."""
-    recipes = {}
+    study.out.mkdir(parents=True, exist_ok=True)
     for folder, recipe in study.data.items():
         dataset = recipe['dataset'].replace('{corpus_dir}', corpus_dir)
         path = dataset.split('@')[0]
         if dataset != recipe['dataset'] and not Path(path).exists():
             fix = f'name its folder by --corpus_dir, or other corpora in DATA of {study.path.name}'
             raise InputError(f'{path} does not exist; {fix}')
-        # every model of the list can read token ids
-        recipes[folder] = recipe | dict(dataset=dataset, data_format='ids', data_dir=folder)
-    scripts = Scripts(study.out, threads)
-    for folder, recipe in recipes.items():
         print(f'preparing {folder}', flush=True)
-        scripts.run('prepare.py', *as_flags(recipe))
+        # every model of the list can read token ids
+        flags = recipe | dict(dataset=dataset, data_format='ids', data_dir=folder)
+        run_script(study.out, 'prepare.py', *as_flags(flags))
 
 
 def sweep(study, jobs, corpus_dir):
@@ -300,15 +290,15 @@ def sweep(study, jobs, corpus_dir):
     if not study.pending(study.rows()):
         print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
         return
-    threads = os.environ.get('OMP_NUM_THREADS') or str(max(1, os.cpu_count() // jobs))
-    prepare(study, corpus_dir, threads)
+    os.environ.setdefault('OMP_NUM_THREADS', str(max(1, os.cpu_count() // jobs)))  # of each run
+    prepare(study, corpus_dir)
     running = {}
     with ThreadPoolExecutor(jobs) as pool:
         while (pending := study.pending(study.rows())) or running:
             waiting = [key for key in pending if key not in running.values()]
             for key in waiting[: jobs - len(running)]:
                 print(f'starting {", ".join(map(str, key))}', flush=True)
-                running[pool.submit(study.run, key, pending[key], threads)] = key
+                running[pool.submit(study.run, key, pending[key])] = key
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 key = running.pop(future)
                 try:
@@ -325,9 +315,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='parallel runs')
-    parser.add_argument(
-        '--corpus_dir', default='../shared/data/text', help='the folder of the corpora that a list names'
-    )
+    parser.add_argument('--corpus_dir', default='../shared/data/text', help="the folder of a list's corpora")
     args = parser.parse_args()
     if args.jobs < 1:
         raise InputError(f'--jobs={args.jobs}: must be 1 or more')

@@ -100,7 +100,7 @@ builtins.open = open_full
 
 def test_the_order_of_checkpoints(tmp_path):
     """A run resumes from ckpt.pt, else ckpt_previous.pt, else d585c03's checkpoint of the last step, else the best."""
-    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_1000000.pt', 'ckpt_000016.pt', 'ckpt_best.pt']
+    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_100000.pt', 'ckpt_000016.pt', 'ckpt_best.pt']
     for name in (*names, 'ckpt_1.pt', 'ckpt.pt.tmp', 'ckpt_best_old.pt'):
         (tmp_path / name).touch()
     assert [path.name for path in find_checkpoints(tmp_path)] == names

@@ -224,7 +224,7 @@ FAILURES = [
 
 @pytest.mark.parametrize('failure, code, message', FAILURES)
 def test_expand_fails_while_it_writes(expansion, failure, code, message):
-    """Ctrl-C, a full disk or an output folder that someone else creates leaves no output, and deletes nothing."""
+    """Ctrl-C, a full disk or an output folder that someone else creates loses nothing but the model."""
     patch = f"""
 import os, safetensors.torch
 def save_file(weights, path, **_):
@@ -238,6 +238,8 @@ safetensors.torch.save_file = save_file
     if 'mkdir' in failure:
         (expansion / 'new/notes').rmdir()
         (expansion / 'new').rmdir()
+    for name in ('new.model', 'new_ar.jsonl'):
+        (expansion / name).unlink()
     assert snapshot(expansion) == before
 
 
@@ -259,5 +261,5 @@ def test_expand_overwrites_nothing(tmp_path, monkeypatch):
     file.write_text('of the user')
     monkeypatch.setattr(expand, 'tokenizer', str(file))
     with pytest.raises(InputError, match='new.model cannot be written'):
-        expand.write_outputs(get_tokenizer('mistral'), {}, None)
+        expand.write_tokenizer(get_tokenizer('mistral'), {})
     assert file.read_text() == 'of the user'

@@ -143,16 +143,13 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     assert len(snapshot(tmp_path / 'units')) == 1 + 3 * 30
 
 
-def test_a_single_text_file(tmp_path, mistral, capsys):
+def test_a_single_text_file(tmp_path, mistral):
     """A .txt file yields both splits without loss, also with a byte order mark and a name that looks like a glob."""
     text = 'The quick brown fox.\n' * 400
     same = dict(dataset='in[1]::put*,@1.txt', val_fraction=0.005)
     (tmp_path / same['dataset']).write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
     texts = [mistral.decode(ids) for ids in prepared('d', **same)]
     assert '\n'.join(texts) == text.strip() and 20 < len(texts[1]) < 200
-    (tmp_path / 'd').chmod(0o555)
-    prepared('d', **same)
-    assert 'already prepared' in capsys.readouterr().out
 
 
 def test_text_that_the_tokenizer_drops(tmp_path, capsys):
@@ -231,7 +228,6 @@ BAD_FILES = [
     ('a.txt.xz', lzma.compress(b'good\n') + bytes(8), 'compress it again'),  # legal padding
     ('a.jsonl.gz', b'', 'is truncated: it has 0 bytes'),
     # text after the end of a stream
-    ('a.txt.xz', lzma.compress(b'good\n') + b'damaged header' + lzma.compress(b'lost'), 'LZMAError'),
     ('a.txt.gz', gzip.compress(b'good\n') + b'damaged header' + gzip.compress(b'lost'), 'BadGzipFile'),
 ]
 
@@ -277,7 +273,7 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch, capsys):
             patch.setattr(prepare, 'prepare_unit', unit)
             prepared('none', dataset=dataset)
         errors = capsys.readouterr().err
-        assert errors.startswith(f'warning: texts.jsonl@{tokens} may have no held-out text: document 10') or not warned
+        assert errors.startswith(f'warning: texts.jsonl@{tokens} may end before its first held-out') or not warned
         assert errors.count('\n') == warned
     # documents so long that LOOKAHEAD_CHARS contain few
     monkeypatch.setattr(sources, 'LOOKAHEAD_CHARS', 200)
@@ -358,15 +354,12 @@ def test_hub(tmp_path, mistral, monkeypatch):
     assert decoded(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
 
     Path(files[1]).rename('unreachable')
-    with pytest.raises(InputError, match=r'1.parquet, row 1: cannot be read .*; rerun the same command to resume'):
+    with pytest.raises(InputError, match=r'1.parquet, row 1: cannot be read'):
         prepared('broken', dataset='fineweb-2:arb_Arab')
     assert set(snapshot(tmp_path / 'broken')) == {'000000.json', 'train_000000.bin', 'val_000000.bin', 'meta.json'}
     with pytest.raises(InputError, match='is incomplete'):
         Bins('broken', 'train')
     Path('unreachable').rename(files[1])
-    hub.list_repo_tree.return_value = [MagicMock(path='data/arb_Arab/train/README.md', size=9)]
-    with pytest.raises(InputError, match='on the hub has no .parquet files; correct it in HUB'):
-        prepared('empty', dataset='fineweb-2:arb_Arab')
     # a later commit has other files
     hub.list_repo_tree.side_effect = AssertionError('listed again')
     prepared('broken', dataset='fineweb-2:arb_Arab')
@@ -490,8 +483,8 @@ def test_other_settings_or_files(tmp_path):
     for folder in ('d', 'old'):
         with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
             prepared(folder)
-    foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '{}', 'is not of this version')]
-    for number, (name, content, message) in enumerate([*foreign, ('meta.json', '', 'is empty or damaged')]):
+    foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '', 'is empty or damaged')]
+    for number, (name, content, message) in enumerate(foreign):
         folder = tmp_path / f'foreign{number}'
         folder.mkdir()
         (folder / name).write_text(content)
@@ -514,22 +507,22 @@ def test_a_part_that_starts_at_the_same_time_has_the_same_settings(tmp_path, mon
 
 
 def test_damaged_files_of_a_unit(tmp_path):
-    """A missing or damaged file of a unit is named with what to delete; after that, a rerun gives the same bytes."""
+    """A damaged file of a unit is named with what to delete; after that, a rerun gives the same bytes."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     prepared('d')
     before = snapshot(tmp_path / 'd')
     val = tmp_path / 'd/val_000000.bin'
     raw = val.read_bytes()
-    for damage in (val.unlink, lambda: val.write_bytes(raw[:-2]), lambda: val.write_bytes(raw + b'xx')):
-        damage()
-        advice = 'val_000000.bin is missing or damaged .*; delete d/000000.json, then rerun prepare.py'
+    for damaged in (raw[:-2], raw + b'xx'):
+        val.write_bytes(damaged)
+        advice = 'val_000000.bin is damaged .*; delete d/000000.json, then rerun prepare.py'
         with pytest.raises(InputError, match=advice):
             prepared('d')
         (tmp_path / 'd/000000.json').unlink()
         prepared('d')
         assert snapshot(tmp_path / 'd') == before
     (tmp_path / 'd/000000.json').write_bytes(b'')  # a crash of the machine
-    with pytest.raises(InputError, match='d/000000.json is empty or damaged .*; delete this file, then rerun'):
+    with pytest.raises(InputError, match='d/000000.json is empty or damaged .*; delete it, then rerun'):
         prepared('d')
 
 
@@ -556,7 +549,7 @@ def test_an_error_of_the_system_is_not_damage(tmp_path):
 def test_a_poor_file_system(tmp_path, monkeypatch):
     """
     Without fsync of folders, locks and mmap, and with more shards than open files, prepare.py ends with the same bytes
-    and one warning. A lock that a killed process left is named.
+    and one warning.
     """
     for i, text in enumerate(real_documents() * 5):
         write_jsonl(tmp_path / f'{i:03}.jsonl', [text[:100]] * 10)
@@ -569,10 +562,6 @@ def test_a_poor_file_system(tmp_path, monkeypatch):
     assert '150 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
     monkeypatch.setattr('mmap.mmap', MagicMock(side_effect=OSError(errno.ENODEV, 'No such device')))
     assert (Bins('poor', 'train')[:99] == Bins('good', 'train')[:99]).all()
-    (tmp_path / 'poor/.part_1.softlock').write_text('123\nanother-host\n')
-    (tmp_path / 'poor/000001.json').unlink()
-    says = 'poor is in use by another process, named in poor/.part_1.softlock; delete this file if'
-    refused('prepare.py', *args, '--part=1/2', '--data_dir=poor', says=says, **poor)
 
 
 @pytest.mark.parametrize('size', [100, 1200])
@@ -597,7 +586,7 @@ def test_output_on_a_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize('data_format', ['signatures', 'ids'])
-def test_bins_must_fit_the_tokenizer(tmp_path, mistral, data_format, capsys):
+def test_bins_must_fit_the_tokenizer(tmp_path, mistral, data_format):
     """Bins are used with every name of their tokenizer, and refused with another; a folder without bins is named."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents()[:12])
     same = dict(dataset='docs.jsonl', data_format=data_format, num_hashes=3, num_buckets=256)
@@ -613,8 +602,9 @@ def test_bins_must_fit_the_tokenizer(tmp_path, mistral, data_format, capsys):
     (tmp_path / 'copy.model').write_bytes(mistral.sp.serialized_model_proto())
     copy = config | dict(tokenizer='copy.model')
     assert (get_table(copy, open_bins(copy)[2]) == expected).all()
+    before = snapshot(tmp_path)
     prepared('bins', **same, tokenizer='copy.model')
-    assert 'already prepared' in capsys.readouterr().out
+    assert snapshot(tmp_path) == before
     for data_dir in ('nothing', 'docs.jsonl'):
         with pytest.raises(InputError, match='no prepared data'):
             open_bins(config | dict(data_dir=data_dir))

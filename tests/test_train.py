@@ -190,18 +190,6 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     assert weights(quick, 'b')['step'] == 6
 
 
-def test_the_advised_prepare_command(quick):
-    """Without bins, train.py advises a command that prepares them, with the signatures of a loaded model."""
-    (quick / 'four.py').write_text('num_hashes = 4\n')
-    new = ('--data_dir=new', '--out_dir=b', *until(5))
-    for args in (new, ('four.py', '--init_from=out', '--data_dir=newer', '--out_dir=c', *until(1), '--warmup_steps=0')):
-        advice = 'prepare it with: python '
-        line = refused('train.py', 'cfg.py', *args, says=advice, cwd=quick)
-        ok(*line.split(advice)[1].split(), cwd=quick)
-        ok('train.py', 'cfg.py', *args, cwd=quick)
-    assert line.endswith(' four.py --data_dir=newer --num_hashes=3')
-
-
 # -----------------------------------------------------------------------------
 # resuming
 
@@ -361,7 +349,7 @@ def test_one_run_in_an_out_dir(quick):
     command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
-    refused(*command, says='b is in use by another process, named in b/.lock', cwd=quick)
+    refused(*command, says='b is in use by another process, which has locked b/.lock', cwd=quick)
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
