@@ -116,9 +116,10 @@ def command_line_names():
 
 
 def coerce(key, value, default):
-    """Returns `value` as the type of `default`, with ~ expanded in text. A default of None accepts any type."""
+    """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
     if isinstance(value, str) and isinstance(default, str | None):
-        return ','.join(map(os.path.expanduser, value.split(',')))
+        is_prompt = key == 'start'
+        return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
