@@ -1,23 +1,25 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
-import ast
+import contextlib
 import functools
 import json
 import math
-import os
 import re
 import runpy
 import shutil
-import signal
 import statistics
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import REPO, ok, snapshot, started, weights
+from conftest import REPO, Forked, ok, snapshot, weights
 
 from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
+from study import sweep as sweep_module
 from study.rows import read_csv, read_rows, values, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
@@ -26,7 +28,7 @@ DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
 RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', corpora=dict(docs='data'), seeds=(1,),
-        learning_rates=(1e-3, 1e-2), block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100,
+        learning_rates=(1e-3, 1e-2), block_size=16, max_steps=8, eval_interval=4, num_layers=1, num_buckets=100,
         loss='product', dtype='float32',
     )
 ]
@@ -44,50 +46,94 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
+lock = threading.Lock()
+
+
+def forked(command, stdout, stderr, env, patch=''):
+    """subprocess.run for sweep.py, with conftest.Forked, whose processes two threads must not poll at once."""
+    with lock:
+        process = Forked(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
+    is_running = True
+    while is_running:
+        time.sleep(0.02)
+        with lock:
+            is_running = process.returncode is None
+    done = process.communicate()
+    stdout.write((done.stdout + done.stderr).encode())
+    return done
+
+
 def write_list(few, folder):
-    """Writes a list of two runs, and what they need."""
+    """Writes a list of two runs, and what they need. Returns the folder."""
     for name in ('docs.jsonl', 'cfg.py'):
         shutil.copy(few / name, folder)
     (folder / 'runs.py').write_text(LIST)
+    return folder
+
+
+@contextlib.contextmanager
+def working_directory(folder):
+    """Enters a folder, where sweep.py runs scripts in forked processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
+        yield folder
 
 
 @pytest.fixture
-def folder(few, tmp_path, monkeypatch):
+def folder(few, tmp_path):
     """The working directory, with the list."""
-    write_list(few, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with working_directory(write_list(few, tmp_path)) as folder:
+        yield folder
 
 
 @pytest.fixture(scope='module')
 def swept(few, tmp_path_factory):
     """A folder with the list, after its sweep."""
-    swept = tmp_path_factory.mktemp('swept')
-    write_list(few, swept)
-    output = ok('study.sweep', 'runs.py', '--jobs=2', cwd=swept).stdout
-    assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
-    return swept
+    with working_directory(write_list(few, tmp_path_factory.mktemp('swept'))) as folder:
+        sweep(Study('runs.py'), 2, '.')
+        return folder
 
 
 @pytest.fixture
-def finished(swept, tmp_path, monkeypatch):
+def finished(swept, tmp_path):
     """The working directory, a copy of `swept`."""
-    monkeypatch.chdir(shutil.copytree(swept, tmp_path / 'finished'))
-    return tmp_path / 'finished'
+    with working_directory(shutil.copytree(swept, tmp_path / 'finished')) as folder:
+        yield folder
+
+
+# kills a process after its first checkpoint
+KILLED = """
+import os
+from mhf import checkpoint
+save = checkpoint.save
+checkpoint.save = lambda *args: (save(*args), os.kill(os.getpid(), 9))
+"""
 
 
 @pytest.mark.xdist_group('sweep')
-def test_killed_sweep_ends_with_the_same_rows(folder, swept):
+def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
-    command = ('study.sweep', 'runs.py')
-    process = started(*command, cwd=folder, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+
+    class Kill(BaseException):
+        pass
+
+    def kill(command, **options):
+        is_second = command[1].name == 'train.py' and f'--out_dir=out/runs/{RUNS[1]}' in command
+        done = forked(command, **options, patch=KILLED * is_second)
+        if is_second:
+            raise Kill
+        return done
+
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        patch.setattr(sweep_module.subprocess, 'run', kill)
+        sweep(Study('runs.py'), 1, '.')
+    assert weights(folder, f'out/runs/{RUNS[1]}')['step'] == 4
     first = snapshot(folder / 'out/runs' / RUNS[0])
-    ok(*command, cwd=folder)
+    sweep(Study('runs.py'), 1, '.')
     assert rows(folder) == rows(swept) and sorted(rows(swept)) == sorted(RUNS)
     assert snapshot(folder / 'out/runs' / RUNS[0]) == first
-    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
+    assert 'nothing is left to do' in ok('study.sweep', 'runs.py', cwd=folder).stdout
 
 
 @pytest.mark.xdist_group('sweep')
@@ -113,7 +159,7 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     (finished / 'runs.csv').unlink()
     monkeypatch.setattr(Study, 'train', lambda *args: None)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
-    (finished / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
+    (finished / 'runs.py').write_text(LIST.replace('max_steps=8', 'max_steps=9'))
     with pytest.raises(InputError, match='2 runs failed'):
         sweep(Study('runs.py'), 2, '.')
     assert 'with other settings; give the entry a new name, or delete the folder' in capsys.readouterr().err
@@ -415,10 +461,3 @@ def test_a_wrong_list(folder, right, wrong, says):
     with pytest.raises(InputError, match=says):
         sweep(Study('runs.py'), 2, 'none')
     assert not (folder / 'runs.csv').exists()
-
-
-@pytest.mark.parametrize('name', ['costs', 'rank', 'report', 'sweep'])
-def test_help(name, tmp_path):
-    """Each script of the study prints its docstring for --help."""
-    title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
-    assert title in ok(f'study.{name}', '--help', cwd=tmp_path).stdout
