@@ -9,18 +9,16 @@ import runpy
 import shutil
 import statistics
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import REPO, Forked, ok, snapshot, weights
+from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
 from study import costs, report
 from study import sweep as sweep_module
-from study.rows import read_csv, read_rows, values, write_csv
+from study.rows import read_csv, read_rows, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
@@ -46,19 +44,9 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
-lock = threading.Lock()
-
-
 def forked(command, stdout, stderr, env, patch=''):
-    """subprocess.run for sweep.py, with conftest.Forked, whose processes two threads must not poll at once."""
-    with lock:
-        process = Forked(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
-    is_running = True
-    while is_running:
-        time.sleep(0.02)
-        with lock:
-            is_running = process.returncode is None
-    done = process.communicate()
+    """subprocess.run for sweep.py, with conftest.run."""
+    done = run(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
     stdout.write((done.stdout + done.stderr).encode())
     return done
 
@@ -73,7 +61,7 @@ def write_list(few, folder):
 
 @contextlib.contextmanager
 def working_directory(folder):
-    """Enters a folder, where sweep.py runs scripts in forked processes."""
+    """Enters a folder, where sweep.py runs scripts in forked processes, one at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
@@ -91,7 +79,7 @@ def folder(few, tmp_path):
 def swept(few, tmp_path_factory):
     """A folder with the list, after its sweep."""
     with working_directory(write_list(few, tmp_path_factory.mktemp('swept'))) as folder:
-        sweep(Study('runs.py'), 2, '.')
+        sweep(Study('runs.py'), 1, '.')
         return folder
 
 
@@ -111,7 +99,6 @@ checkpoint.save = lambda *args: (save(*args), os.kill(os.getpid(), 9))
 """
 
 
-@pytest.mark.xdist_group('sweep')
 def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
 
@@ -136,7 +123,6 @@ def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     assert 'nothing is left to do' in ok('study.sweep', 'runs.py', cwd=folder).stdout
 
 
-@pytest.mark.xdist_group('sweep')
 def test_report_of_a_list(finished):
     """The report prints the tables of a list. It marks a row of another precision; a claim needs two models."""
     best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
@@ -150,7 +136,6 @@ def test_report_of_a_list(finished):
         report.claims_table([runs])
 
 
-@pytest.mark.xdist_group('sweep')
 def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     """
     A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed. Its
@@ -169,7 +154,6 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     assert weights(finished, f'out/runs/{RUNS[0]}')['optimizer']['state']
 
 
-@pytest.mark.xdist_group('sweep')
 def test_source(finished, capsys):
     """An entry with a source waits for the source's run of the same seed and continues its training."""
     (finished / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
@@ -181,13 +165,13 @@ def test_source(finished, capsys):
     row = dict(docs_nats_per_token='5')
     first = {key: row for key in runs.pending({})}
     assert runs.source_key(runs.entries[0], 2, first) == ('tiny', 'H3', 1e-3, 2)
-    sweep(runs, 2, '.')
+    sweep(runs, 1, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
     shutil.rmtree(runs.out)
     write_csv(runs.csv, [row for row in read_csv(runs.csv) if row['name'] == 'H3'])
     with pytest.raises(InputError, match='1 runs failed'):
-        sweep(runs, 2, '.')
+        sweep(runs, 1, '.')
     assert 'the model to expand, does not exist; delete its row in runs.csv' in capsys.readouterr().err
 
 
@@ -399,29 +383,6 @@ def test_results_are_what_the_rows_say():
     assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
 
 
-def test_gpu_figures():
-    """What README and RESULTS quote of GPU runs is in gpu.csv and gpu_speed.csv, or follows from two of their rows."""
-    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
-    runs = read_csv(REPO / 'study/gpu.csv')
-    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
-    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
-    for text in (report.gpu_table(), *texts):
-        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
-        assert [cells for cells in shown if len(cells) == len(lines[0])] in ([], lines)
-    differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
-    speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
-    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
-    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
-        if '41 M tokens' in sentence and '|' not in sentence:
-            assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
-        if 'H200' in sentence:
-            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
-                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
-            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
-                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
-
-
 def test_the_report_regenerates(tmp_path, monkeypatch):
     """The CSVs give the same tables and figures, byte by byte."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
@@ -459,5 +420,5 @@ def test_a_wrong_list(folder, right, wrong, says):
     """A wrong list, a corpus that does not exist and a failed run raise an InputError and add no row."""
     (folder / 'runs.py').write_text(LIST.replace(right, wrong))
     with pytest.raises(InputError, match=says):
-        sweep(Study('runs.py'), 2, 'none')
+        sweep(Study('runs.py'), 1, 'none')
     assert not (folder / 'runs.csv').exists()

@@ -19,9 +19,6 @@ from configurator import InputError
 from mhf import lm as tasks
 from mhf.lm import MHFLM, PAPER
 
-# with test_eval.py, whose small runs they share
-pytestmark = pytest.mark.xdist_group('eval')
-
 
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch):
