@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from conftest import REPO, needs_interpreter, normalizer_and_gradient, vocabular
 
 from hashing import signature_table
 from mhf import kernels
-from mhf.runtime import no_triton
 from model import MHF
 
 # the interpreter warns about a block of 64 unused ids
@@ -94,13 +92,13 @@ def test_kernels_in_bfloat16():
 
 
 def test_a_large_vocabulary():
-    """The kernels work with a vocabulary of 131,072 and the paper's H and B."""
-    table = torch.randint(1, 16384, (131072, 4), generator=torch.Generator().manual_seed(0)).numpy()
+    """The kernels work with a vocabulary of 131,072 and the paper's B."""
+    table = torch.randint(1, 16384, (131072, 2), generator=torch.Generator().manual_seed(0)).numpy()
     m = vocabulary(table, 16384)
-    o = random_logits(m, 3, torch.float64)
+    o = random_logits(m, 1, torch.float64)
     expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), o)
     # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
-    sizes = kernels.Sizes(positions=4, tokens=8192, buckets=4096)
+    sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
     normalizer, gradient = kernels.log_normalizer(o, m.signature_index(), True, sizes)
     assert torch.allclose(normalizer, expected, rtol=1e-13)
     assert all(relative(g, plain_g) < 1e-13 for g, plain_g in zip(gradient, plain, strict=True))
@@ -166,19 +164,3 @@ def test_compiles_for_an_h100(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     # three kernels with a gradient, two without
     assert len(done.stdout.splitlines()) == 3 + 2 + 3
-
-
-BROKEN = [
-    (lambda patch: patch.setitem(sys.modules, 'triton', None), 'no package triton'),
-    (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang'),
-    (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
-    (lambda patch: patch.setattr(sysconfig, 'get_path', lambda *_: '/nowhere'), 'no Python.h in /nowhere'),
-]
-
-
-@pytest.mark.parametrize('change, reason', BROKEN)
-def test_no_triton(monkeypatch, change, reason):
-    """no_triton() names what Triton lacks."""
-    monkeypatch.delenv('CC', raising=False)
-    change(monkeypatch)
-    assert no_triton.__wrapped__().startswith(reason)
