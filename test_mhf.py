@@ -29,14 +29,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import silu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
 from configurator import InputError
 from hashing import fingerprint, signature_table
-from mhf.chunked import ChunkedMHF, build_on_meta, default_chunk
+from mhf.chunked import ChunkedMHF, build_on_meta
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
@@ -755,33 +754,6 @@ def test_calibration(loss):
     assert abs(overconfidence) < 0.04 if loss == 'exact' else overconfidence > 0.15
 
 
-class SoftmaxStrides(TorchDispatchMode):
-    """Records the strides of large softmaxes over the dimension that they normalize."""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.overloadpacket.__name__ in ('_softmax', '_log_softmax') and args[0].numel() > 2**20:
-            x, dim, _ = args
-            self.strides.add(x.stride(dim))
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize('changes', [dict(loss='exact'), dict(num_hashes=0)])
-def test_softmaxes_over_rows(changes):
-    """With a GPU's chunk sizes, softmaxes run over rows: over columns, CUDA's softmax uses one multiprocessor."""
-    m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.max_chunk = default_chunk('cuda', m.config)
-    ids = torch.randint(0, 5000, (2, 256))
-    x = m.signatures[ids]
-    with SoftmaxStrides() as mode:
-        mode.strides = set()
-        m(x, x).backward()
-        m.token_losses(x, x)
-        h = m.hidden_states(x).flatten(0, 1)
-        m.predict(h, ids.flatten())
-        sample_token(m.next_token_logits(h), top_k=9, top_p=0.9)
-    assert mode.strides == {1}
-
-
 def test_activation_checkpointing():
     """Activation checkpointing recomputes the blocks, passes them the mask, and does not change a gradient."""
     m = random_model()
@@ -849,6 +821,11 @@ def test_norms_and_angles_keep_float32():
     v = torch.randn(500, 64).bfloat16()
     exact = v.float() / (v.float().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert (norm(v) != exact.bfloat16()).float().mean() < 0.01
+    cos, sin = model_module.rope_angles(torch.arange(500), m.config, torch.float32)
+    q = torch.randn(1, 1, 500, m.config.head_dim).bfloat16()
+    rotated = torch.view_as_complex(torch.stack(q.float().chunk(2, -1), -1)) * torch.complex(cos, sin)
+    exact = torch.cat([rotated.real, rotated.imag], -1)
+    assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
 def continued(m, ids, max_new_tokens, engine=None, lengths=None, generator=None, **options):

@@ -107,19 +107,6 @@ def test_memory_of_the_kernels():
     assert torch.cuda.max_memory_allocated() - before < 1.1 * (sum(o_i.nbytes for o_i in o) + token_logits)
 
 
-@on_a_gpu
-def test_more_bucket_logits_than_an_int32_counts():
-    """The kernels are correct for a chunk with more than 2^31 bucket logits."""
-    n = 2**15 + 100
-    m, o = random_logits(1000, 4, 16384, n, torch.bfloat16)
-    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    m.use_kernels = False
-    for part in (slice(0, 100), slice(n - 100, n)):
-        expected, *in_columns = normalizer_and_gradient(m.log_normalizer, [o_i[part] for o_i in o])
-        assert torch.allclose(normalizer[part], expected, atol=1e-5)
-        assert all(distance(g[part], g_part) < 5e-3 for g, g_part in zip(gradient, in_columns, strict=True))
-
-
 # -----------------------------------------------------------------------------
 # training, evaluation and generation
 

@@ -53,42 +53,27 @@ VOCABULARIES = {
 }
 
 
-CASES = [(name, 1, torch.float64, 1e-14) for name in VOCABULARIES] + [('long lists', 70, torch.float32, 1e-6)]
+CASES = [(name, 1, torch.float64, 1e-14) for name in VOCABULARIES]
+CASES += [('long lists', 70, torch.float32, 1e-6), ('unused ids', 70, torch.bfloat16, 5e-3)]
 
 
 @pytest.mark.parametrize('name, n, dtype, tolerance', CASES)
 def test_kernels_equal_the_plain_sums(name, n, dtype, tolerance):
-    """The normalizer and its gradient equal model.py's. The gradient of a bucket without tokens is 0."""
+    """
+    The normalizer and its gradient equal model.py's. Sums are float32 or better, also over bfloat16 logits. The
+    gradient of a bucket without tokens is 0.
+    """
     m = make_vocabulary(**VOCABULARIES[name])
     o = random_logits(m, n, dtype)
     expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), [o_i.double() for o_i in o])
     m.use_kernels = True
     normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    assert normalizer.dtype == dtype and (normalizer - expected).abs().max() < 20 * tolerance
+    assert (normalizer - expected).abs().max() < 20 * min(tolerance, 1e-6)
     for g, plain_g in zip(gradient, plain, strict=True):
         assert relative(g, plain_g) < tolerance
         assert (g[plain_g == 0] == 0).all()
     with torch.no_grad():
         assert torch.equal(m.log_normalizer(o), normalizer)
-
-
-def test_kernels_in_bfloat16():
-    """
-    Sums over bfloat16 logits are float32. Triton's interpreter truncates float32 to bfloat16, where a GPU rounds to
-    nearest, so the gradient equals the truncated float32 gradient.
-    """
-    m = make_vocabulary(**VOCABULARIES['long lists'])
-    o = random_logits(m, 70, torch.bfloat16)
-    columns, *in_columns = normalizer_and_gradient(m.log_normalizer, o)
-    m.use_kernels = True
-    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    exact, *in_float32 = normalizer_and_gradient(m.log_normalizer, [o_i.float() for o_i in o])
-    assert torch.equal(normalizer, exact) and torch.allclose(normalizer, columns, rtol=1e-6)
-    for g, g_float32, g_columns in zip(gradient, in_float32, in_columns, strict=True):
-        truncated = (g_float32.view(torch.int32) & -(2**16)).view(torch.float32)
-        assert torch.equal(g.float(), truncated)
-        # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
-        assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
 
 
 def test_a_large_vocabulary():

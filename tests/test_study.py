@@ -8,7 +8,6 @@ import re
 import runpy
 import shutil
 import statistics
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
-from study import costs, report
+from study import report
 from study import sweep as sweep_module
 from study.rows import read_csv, read_rows, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
@@ -107,7 +106,7 @@ def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
 
     def kill(command, **options):
         is_second = command[1].name == 'train.py' and f'--out_dir=out/runs/{RUNS[1]}' in command
-        done = forked(command, **options, patch=KILLED * is_second)
+        done = forked(command, **options, patch=KILLED if is_second else '')
         if is_second:
             raise Kill
         return done
@@ -237,31 +236,6 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
     change(folder, wrong, right)
     runs = Study('runs.py')
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
-
-
-def test_costs(folder, monkeypatch):
-    """Step times are relative to the first model's; rows of other lists and devices stay, the others are replaced."""
-    (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
-    other = dict(list='runs', model='H3', relative_time='1.000', tokens_per_s='1', device='cpu', threads='1')
-    write_csv(folder / 'costs.csv', [other, other | dict(device='another'), other | dict(list='another')])
-
-    def measure(shape):
-        speed = dict(tokens_per_s=50 if shape['num_hashes'] else 100)
-        return dict.fromkeys(costs.COLUMNS + costs.MACHINE, 1) | dict(device='cpu') | speed
-
-    monkeypatch.setattr(costs, 'measure', measure)
-    monkeypatch.setattr(costs, 'measure_gpt2', lambda shape: 25)
-    monkeypatch.setattr(sys, 'argv', ['costs.py', 'runs.py'])
-    costs.main()
-    rows = read_csv(folder / 'costs.csv')
-    assert [(row['list'], row['model'], row['device']) for row in rows] == [
-        ('runs', 'H3', 'another'),
-        ('another', 'H3', 'cpu'),
-        ('runs', 'H3', 'cpu'),
-        ('runs', 'S', 'cpu'),
-        ('runs', 'GPT-2', 'cpu'),
-    ]
-    assert [row['relative_time'] for row in rows[2:]] == ['1.000', '0.500', '2.000']
 
 
 # -----------------------------------------------------------------------------
