@@ -327,7 +327,7 @@ def test_from_weights_of_another_run(quick):
     init_from a model takes its weights and architecture. The run resumes, also after a signal; another architecture is
     ignored in a config file and refused on the command line.
     """
-    (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\n')
+    (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\nnum_buckets = 512\n')
     args = ['--out_dir=b', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
     command = ('train.py', 'cfg.py', 'three.py', *args)
     refused(*command, '--init_from=out', '--num_layers=3', says='num_layers=3 (was 2)', cwd=quick)
