@@ -14,9 +14,9 @@ lint: .venv/installed
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 
-# Runs all tests, two at a time. ARGS goes to pytest: make test ARGS='-k resume'
+# Runs all tests, two files at a time. ARGS goes to pytest: make test ARGS='-k resume'
 test: .venv/installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadgroup test_mhf.py tests $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadfile test_mhf.py tests $(ARGS)
 
 # Benchmarks this GPU (the head's kernels; training steps of 100M with a vocabulary of 32K and 131K and of d=256;
 # generation), runs the GPU tests, and prints whether they pass. PY=python3 uses installed packages instead of .venv.

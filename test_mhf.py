@@ -29,15 +29,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import silu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
 from configurator import InputError
 from hashing import fingerprint, signature_table
-from mhf import chunked
-from mhf.chunked import ChunkedMHF, build_on_meta, default_chunk
+from mhf.chunked import ChunkedMHF, build_on_meta
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
@@ -84,17 +82,21 @@ def test_golden_lsh_table(mistral):
     np.testing.assert_array_equal(table, golden)
 
 
-def test_lsh_everywhere_keeps_collisions():
-    """With num_lsh == H no coordinate is rehashed, so equal strings share a signature."""
+def test_tables_with_collisions():
+    """With LSH on all coordinates, and with Single-ID, one hash (seed 0) on all coordinates, no token is rehashed."""
     table = signature_table(['aaaa', 'aaaaa', b'aaaa', 'xyz', 'ab', ''], 2, 64, num_lsh=2)
     assert table.shape == (6, 2) and table.min() >= 1 and (table[0] == table[2]).all()
+    tokens = [str(i) for i in range(100)]
+    table = signature_table(tokens, 4, 32, unique=False, pad_id=3)
+    assert (table == table[:, :1]).all() and len(np.unique(table[:, 0])) < 33 and not table[3].any()
+    assert table[5, 0] == signature_table(tokens, 4, 32)[5, 0]
 
 
 word = st.one_of(st.text(max_size=4), st.binary(max_size=4), st.none())
 words = st.lists(word, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(words, words, st.integers(1, 4), st.sampled_from([300, 65536]))
 def test_table_invariants(old, new, H, B):
     """Signatures are unique, never use bucket 0, and do not change when tokens are added."""
@@ -106,27 +108,12 @@ def test_table_invariants(old, new, H, B):
     assert (table[registered] > 0).all() and table.sum() == table[registered].sum()
 
 
-def test_single_id_has_one_value():
-    """Single-ID uses one hash (seed 0) on all coordinates and keeps collisions."""
-    tokens = [str(i) for i in range(100)]
-    table = signature_table(tokens, 4, 32, unique=False, pad_id=3)
-    assert (table == table[:, :1]).all() and len(np.unique(table[:, 0])) < 33 and not table[3].any()
-    assert table[5, 0] == signature_table(tokens, 4, 32)[5, 0]
-
-
 def test_a_prefix_fills_to_the_last_place():
     """A prefix holds B - 1 tokens; one more is an error."""
     tokens = [str(i) for i in range(40)]
     assert sorted(signature_table(tokens[:39], 1, 40)[:, 0]) == list(range(1, 40))
     with pytest.raises(InputError, match='prefix .* is full'):
         signature_table(tokens, 1, 40)
-
-
-@pytest.mark.parametrize('H, B, num_lsh', [(0, 16, 0), (2, 1, 0), (2, 65537, 0), (2, 16, 3), (2, 16, -1)])
-def test_table_refuses(H, B, num_lsh):
-    """Arguments out of range are refused."""
-    with pytest.raises(InputError, match='num_'):
-        signature_table(['a'], H, B, num_lsh)
 
 
 SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', 'हिन्दी भाषा',
@@ -386,26 +373,19 @@ def no_interpreter():
 
 
 needs_interpreter = pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
-columns_and_kernels = pytest.mark.parametrize('use_kernels', [False, pytest.param(True, marks=needs_interpreter)])
 
 
-CASES = [(loss, changes, False) for loss in ('exact', 'product') for changes in KINDS]
-
-
-@pytest.mark.parametrize(
-    'loss, changes, use_kernels', [*CASES, pytest.param('exact', {}, True, marks=needs_interpreter)]
-)
-def test_chunks_equal_the_whole(loss, changes, use_kernels):
+@pytest.mark.parametrize('loss', ['exact', 'product'])
+@pytest.mark.parametrize('changes', KINDS, ids=str)
+def test_chunks_equal_the_whole(loss, changes):
     """In float64, a head in chunks has the losses, gradients and predictions of model.py's head."""
     m = random_model(loss=loss, **changes)
-    m.use_kernels = use_kernels
     if m.config.num_hashes == 0:
         m.set_vocabulary(*validate_table(m.config, unused_ids=[5, 60]))
     x, y, ids = sequences(m)
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
-    # 120 positions in seven chunks of up to 18. Triton's interpreter takes as long for one position as for 64
-    m.max_chunk = 50 if use_kernels else 18
+    m.max_chunk = 18  # 120 positions in seven chunks
     accumulated = m(x, y) / 2 + m(x, y) / 2
     for loss in (m(x, y), accumulated):
         assert not differing(loss_and_gradients(m, loss), plain)
@@ -507,7 +487,10 @@ def test_an_edit_trains_and_validates(edit, monkeypatch):
 
 @pytest.mark.parametrize('name', ['token_logits', 'log_normalizer'])
 def test_an_edit_of_a_formula_with_two_implementations(name, monkeypatch):
-    """If model.py and mhf/chunked.py compute another token_logits or log_normalizer, the first call names it."""
+    """
+    If model.py and mhf/chunked.py compute another token_logits or log_normalizer, the first call names it. The check
+    draws no random numbers.
+    """
     formula = getattr(MHF, name)
     monkeypatch.setattr(MHF, name, lambda self, o: 1.01 * formula(self, o))
     m = random_model(dtype=torch.float32)
@@ -518,16 +501,9 @@ def test_an_edit_of_a_formula_with_two_implementations(name, monkeypatch):
     # model.py's run if those of ChunkedMHF are deleted
     monkeypatch.delattr(ChunkedMHF, 'token_logits')
     monkeypatch.delattr(ChunkedMHF, 'log_normalizer')
-    assert torch.allclose(m(x, y), plain_twin(m)(x, y))
-
-
-def test_the_check_draws_no_random_numbers():
-    """The comparison on the first call leaves the random state as it is."""
-    m = random_model()
-    x, y, _ = sequences(m)
-    before = torch.get_rng_state()
-    m(x, y)
-    assert m.is_checked and torch.equal(before, torch.get_rng_state())
+    expected = plain_twin(m)(x, y)
+    random_state = torch.get_rng_state()
+    assert torch.allclose(m(x, y), expected) and torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_first_derivatives_only():
@@ -564,8 +540,7 @@ def test_derived_tensors_follow_the_vocabulary(H):
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(m.token_losses(x, y), expected, strict=True))
 
 
-@columns_and_kernels
-@pytest.mark.parametrize('H', [0, 3])
+@pytest.mark.parametrize('H, use_kernels', [(0, False), (3, False), pytest.param(3, True, marks=needs_interpreter)])
 def test_ties_and_unused_ids(H, use_kernels):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""
     m = random_model(num_hashes=H)
@@ -686,13 +661,13 @@ def test_estimated_flops(frozen):
 @pytest.mark.parametrize('autocast', [True, False])
 @pytest.mark.parametrize('loss', ['exact', 'product'])
 def test_chunks_in_bfloat16(loss, autocast):
-    """With autocast or bfloat16 parameters, chunks do not increase the rounding error."""
+    """With autocast or bfloat16 parameters, many chunks do not increase the rounding error."""
     m = random_model(dtype=torch.float32, loss=loss)
     x, y, _ = sequences(m, 8, 32)
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
     m.to(torch.float32 if autocast else torch.bfloat16)
-    m.max_chunk = 50
+    m.max_chunk = 4
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         measured = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
@@ -701,19 +676,11 @@ def test_chunks_in_bfloat16(loss, autocast):
         assert error[0] < 1.1 * error[1] + 1e-3, (name, error)
 
 
-def test_gradients_are_summed_in_float32():
-    """The sum of bfloat16 gradients over chunks is accumulated in float32."""
-    total = None
-    for _ in range(64):
-        total = chunked.add_gradient(total, torch.full((3, 5), 1 + 2**-7, dtype=torch.bfloat16))
-    assert torch.equal(total, torch.full((3, 5), 64 * (1 + 2**-7)))
-
-
 @pytest.mark.parametrize('loss, H', [('exact', 3), ('product', 3), ('exact', 0)])
 def test_compiled(loss, H):
     """Compiled blocks and chunks have the plain gradients; blocks share a graph, and so do chunks."""
     torch._dynamo.reset()
-    m = random_model(loss=loss, num_hashes=H, num_layers=3)
+    m = random_model(loss=loss, num_hashes=H)
     x, y, _ = sequences(m, 2, 8)
     plain = plain_loss_and_gradients(m, x, y)
     m.max_chunk = 4
@@ -727,20 +694,18 @@ def test_compiled(loss, H):
     assert torch.allclose(m.token_losses(x, y, ('exact',))[0], plain_twin(m).token_losses(x, y, ('exact',))[0])
 
 
-@pytest.mark.parametrize('make_copy', [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
-def test_a_copy_of_a_compiled_model(make_copy):
+def test_a_copy_of_a_compiled_model():
     """A copy of a compiled model computes with its own weights."""
     torch._dynamo.reset()
     m = random_model()
-    m.compile(backend='aot_eager')
+    m.compile(backend='eager')
     x, y, _ = sequences(m, 2, 8)
     first = loss_and_gradients(m, m(x, y))
-    copied = make_copy(m)
+    copied = torch.optim.swa_utils.AveragedModel(m)
     with torch.no_grad():
         for p in m.parameters():
             p.mul_(0.5)
-    module = getattr(copied, 'module', copied)
-    assert not differing(loss_and_gradients(module, copied(x, y)), first)
+    assert not differing(loss_and_gradients(copied.module, copied(x, y)), first)
     assert not differing(loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y))
 
 
@@ -787,41 +752,6 @@ def test_calibration(loss):
     confidence, likeliest = m.log_probs(ids).exp().max(-1)
     overconfidence = (confidence - frequency[likeliest - 3]).mean().item()
     assert abs(overconfidence) < 0.04 if loss == 'exact' else overconfidence > 0.15
-
-
-def test_default_chunk():
-    """A chunk depends on the config and the device type alone."""
-    demo = MHFConfig(num_hashes=3, num_buckets=2048)
-    configs = (demo, MHFConfig(), MHFConfig(vocab_size=131072), MHFConfig(num_hashes=0))
-    assert [default_chunk('cpu', c) for c in configs] == [512, 256, 256, 512]
-    assert [default_chunk('cuda', c) for c in configs] == [4096, 4096, 2048, 4096]
-
-
-class SoftmaxStrides(TorchDispatchMode):
-    """Records the strides of large softmaxes over the dimension that they normalize."""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.overloadpacket.__name__ in ('_softmax', '_log_softmax') and args[0].numel() > 2**20:
-            x, dim, _ = args
-            self.strides.add(x.stride(dim))
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)])
-def test_softmaxes_over_rows(changes):
-    """With a GPU's chunk sizes, softmaxes run over rows: over columns, CUDA's softmax uses one multiprocessor."""
-    m = random_model(dtype=torch.float32, vocab_size=5000, num_buckets=2400, **changes)
-    m.max_chunk = default_chunk('cuda', m.config)
-    ids = torch.randint(0, 5000, (2, 256))
-    x = m.signatures[ids]
-    with SoftmaxStrides() as mode:
-        mode.strides = set()
-        m(x, x).backward()
-        m.token_losses(x, x)
-        h = m.hidden_states(x).flatten(0, 1)
-        m.predict(h, ids.flatten())
-        sample_token(m.next_token_logits(h), top_k=9, top_p=0.9)
-    assert mode.strides == {1}
 
 
 def test_activation_checkpointing():
@@ -910,14 +840,14 @@ def test_cached_generation_equals_uncached(H, groups):
     """Generation with the KV cache equals generation without it, also past a full context."""
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40, num_kv_heads=4 // groups)
     # block_size is 24
-    for length in (1, 5, 23, 24, 40):
+    for length in (1, 24, 40):
         ids = torch.randint(0, 300, (3, length))
-        cached = continued(m, ids, 40)
-        assert torch.equal(cached, m.generate(ids, 40, temperature=0))
-        assert torch.equal(cached[:, :length], ids) and cached.shape == (3, length + 40)
-        options = dict(temperature=0.9, top_k=40, top_p=0.9)
-        drawn = continued(m, ids, 40, generator=torch.Generator().manual_seed(1), **options)
-        assert torch.equal(drawn, m.generate(ids, 40, generator=torch.Generator().manual_seed(1), **options))
+        cached = continued(m, ids, 30)
+        assert torch.equal(cached, m.generate(ids, 30, temperature=0))
+        assert torch.equal(cached[:, :length], ids) and cached.shape == (3, length + 30)
+    options = dict(temperature=0.9, top_k=40, top_p=0.9)
+    drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
+    assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
     ids = start = torch.randint(0, 300, (2, 4))
     # without dropped context, every token is the arg max of log P
     for _ in range(20):
@@ -960,12 +890,12 @@ def test_compiled_generation(monkeypatch):
 
     backend = aot_autograd(fw_compiler=without_code)
     monkeypatch.setattr(torch, 'compile', lambda f, **options: compile(f, backend=backend, **options))
-    m = random_model(num_layers=3)
+    m = random_model()
     twin = copy.deepcopy(m)
     for options in (dict(temperature=0), dict(temperature=0.9, top_k=40, top_p=0.9)):
         engine = Engine(m, **options)
         engine.compile(2, 64)
-        for length in (1, 5, 24, 30):  # block_size is 24
+        for length in (1, 30):  # block_size is 24
             ids = torch.randint(0, 300, (2, length))
             expected = twin.generate(ids, 34, generator=torch.Generator().manual_seed(1), **options)
             drawn = continued(m, ids, 34, engine, generator=torch.Generator().manual_seed(1))

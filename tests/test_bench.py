@@ -18,16 +18,16 @@ def model_config(path, **changes):
 def test_bench(trained):
     """Every benchmark runs, and its JSON contains the fields that study/costs.py reads."""
     names = ['train', 'infer', 'profile', 'head']
-    args = ['cfg.py', '--repeats=1', '--num_buckets=256', '--json_output', '--benchmarks=' + ','.join(names)]
-    done = ok('bench.py', *args, cwd=trained)
+    args = ['--repeats=1', '--block_size=16', '--num_buckets=256', '--json_output', '--benchmarks=' + ','.join(names)]
+    done = ok('bench.py', 'cfg.py', *args, cwd=trained)
     r = json.loads(done.stdout)
     assert set(r) == {'config', 'device', 'dtype', 'torch', 'threads', 'gemm_flops', *names}
     assert set(r['train']) == {'exact', 'product', 'Standard'}
     for variant, row in r['train'].items():
-        c = model_config(trained / 'cfg.py', **dict(num_hashes=0) if variant == 'Standard' else {})
+        c = model_config(trained / 'cfg.py', block_size=16, **dict(num_hashes=0) if variant == 'Standard' else {})
         model = MHF(c, torch.randint(1, 256, (32768, 3)).numpy() if c.num_hashes else None)
         assert row['flops_per_token'] == model.estimate_flops() and row['parameters'] == sum(model.num_params())
-        assert row['tokens_per_s'] == pytest.approx(4 * 64 / row['seconds']) and row['peak_memory'] is None
+        assert row['tokens_per_s'] == pytest.approx(4 * 16 / row['seconds']) and row['peak_memory'] is None
         assert row['gemm_share'] == pytest.approx(row['flops_per_token'] * row['tokens_per_s'] / r['gemm_flops'])
     assert done.stderr.count('Self CPU time total') == 3
     assert set(r['head']) == {'columns, normalizer', 'columns, normalizer and gradient'}

@@ -174,8 +174,11 @@ def test_a_malicious_checkpoint_is_not_run(quick):
 OPEN = "from mhf.checkpoint import load; load('out').tok"
 
 
-@pytest.mark.parametrize('program, module', [('import prepare', 'torch'), (OPEN, 'torch._dynamo')])
-def test_slow_imports(few, program, module):
-    """prepare.py does not import torch, and opening a model does not import its compiler; either takes seconds."""
+IMPORTS = [('import prepare', 'torch'), (OPEN, 'torch._dynamo'), ('import model, hashing', 'mhf')]
+
+
+@pytest.mark.parametrize('program, module', IMPORTS)
+def test_imports(few, program, module):
+    """prepare.py imports no torch, opening a model no compiler: either takes seconds. model.py works without mhf/."""
     code = f'import sys; {program}; sys.exit({module!r} in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0

@@ -18,9 +18,6 @@ from mhf.lm import MHFLM
 from mhf.released import save_pretrained
 from test_mhf import write_released
 
-pytestmark = pytest.mark.xdist_group('eval')
-
-
 # -----------------------------------------------------------------------------
 # text
 
@@ -156,14 +153,14 @@ def test_bos(trained, tmp_path, monkeypatch):
     (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     monkeypatch.chdir(trained)
     settings = dict(benchmark_dir=str(tmp_path), tasks='lambada_openai,card660', device='cpu', dtype='float32')
-    models = dict(out=dict(out_dir='out'), run=dict(released='out'), export=dict(released=str(tmp_path / 'export')))
-    models |= dict(authors=dict(released=str(tmp_path / 'authors')))
+    models = {name: dict(released=str(tmp_path / name)) for name in ('export', 'authors')}
+    models['run'] = dict(out_dir='out')
     scores = {}
     for name, bos in [(name, None) for name in models] + [('authors', True), ('export', False)]:
         results = evaluate(monkeypatch, **settings, **models[name], bos=bos, output_path=str(tmp_path / name))
         assert results['card660']['bos'] == results['bos'] == (name != 'authors' if bos is None else bos)
         scores[name, bos] = results['results']['lambada_openai']
-    assert scores['out', None] == scores['run', None] == scores['export', None] == scores['authors', True]
+    assert scores['run', None] == scores['export', None] == scores['authors', True]
     assert scores['authors', None] == scores['export', False] != scores['export', None]
 
 
@@ -183,7 +180,7 @@ def test_results_are_written_without_a_reader(few, tmp_path):
     """The results file is written although the reader of stdout has ended and lm-eval prints."""
     small_tasks(tmp_path)
     # stdout is a pipe without a reader
-    patch = 'import os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)'
+    patch = f'{NO_INDEX}\nimport os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)'
     args = ['--tasks=lambada_openai', f'--benchmark_dir={tmp_path}', f'--output_path={tmp_path}', '--device=cpu']
     done = run('eval.py', *args, cwd=few, patch=patch)
     assert list(tmp_path.rglob('results_*.json')) and 'Traceback' not in done.stderr, done.stderr

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from conftest import REPO, needs_interpreter, normalizer_and_gradient, vocabular
 
 from hashing import signature_table
 from mhf import kernels
-from mhf.runtime import no_triton
 from model import MHF
 
 # the interpreter warns about a block of 64 unused ids
@@ -55,52 +53,34 @@ VOCABULARIES = {
 }
 
 
-@pytest.mark.parametrize('n, dtype, tolerance', [(1, torch.float32, 1e-6), (70, torch.float64, 1e-14)])
-@pytest.mark.parametrize('name', VOCABULARIES)
+CASES = [(name, 1, torch.float64, 1e-14) for name in VOCABULARIES]
+CASES += [('long lists', 70, torch.float32, 1e-6), ('unused ids', 70, torch.bfloat16, 5e-3)]
+
+
+@pytest.mark.parametrize('name, n, dtype, tolerance', CASES)
 def test_kernels_equal_the_plain_sums(name, n, dtype, tolerance):
     """
-    The normalizer and its gradient equal model.py's and repeat to the bit, with and without a gradient. The gradient of
-    a bucket without tokens is 0.
+    The normalizer and its gradient equal model.py's. Sums are float32 or better, also over bfloat16 logits. The
+    gradient of a bucket without tokens is 0.
     """
     m = make_vocabulary(**VOCABULARIES[name])
     o = random_logits(m, n, dtype)
     expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), [o_i.double() for o_i in o])
     m.use_kernels = True
     normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    assert normalizer.dtype == dtype and (normalizer - expected).abs().max() < 20 * tolerance
+    assert (normalizer - expected).abs().max() < 20 * min(tolerance, 1e-6)
     for g, plain_g in zip(gradient, plain, strict=True):
         assert relative(g, plain_g) < tolerance
         assert (g[plain_g == 0] == 0).all()
-    again, *gradient_again = normalizer_and_gradient(m.log_normalizer, o)
-    assert torch.equal(normalizer, again) and all(map(torch.equal, gradient, gradient_again))
-    assert torch.equal(m.log_normalizer(o), normalizer)
-
-
-@pytest.mark.parametrize('name', ['long lists', 'unused ids'])
-def test_kernels_in_bfloat16(name):
-    """
-    Sums over bfloat16 logits are float32. Triton's interpreter truncates float32 to bfloat16, where a GPU rounds to
-    nearest, so the gradient equals the truncated float32 gradient.
-    """
-    m = make_vocabulary(**VOCABULARIES[name])
-    o = random_logits(m, 70, torch.bfloat16)
-    columns, *in_columns = normalizer_and_gradient(m.log_normalizer, o)
-    m.use_kernels = True
-    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    exact, *in_float32 = normalizer_and_gradient(m.log_normalizer, [o_i.float() for o_i in o])
-    assert torch.equal(normalizer, exact) and torch.allclose(normalizer, columns, rtol=1e-6)
-    for g, g_float32, g_columns in zip(gradient, in_float32, in_columns, strict=True):
-        truncated = (g_float32.view(torch.int32) & -(2**16)).view(torch.float32)
-        assert torch.equal(g.float(), truncated)
-        # rounded to nearest, as on a GPU, the float32 gradient is as exact as that of the columns
-        assert relative(g_float32.bfloat16(), g_columns.double()) < 2e-3
+    with torch.no_grad():
+        assert torch.equal(m.log_normalizer(o), normalizer)
 
 
 def test_a_large_vocabulary():
-    """The kernels work with a vocabulary of 131,072 and the paper's H and B."""
-    table = torch.randint(1, 16384, (131072, 4), generator=torch.Generator().manual_seed(0)).numpy()
+    """The kernels work with a vocabulary of 131,072 and the paper's B."""
+    table = torch.randint(1, 16384, (131072, 2), generator=torch.Generator().manual_seed(0)).numpy()
     m = vocabulary(table, 16384)
-    o = random_logits(m, 3, torch.float64)
+    o = random_logits(m, 1, torch.float64)
     expected, *plain = normalizer_and_gradient(lambda o: MHF.log_normalizer(m, o), o)
     # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
     sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
@@ -145,46 +125,27 @@ def check_compiled(compiled):
     print(f'{compiled.metadata.name}: {registers} registers, {compiled.metadata.shared} bytes of shared memory')
 
 
-def compile_kernels(dtype, H, B, n):
-    """Compiles the kernels with and without a gradient. Needs TRITON_INTERPRET=0."""
+def compile_kernels():
+    """Compiles the kernels. Needs TRITON_INTERPRET=0."""
     triton.runtime.driver.set_active(H100)
     for name in ('transpose_kernel', 'logsumexp_kernel', 'backward_kernel'):
         setattr(kernels, name, CompileOnly(getattr(kernels, name)))
-    index = vocabulary(torch.randint(1, B, (1000, H)).numpy(), B).signature_index()
-    o = [torch.zeros(n, B, dtype=dtype) for _ in range(H)]
-    for gradient in (True, False):
-        kernels.log_normalizer(o, index, gradient)
+    # Triton specializes kernels for integers that are 1 or multiples of 16
+    cases = [(torch.bfloat16, 4, 256, 64, True), (torch.bfloat16, 3, 263, 1, False), (torch.float64, 1, 263, 77, True)]
+    for dtype, H, B, n, gradient in cases:
+        index = vocabulary(torch.randint(1, B, (1000, H)).numpy(), B).signature_index()
+        kernels.log_normalizer([torch.zeros(n, B, dtype=dtype) for _ in range(H)], index, gradient)
 
 
-# Triton specializes kernels for integers that are 1 or multiples of 16
-@pytest.mark.parametrize(
-    'case', ['torch.bfloat16, 4, 256, 64', 'torch.bfloat16, 3, 263, 1', 'torch.float64, 1, 263, 77']
-)
-def test_compiles_for_an_h100(tmp_path, case):
+def test_compiles_for_an_h100(tmp_path):
     """
     The kernels compile for a GPU without spilling registers, and use 64-bit offsets: 32-bit ones end at 2^31 bucket
     logits, 32,768 positions of H4B16K.
     """
-    code = f'import torch, test_kernels; test_kernels.compile_kernels({case})'
+    code = 'import test_kernels; test_kernels.compile_kernels()'
     path = os.pathsep.join([str(REPO), str(REPO / 'tests')])
     environment = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET='0', PYTHONPATH=path)
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     # three kernels with a gradient, two without
-    assert len(done.stdout.splitlines()) == 5
-
-
-BROKEN = [
-    (lambda patch: patch.setitem(sys.modules, 'triton', None), 'no package triton'),
-    (lambda patch: patch.setenv('PATH', ''), 'no C compiler: install gcc or clang'),
-    (lambda patch: patch.setenv('CC', 'nothing-like-gcc'), 'no C compiler: install gcc or clang'),
-    (lambda patch: patch.setattr(sysconfig, 'get_path', lambda *_: '/nowhere'), 'no Python.h in /nowhere'),
-]
-
-
-@pytest.mark.parametrize('change, reason', BROKEN)
-def test_no_triton(monkeypatch, change, reason):
-    """no_triton() names what Triton lacks."""
-    monkeypatch.delenv('CC', raising=False)
-    change(monkeypatch)
-    assert no_triton.__wrapped__().startswith(reason)
+    assert len(done.stdout.splitlines()) == 3 + 2 + 3

@@ -17,9 +17,6 @@ from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
 
-# with test_eval.py, whose small runs they share
-pytestmark = pytest.mark.xdist_group('eval')
-
 
 @pytest.fixture
 def lm(mistral):
@@ -115,7 +112,7 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     """A Standard model has the scores of its export in lm-eval's Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
 
-    model = random_model(num_hashes=0, vocab_size=32768, block_size=512, dtype=torch.float32)
+    model = random_model(num_hashes=0, vocab_size=32768, block_size=128, dtype=torch.float32)
     save_pretrained(model, tmp_path / 'export', 'mistral', add_bos=True)
     reference = HFLM(pretrained=str(tmp_path / 'export'), add_bos_token=True, batch_size=16, device='cpu')
     both = MHFLM(model, mistral, mistral.bos), reference
@@ -128,7 +125,7 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     assert scores[0] == scores[1] and len(scores[0]) == 2
     # less than a window, a window, a window and a token, and several windows
     ids = mistral.encode([real_documents()[0]])[0]
-    texts = ['a few words', *(mistral.decode(ids[:n]) for n in (512, 513, 1024, 1300))]
+    texts = ['a few words', *(mistral.decode(ids[:n]) for n in (128, 129, 256, 300))]
     # contexts that are empty, end with spaces, or are too long; a choice that changes the context's tokens
     pairs = [('', text) for text in ('A cat sleeps.', 'A cat sleep.', ' a')]
     pairs += [('two ', 'words'), ('some', 'thing else'), (texts[-1], ' a'), (texts[-1], ' b')]
@@ -196,12 +193,13 @@ def test_truncation(lm, caplog):
     assert [r.getMessage() for r in caplog.records] == ['contexts over 24 tokens are truncated on the left']
 
 
-@pytest.fixture(params=['mistral', 'tekken', 'json'])
-def tok(request, tmp_path, mistral):
+@pytest.fixture(params=['mistral', 'tekken', 'json'], scope='module')
+def tok(request, tmp_path_factory, mistral):
     """A tokenizer that encodes rare characters in bytes."""
+    folder = tmp_path_factory.mktemp('tok')
     if request.param == 'json':
-        write_tokenizer(mistral, tmp_path, add_bos=True)
-    return get_tokenizer(f'{tmp_path}/tokenizer.json' if request.param == 'json' else request.param)
+        write_tokenizer(mistral, folder, add_bos=True)
+    return get_tokenizer(f'{folder}/tokenizer.json' if request.param == 'json' else request.param)
 
 
 @pytest.fixture

@@ -1,24 +1,23 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
-import ast
+import contextlib
 import functools
 import json
 import math
-import os
 import re
 import runpy
 import shutil
-import signal
 import statistics
-import sys
+from types import SimpleNamespace
 
 import pytest
-from conftest import REPO, ok, snapshot, started, weights
+from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
-from study import costs, report
-from study.rows import read_csv, read_rows, values, write_csv
+from study import report
+from study import sweep as sweep_module
+from study.rows import read_csv, read_rows, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
@@ -26,7 +25,7 @@ DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
 RUNS = [
     dict(
         name='H3', group='tiny', config='cfg.py', train='data', corpora=dict(docs='data'), seeds=(1,),
-        learning_rates=(1e-3, 1e-2), block_size=16, max_steps=40, eval_interval=5, num_layers=1, num_buckets=100,
+        learning_rates=(1e-3, 1e-2), block_size=16, max_steps=8, eval_interval=4, num_layers=1, num_buckets=100,
         loss='product', dtype='float32',
     )
 ]
@@ -44,53 +43,85 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
+def forked(command, stdout, stderr, env, patch=''):
+    """subprocess.run for sweep.py, with conftest.run."""
+    done = run(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
+    stdout.write((done.stdout + done.stderr).encode())
+    return done
+
+
 def write_list(few, folder):
-    """Writes a list of two runs, and what they need."""
+    """Writes a list of two runs, and what they need. Returns the folder."""
     for name in ('docs.jsonl', 'cfg.py'):
         shutil.copy(few / name, folder)
     (folder / 'runs.py').write_text(LIST)
+    return folder
+
+
+@contextlib.contextmanager
+def working_directory(folder):
+    """Enters a folder, where sweep.py runs scripts in forked processes, one at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
+        yield folder
 
 
 @pytest.fixture
-def folder(few, tmp_path, monkeypatch):
+def folder(few, tmp_path):
     """The working directory, with the list."""
-    write_list(few, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with working_directory(write_list(few, tmp_path)) as folder:
+        yield folder
 
 
 @pytest.fixture(scope='module')
 def swept(few, tmp_path_factory):
     """A folder with the list, after its sweep."""
-    swept = tmp_path_factory.mktemp('swept')
-    write_list(few, swept)
-    output = ok('study.sweep', 'runs.py', '--jobs=2', cwd=swept).stdout
-    assert re.search(r'^tiny, H3, 0.01, 1: \d+\.\d{4} nats per token of docs$', output, re.MULTILINE)
-    return swept
+    with working_directory(write_list(few, tmp_path_factory.mktemp('swept'))) as folder:
+        sweep(Study('runs.py'), 1, '.')
+        return folder
 
 
 @pytest.fixture
-def finished(swept, tmp_path, monkeypatch):
+def finished(swept, tmp_path):
     """The working directory, a copy of `swept`."""
-    monkeypatch.chdir(shutil.copytree(swept, tmp_path / 'finished'))
-    return tmp_path / 'finished'
+    with working_directory(shutil.copytree(swept, tmp_path / 'finished')) as folder:
+        yield folder
 
 
-@pytest.mark.xdist_group('sweep')
-def test_killed_sweep_ends_with_the_same_rows(folder, swept):
+# kills a process after its first checkpoint
+KILLED = """
+import os
+from mhf import checkpoint
+save = checkpoint.save
+checkpoint.save = lambda *args: (save(*args), os.kill(os.getpid(), 9))
+"""
+
+
+def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     """A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one."""
-    command = ('study.sweep', 'runs.py')
-    process = started(*command, cwd=folder, wait_for=f'out/runs/{RUNS[1]}/ckpt.pt')
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+
+    class Kill(BaseException):
+        pass
+
+    def kill(command, **options):
+        is_second = command[1].name == 'train.py' and f'--out_dir=out/runs/{RUNS[1]}' in command
+        done = forked(command, **options, patch=KILLED if is_second else '')
+        if is_second:
+            raise Kill
+        return done
+
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        patch.setattr(sweep_module.subprocess, 'run', kill)
+        sweep(Study('runs.py'), 1, '.')
+    assert weights(folder, f'out/runs/{RUNS[1]}')['step'] == 4
     first = snapshot(folder / 'out/runs' / RUNS[0])
-    ok(*command, cwd=folder)
+    sweep(Study('runs.py'), 1, '.')
     assert rows(folder) == rows(swept) and sorted(rows(swept)) == sorted(RUNS)
     assert snapshot(folder / 'out/runs' / RUNS[0]) == first
-    assert 'nothing is left to do' in ok(*command, cwd=folder).stdout
+    assert 'nothing is left to do' in ok('study.sweep', 'runs.py', cwd=folder).stdout
 
 
-@pytest.mark.xdist_group('sweep')
 def test_report_of_a_list(finished):
     """The report prints the tables of a list. It marks a row of another precision; a claim needs two models."""
     best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
@@ -104,7 +135,6 @@ def test_report_of_a_list(finished):
         report.claims_table([runs])
 
 
-@pytest.mark.xdist_group('sweep')
 def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     """
     A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed. Its
@@ -113,7 +143,7 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     (finished / 'runs.csv').unlink()
     monkeypatch.setattr(Study, 'train', lambda *args: None)
     monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
-    (finished / 'runs.py').write_text(LIST.replace('max_steps=40', 'max_steps=50'))
+    (finished / 'runs.py').write_text(LIST.replace('max_steps=8', 'max_steps=9'))
     with pytest.raises(InputError, match='2 runs failed'):
         sweep(Study('runs.py'), 2, '.')
     assert 'with other settings; give the entry a new name, or delete the folder' in capsys.readouterr().err
@@ -123,7 +153,6 @@ def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
     assert weights(finished, f'out/runs/{RUNS[0]}')['optimizer']['state']
 
 
-@pytest.mark.xdist_group('sweep')
 def test_source(finished, capsys):
     """An entry with a source waits for the source's run of the same seed and continues its training."""
     (finished / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
@@ -135,13 +164,13 @@ def test_source(finished, capsys):
     row = dict(docs_nats_per_token='5')
     first = {key: row for key in runs.pending({})}
     assert runs.source_key(runs.entries[0], 2, first) == ('tiny', 'H3', 1e-3, 2)
-    sweep(runs, 2, '.')
+    sweep(runs, 1, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
     shutil.rmtree(runs.out)
     write_csv(runs.csv, [row for row in read_csv(runs.csv) if row['name'] == 'H3'])
     with pytest.raises(InputError, match='1 runs failed'):
-        sweep(runs, 2, '.')
+        sweep(runs, 1, '.')
     assert 'the model to expand, does not exist; delete its row in runs.csv' in capsys.readouterr().err
 
 
@@ -207,31 +236,6 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
     change(folder, wrong, right)
     runs = Study('runs.py')
     assert list(runs.pending(runs.rows())) == [('tiny', 'H3', 1e-3, 1)]
-
-
-def test_costs(folder, monkeypatch):
-    """Step times are relative to the first model's; rows of other lists and devices stay, the others are replaced."""
-    (folder / 'runs.py').write_text(LIST + "RUNS.append(RUNS[0] | dict(name='S', num_hashes=0))\n")
-    other = dict(list='runs', model='H3', relative_time='1.000', tokens_per_s='1', device='cpu', threads='1')
-    write_csv(folder / 'costs.csv', [other, other | dict(device='another'), other | dict(list='another')])
-
-    def measure(shape):
-        speed = dict(tokens_per_s=50 if shape['num_hashes'] else 100)
-        return dict.fromkeys(costs.COLUMNS + costs.MACHINE, 1) | dict(device='cpu') | speed
-
-    monkeypatch.setattr(costs, 'measure', measure)
-    monkeypatch.setattr(costs, 'measure_gpt2', lambda shape: 25)
-    monkeypatch.setattr(sys, 'argv', ['costs.py', 'runs.py'])
-    costs.main()
-    rows = read_csv(folder / 'costs.csv')
-    assert [(row['list'], row['model'], row['device']) for row in rows] == [
-        ('runs', 'H3', 'another'),
-        ('another', 'H3', 'cpu'),
-        ('runs', 'H3', 'cpu'),
-        ('runs', 'S', 'cpu'),
-        ('runs', 'GPT-2', 'cpu'),
-    ]
-    assert [row['relative_time'] for row in rows[2:]] == ['1.000', '0.500', '2.000']
 
 
 # -----------------------------------------------------------------------------
@@ -353,29 +357,6 @@ def test_results_are_what_the_rows_say():
     assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
 
 
-def test_gpu_figures():
-    """What README and RESULTS quote of GPU runs is in gpu.csv and gpu_speed.csv, or follows from two of their rows."""
-    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
-    runs = read_csv(REPO / 'study/gpu.csv')
-    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
-    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
-    for text in (report.gpu_table(), *texts):
-        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
-        assert [cells for cells in shown if len(cells) == len(lines[0])] in ([], lines)
-    differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
-    speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
-    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
-    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
-        if '41 M tokens' in sentence and '|' not in sentence:
-            assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
-        if 'H200' in sentence:
-            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
-                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
-            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
-                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
-
-
 def test_the_report_regenerates(tmp_path, monkeypatch):
     """The CSVs give the same tables and figures, byte by byte."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
@@ -413,12 +394,5 @@ def test_a_wrong_list(folder, right, wrong, says):
     """A wrong list, a corpus that does not exist and a failed run raise an InputError and add no row."""
     (folder / 'runs.py').write_text(LIST.replace(right, wrong))
     with pytest.raises(InputError, match=says):
-        sweep(Study('runs.py'), 2, 'none')
+        sweep(Study('runs.py'), 1, 'none')
     assert not (folder / 'runs.csv').exists()
-
-
-@pytest.mark.parametrize('name', ['costs', 'rank', 'report', 'sweep'])
-def test_help(name, tmp_path):
-    """Each script of the study prints its docstring for --help."""
-    title = ast.get_docstring(ast.parse((REPO / f'study/{name}.py').read_text())).splitlines()[0]
-    assert title in ok(f'study.{name}', '--help', cwd=tmp_path).stdout

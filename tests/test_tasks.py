@@ -19,9 +19,6 @@ from configurator import InputError
 from mhf import lm as tasks
 from mhf.lm import MHFLM, PAPER
 
-# with test_eval.py, whose small runs they share
-pytestmark = pytest.mark.xdist_group('eval')
-
 
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch):
@@ -58,7 +55,7 @@ def test_known_answers(tmp_path, mistral):
 
 
 def test_mubench_files(tmp_path, mistral):
-    """MuBench's task files read its schema, each the data of its own language, and report acc and acc_norm."""
+    """A task file of MuBench reads its schema, and reports acc and acc_norm."""
     rows = [dict(prompt='The sky is', choices=[' blue', ' a wall', ' to'], label=k) for k in (0, 1, 2, 1)]
     write_rows(tmp_path / 'test.jsonl', rows)
     lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
@@ -67,13 +64,6 @@ def test_mubench_files(tmp_path, mistral):
     loaded = TaskManager(include_defaults=False).load([task])
     (scores,) = lm_eval.evaluate(lm, loaded, log_samples=False)['results'].values()
     assert {'acc,none', 'acc_norm,none'} <= scores.keys()
-    files = list((REPO / 'eval_tasks').glob('mubench_*.yaml'))
-    assert len(files) == 16
-    for file in files:
-        _, task, language = file.stem.split('_')
-        written = file.read_text()
-        assert f'task: {file.stem}\n' in written and f'Dataset_lighteval_{language}\n' in written
-        assert task in written.lower()
 
 
 def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
