@@ -311,6 +311,7 @@ class ChunkedMHF(MHF):
             names = ' and '.join(differing)
             fix = f'change {names} of ChunkedMHF (mhf/chunked.py) as well, or delete them there'
             raise RuntimeError(f'model.py and mhf/chunked.py compute different {names}; {fix}')
+        torch.clear_autocast_cache()  # of weights converted without gradients
         self.is_checked = True
 
 
@@ -333,7 +334,8 @@ def value_and_gradient(function, o):
 class HeadLoss(torch.autograd.Function):
     """
     The sum of MHF.head_loss over chunks. forward() also computes the gradients, one chunk at a time, with respect to h,
-    E and the parameters that a chunk reads. Supports one backward pass and first derivatives.
+    E and the parameters that a chunk reads; a tensor's hooks also see those of a chunk. Supports one backward pass and
+    first derivatives.
     """
 
     @staticmethod

@@ -346,6 +346,8 @@ def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
+    if bos not in (None, True, False):
+        raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
     torch.set_float32_matmul_precision('highest')
