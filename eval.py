@@ -44,7 +44,7 @@ tokenizer = ''  # '': the one that the checkpoint was trained with
 tasks = 'paper'
 benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub; required by card660
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
-limit = None  # documents per task of lm-eval; None: all
+limit = None  # documents per task of lm-eval, below 1 a fraction of them; None: all
 output_path = 'results'
 # evaluation
 bos = None  # bos in front of every context; None: as in training, True for train.py's models, False for the authors'
@@ -61,16 +61,10 @@ OTHER_TASKS = {'bits_per_byte', 'card660'}
 
 
 def check_settings():
-    """
-    Validates the settings. Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError.
-    """
+    """Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError."""
     names = []
     for name in tasks.split(','):
         names += PAPER if name.strip() == 'paper' else [name.strip()]
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise InputError(f'limit={limit!r}: must be a count of documents, at least 1')
-    if limit is not None and set(names) <= OTHER_TASKS:
-        raise InputError(f'limit={limit}: bits_per_byte and card660 have no documents to limit; omit --limit')
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
@@ -86,10 +80,7 @@ def check_settings():
 
 
 def read_ids(path, lm):
-    """
-    Returns the token ids and the bytes of text of a file's documents, or of the held-out split of a folder. Each
-    document follows bos, if the model has it.
-    """
+    """Returns the ids and bytes of a file's documents, or of a folder's held-out ones; each follows the model's bos."""
     tok = lm.tok
     if Path(path).is_dir():
         ids, num_bytes = held_out_ids(Path(path), tok)
@@ -226,38 +217,34 @@ def nearest_published(lm, column):
 
     def distance(row):
         size_ratio = row['decoder_millions'] * 1e6 / decoder
-        differs_in_kind = (row['num_hashes'] == 0) != (num_hashes == 0)
-        return differs_in_kind, abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
+        return abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
 
-    return min((row for row in PUBLISHED if column in row), key=distance)
+    same_kind = [row for row in PUBLISHED if column in row and (row['num_hashes'] == 0) == (num_hashes == 0)]
+    return min(same_kind, key=distance)
 
 
 def print_results(results):
+    """Prints lm-eval's tables of tasks and groups, then the paper's metrics and other scores next to its numbers."""
     print(results['name'])
     if 'results' in results:
-        print_tasks(results)
-    for path, values in results.get('bits_per_byte', {}).items():
-        print_values(f'bits_per_byte, {path}', values)
-    if 'card660' in results:
-        print_values('card660', results['card660'], results['card660_published'])
-
-
-def print_tasks(results):
-    """Prints lm-eval's tables of tasks and groups, then the paper's metrics next to its numbers."""
-    print(f'\n{make_table(results)}')
+        print(f'\n{make_table(results)}')
     if results.get('groups'):
         print(make_table(results, 'groups'))
     if 'published' in results:
         published = results['published']
         print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]} (lm-eval 0.4.8, bos=False)')
-    for task, scores in results['results'].items():
+    for task, scores in results.get('results', {}).items():
         if task in PAPER:
             metric = PAPER[task]['metric']
             score = 100 * scores[f'{metric},none']
             print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}')
-    print(f'lm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}')
-    for task, notes in results['notes'].items():
+    for task, notes in results.get('notes', {}).items():
         print(f'{task}: {"; ".join(notes)}')
+    for path, values in results.get('bits_per_byte', {}).items():
+        print_values(f'bits_per_byte, {path}', values)
+    if 'card660' in results:
+        print_values('card660', results['card660'], results['card660_published'])
+    print(f'\nlm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}')
 
 
 def print_values(title, values, published=None):
@@ -298,11 +285,11 @@ def evaluate():
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
-    results |= dict(tokenizer=lm.info['tokenizer'], dtype=lm.info['dtype'], device=str(lm.device), settings=config)
+    results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}
+    results |= dict(device=str(lm.device), settings=config)
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
-        results |= run_tasks(lm, loaded, notes, limit) or {}
-        results['bos'] = lm.info['bos']
+        results |= run_tasks(lm, loaded, notes, limit)
     if not PAPER.keys().isdisjoint(chosen):
         results['published'] = nearest_published(lm, 'ARC-E')
     if texts:

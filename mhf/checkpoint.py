@@ -170,7 +170,7 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
             raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
         model = from_pretrained(folder, Model)
         name = str(source)
-        facts = read_facts(folder, source)
+        facts = read_facts(folder)
         sha256 = None
     own_tokenizer = facts.pop('tokenizer')
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')

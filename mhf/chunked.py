@@ -13,12 +13,12 @@ model compares both with model.py's. If they are deleted, model.py's run.
 
 import contextlib
 import functools
+import math
 import operator
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,14 +42,9 @@ def default_chunk(device_type, config):
     if device_type == 'cuda':
         # bytes per position: bfloat16 logits, probabilities and their gradient; float32 token logits
         bytes_per_position = 6 * num_logits + 4 * config.vocab_size
-        return min(4096, round_down(2.2e9 / bytes_per_position))
+        return min(4096, 2 ** int(math.log2(2.2e9 / bytes_per_position)))
     # every chunk reads all of E, so chunks are large; their logits take up to 32 MiB at d=256, and 96 MiB at d=768
-    return max(64, min(512, round_down(2**15 * config.hidden_size / num_logits)))
-
-
-def round_down(x):
-    """The largest power of two that is not above x >= 1."""
-    return 2 ** (int(x).bit_length() - 1)
+    return max(64, min(512, 2 ** int(math.log2(2**15 * config.hidden_size / num_logits))))
 
 
 # -----------------------------------------------------------------------------
@@ -99,7 +94,7 @@ def token_logits_in_columns(o, index):
     """Bucket logits, list of H (m, B) -> token logits (V, m), one row per token, float32 or better."""
     columns = upcast(torch.cat([o_i.T for o_i in o]))  # (H*B, m)
     logits = F.embedding_bag(index.rows.flatten(), columns, index.row_offsets, mode='sum', include_last_offset=True)
-    return logits.index_fill_(0, index.unused_ids, -torch.inf) if len(index.unused_ids) else logits
+    return logits.index_fill_(0, index.unused_ids, -torch.inf)
 
 
 def log_normalizer_in_columns(o, index, gradient):
@@ -107,7 +102,7 @@ def log_normalizer_in_columns(o, index, gradient):
     bucket_gradient = empty_bucket_gradient(o, gradient)
     normalizer = []
     start = 0
-    for part in split_columns(o, o[0].device.type):
+    for part in split_columns(o):
         logits = token_logits_in_columns(part, index)  # (V, m)
         top = logits.amax(dim=0, keepdim=True)
         P = logits.sub_(top).exp_()
@@ -121,10 +116,10 @@ def log_normalizer_in_columns(o, index, gradient):
     return torch.cat(normalizer), bucket_gradient
 
 
-def split_columns(o, device_type):
-    """Bucket logits, list of H (n, B) -> the same for a few positions at a time, tuples of H (m, B)."""
-    size = CPU_COLUMNS if device_type == 'cpu' else GPU_COLUMNS
-    return zip(*(o_i.split(size) for o_i in o), strict=True)
+def split_columns(tensors):
+    """Tensors (n, ...) -> tuples of (m, ...), the same for a few positions at a time."""
+    size = CPU_COLUMNS if tensors[0].device.type == 'cpu' else GPU_COLUMNS
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def empty_bucket_gradient(o, gradient):
@@ -142,16 +137,9 @@ def vocab_log_normalizer(
     o: list[Tensor], index: list[Tensor], gradient: bool, use_kernels: bool | None
 ) -> tuple[Tensor, Tensor]:
     """
-    MHF.log_normalizer as an operator, which torch.compile does not trace.
-
-    Args:
-        o: bucket logits, H of (n, B)
-        index: the tensors of a SignatureIndex
-        gradient: whether to compute the gradient
-        use_kernels: None: use kernels.py where it runs
-
-    Returns: the logsumexp of the token logits (n,), float32 or better; its gradient (H, n, B) with respect to o, or an
-        empty tensor. The gradient of bucket b of o_i is the sum of P(w) over all tokens w with s_i(w) = b.
+    MHF.log_normalizer as an operator, which torch.compile does not trace: bucket logits, H of (n, B), and the tensors
+    of a SignatureIndex -> the logsumexp of the token logits (n,), float32 or better, and its gradient (H, n, B), or an
+    empty tensor. The gradient of bucket b of o_i is the sum of P(w) over all tokens w with s_i(w) = b.
     """
     index = SignatureIndex(*index)
     if not (has_kernels(o[0].device) if use_kernels is None else use_kernels):
@@ -167,10 +155,9 @@ def _(o, index, gradient, use_kernels):
 
 
 def save_bucket_gradient(ctx, inputs, output):
-    _, bucket_gradient = output
-    ctx.mark_non_differentiable(bucket_gradient)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(bucket_gradient)
+    ctx.save_for_backward(output[1])
 
 
 def scale_bucket_gradient(ctx, scale, _):
@@ -204,7 +191,7 @@ class ChunkedMHF(MHF):
         self.chunk_matrices = None  # the E_i while a chunk is computed
         self.is_checked = False  # whether check_second_implementations has run
         self.index = None  # the SignatureIndex
-        self.indexed = None  # the tensors that it was computed from, and their versions
+        self.indexed = (None, None)  # the tensors that it was computed from, and their versions
         self.indexed_versions = None
 
     def compile(self, **options):
@@ -226,15 +213,14 @@ class ChunkedMHF(MHF):
         # gathers are faster for a few positions
         if not self.config.num_hashes or len(o[0]) <= 16:
             return super().token_logits(o)
-        parts = [token_logits_in_columns(part, index).T for part in split_columns(o, o[0].device.type)]
+        parts = [token_logits_in_columns(part, index).T for part in split_columns(o)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def log_normalizer(self, o):
         if not self.config.num_hashes:
             return super().log_normalizer(o)
         index = list(self.signature_index())
-        normalizer, _ = vocab_log_normalizer(o, index, torch.is_grad_enabled(), self.use_kernels)
-        return normalizer
+        return vocab_log_normalizer(o, index, torch.is_grad_enabled(), self.use_kernels)[0]
 
     def signature_index(self):
         """The SignatureIndex of the vocabulary, computed again if the vocabulary has changed."""
@@ -243,8 +229,7 @@ class ChunkedMHF(MHF):
         tensors = (self.signatures, self.token_mask)
         # an inference tensor has no version
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-        is_current = self.index and all(map(operator.is_, tensors, self.indexed)) and versions == self.indexed_versions
-        if not is_current:
+        if versions != self.indexed_versions or any(map(operator.is_not, tensors, self.indexed)):
             self.index = invert_table(*tensors, self.config.buckets_per_coordinate)
             self.indexed = tensors
             self.indexed_versions = versions
@@ -253,11 +238,7 @@ class ChunkedMHF(MHF):
     # ---- chunks
 
     def head_matrices(self):
-        if self.chunk_matrices is not None:
-            return self.chunk_matrices
-        if torch.is_grad_enabled():
-            return super().head_matrices()
-        return autocast_copy(self.head_weight).chunk(self.config.num_coordinates)
+        return self.chunk_matrices or super().head_matrices()
 
     def split_positions(self, *tensors):
         """Splits tensors (n, ...) evenly into chunks of at most max_chunk positions -> [tuple of views]."""
@@ -266,45 +247,29 @@ class ChunkedMHF(MHF):
         return list(zip(*(tensor.tensor_split(num_chunks) for tensor in tensors), strict=True))
 
     @contextlib.contextmanager
-    def parameters_replaced(self, copies, matrices):
-        """Computes with {parameter: copy} instead of the parameters, and with `matrices` as the E_i of the head."""
-        originals = [(module._parameters, dict(module._parameters)) for module in self.modules()]
+    def shared_matrices(self):
+        """Computes all chunks with the same detached E_i, converted once as autocast would, and yields them."""
+        E = self.head_weight.detach()
+        if torch.is_autocast_enabled(E.device.type):
+            E = E.to(torch.get_autocast_dtype(E.device.type))
+        self.chunk_matrices = [E_i.detach() for E_i in E.chunk(self.config.num_coordinates)]
         try:
-            for parameters, saved in originals:
-                parameters.update((name, copies.get(p, p)) for name, p in saved.items())
-            self.chunk_matrices = matrices
-            yield
+            yield self.chunk_matrices
         finally:
             self.chunk_matrices = None
-            for parameters, saved in originals:
-                parameters.update(saved)
-
-    def unique_parameters(self):
-        """The parameters, as parameters() in less time."""
-        return dict.fromkeys(p for module in self.modules() for p in module._parameters.values() if p is not None)
-
-    def copy_parameters(self):
-        """
-        Returns {parameter: detached copy} and the E_i of the head as separate copies. The matrices of the Hash Decoder
-        are converted here as autocast would, once for all chunks; other copies share memory with their parameter.
-        """
-        weights = {module.weight for module in self.hash_decoder.modules() if isinstance(module, nn.Linear)}
-        copies = {p: autocast_copy(p) if p in weights else p.detach() for p in self.unique_parameters()}
-        matrices = autocast_copy(self.head_weight).chunk(self.config.num_coordinates)
-        return copies, [E_i.detach() for E_i in matrices]
 
     @torch.no_grad()
     def map_chunks(self, function, h, y):
         """Calls a function of (h, y) for each chunk. Returns the list of results."""
         self.check_second_implementations(h)
-        with self.parameters_replaced(*self.copy_parameters()):
+        with self.shared_matrices():
             return [function(*chunk) for chunk in self.split_positions(h, y)]
 
     def head_loss(self, h, y):
         if not torch.is_grad_enabled():
             return sum(self.map_chunks(super().head_loss, h, y))
         self.check_second_implementations(h)
-        return HeadLoss.apply(self, h, y, self.head_weight, *(p for p in self.unique_parameters() if p.requires_grad))
+        return HeadLoss.apply(self, h, y, self.head_weight, *(p for p in self.parameters() if p.requires_grad))
 
     def losses_per_position(self, h, y, losses):
         """As in MHF, without gradients."""
@@ -315,14 +280,13 @@ class ChunkedMHF(MHF):
         return [torch.cat(parts) for parts in zip(*self.map_chunks(super().predict, h, ids), strict=True)]
 
     def predict_from_logits(self, o, ids):
-        size = CPU_COLUMNS if ids.device.type == 'cpu' else GPU_COLUMNS
-        parts = zip(split_columns(o, ids.device.type), ids.split(size), strict=True)
-        results = [MHF.predict_from_logits(self, *part) for part in parts]
+        results = [MHF.predict_from_logits(self, o, ids) for *o, ids in split_columns([*o, ids])]
         return [torch.cat(part) for part in zip(*results, strict=True)]
 
     def next_token_logits(self, h):
         self.check_second_implementations(h)
-        return super().next_token_logits(h)
+        with self.shared_matrices():
+            return super().next_token_logits(h)
 
     @torch.no_grad()
     def check_second_implementations(self, h):
@@ -334,8 +298,6 @@ class ChunkedMHF(MHF):
             return
         self.signature_index()  # compiled code uses the last one
         if self.is_checked or not self.config.num_hashes:
-            return
-        if h.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         o = self.bucket_logits(h[:8])
         many = [o_i.repeat(3, 1) for o_i in o]  # token_logits uses columns for more than 16 positions
@@ -349,16 +311,16 @@ class ChunkedMHF(MHF):
             names = ' and '.join(differing)
             fix = f'change {names} of ChunkedMHF (mhf/chunked.py) as well, or delete them there'
             raise RuntimeError(f'model.py and mhf/chunked.py compute different {names}; {fix}')
+        torch.clear_autocast_cache()  # of weights converted without gradients
         self.is_checked = True
 
 
 def differ(measured, expected):
     """Returns whether two tensors differ by more than rounding, or in which values are not finite."""
     finite = expected.isfinite()
-    if not torch.equal(measured.isfinite(), finite):
-        return True
     error = (measured - expected)[finite].norm()
-    return bool(error > torch.finfo(measured.dtype).eps ** 0.5 * expected[finite].norm())
+    is_close = error <= torch.finfo(measured.dtype).eps ** 0.5 * expected[finite].norm()
+    return not (is_close and torch.equal(measured.isfinite(), finite))
 
 
 def value_and_gradient(function, o):
@@ -369,17 +331,11 @@ def value_and_gradient(function, o):
     return [value.detach(), *torch.autograd.grad(value, o, torch.ones_like(value))]
 
 
-def autocast_copy(parameter):
-    """A detached parameter in the precision in which autocast multiplies matrices."""
-    device_type = parameter.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else parameter.dtype
-    return parameter.detach().to(dtype)
-
-
 class HeadLoss(torch.autograd.Function):
     """
     The sum of MHF.head_loss over chunks. forward() also computes the gradients, one chunk at a time, with respect to h,
-    E and the parameters that a chunk reads. Supports one backward pass and first derivatives.
+    E and the parameters that a chunk reads; a tensor's hooks also see those of a chunk. Supports one backward pass and
+    first derivatives.
     """
 
     @staticmethod
@@ -389,16 +345,15 @@ class HeadLoss(torch.autograd.Function):
             gradient.
         Returns: the sum of the loss, a scalar.
         """
-        copies, matrices = model.copy_parameters()
-        inputs = [copies[p].requires_grad_() for p in parameters]
+        inputs = list(parameters)
+        sums = [None] * len(parameters)
         dh = torch.zeros_like(h)
         dE = torch.zeros_like(E, dtype=torch.promote_types(E.dtype, torch.float32)) if E.requires_grad else None
-        sums = [None] * len(parameters)
-        if E.requires_grad:
-            inputs += [E_i.requires_grad_() for E_i in matrices]
-            sums += dE.chunk(len(matrices))
         loss = 0
-        with torch.enable_grad(), model.parameters_replaced(copies, matrices):
+        with torch.enable_grad(), model.shared_matrices() as matrices:
+            if E.requires_grad:
+                inputs += [E_i.requires_grad_() for E_i in matrices]
+                sums += dE.chunk(len(matrices))
             for h_chunk, y_chunk, dh_chunk in model.split_positions(h, y, dh):
                 h_chunk = h_chunk.detach().requires_grad_()
                 chunk_loss = model.chunk_loss(model, h_chunk, y_chunk)
@@ -411,7 +366,6 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        # once_differentiable would raise only if `scale` required a gradient
         if torch.is_grad_enabled():
             raise RuntimeError('the head has no second derivative; omit create_graph=True, or use model.MHF')
         if ctx.gradients is None:

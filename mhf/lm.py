@@ -128,10 +128,9 @@ class MHFLM(TemplateLM):
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
         """arg_dict: open_lm's arguments (--model_args); additional_config: lm-eval's batch_size and device."""
-        known = inspect.signature(open_lm).parameters
-        unknown = [name for name in arg_dict if name not in known]
+        unknown = arg_dict.keys() - inspect.signature(open_lm).parameters
         if unknown:
-            raise InputError(f'model_args: unknown {", ".join(unknown)}; use {", ".join(known)}')
+            raise InputError(f'model_args: unknown {", ".join(unknown)}; use path, tokenizer, bos, device or dtype')
         return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
 
     @classmethod
@@ -347,7 +346,7 @@ def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
-    if bos is not None and type(bos) is not bool:
+    if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     rank, world_size, device = init_distributed(device)
     # training allows TF32; float32 scores must not use it
@@ -355,10 +354,9 @@ def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(str(path), tokenizer)  # lm-eval reads path=7 as a number
-    dtype = pick_dtype(dtype, device)
-    if bos is None:
-        bos = opened.add_bos
-    lm = MHFLM(opened.model.to(device).eval(), opened.tok, opened.tok.bos if bos else None, dtype)
+    add_bos = opened.add_bos if bos is None else bos
+    bos = opened.tok.bos if add_bos else None
+    lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
     lm._rank = rank
     lm._world_size = world_size
@@ -408,7 +406,7 @@ def local_config(name, config, folder):
 
 def paper_config(name, folder=''):
     """A task of the paper -> its lm-eval config, [how its data in a folder differ from the hub's]."""
-    from lm_eval.tasks._yaml_loader import load_yaml  # imports datasets, which takes two seconds
+    from lm_eval.tasks._yaml_loader import load_yaml
 
     file = PAPER[name].get('yaml')
     file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
@@ -424,13 +422,10 @@ def load_tasks(names, folder=''):
 
     Returns lm-eval's dict of tasks and groups, and {task: [how its data differ from the paper's]}.
     """
-    import datasets
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager  # imports datasets, which takes two seconds
 
     for library in ('lm_eval', 'huggingface_hub'):
         logging.getLogger(library).setLevel(logging.ERROR)
-    if folder:
-        datasets.disable_progress_bars()
     # lm-eval's index of all tasks takes seconds
     manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
     # lm_eval.simple_evaluate does the same as the rest, but also describes the environment, which takes seconds
@@ -440,15 +435,24 @@ def load_tasks(names, folder=''):
     loaded = dict(tasks={}, groups={}, group_map={})
     notes = defaultdict(list)
     for name in names:
+        specs = manager.match_tasks([name])
+        fix = 'connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         if name in PAPER:
             config, notes[name] = paper_config(name, folder)
             specs = [config]
-        else:
-            specs = manager.match_tasks([name])
+        if name in PAPER and folder:
+            files = ', '.join(config['dataset_kwargs']['data_files'].values())
+            fix = f'compare {files} with the data on the hub; files of --benchmark_dir need its field names'
         if not specs:
             near = did_you_mean(name, manager.all_tasks)
             raise InputError(f"unknown task '{name}'{near}; list all tasks with: python -m mhf.lm ls tasks")
-        for kind, items in load_task(manager, name, specs).items():
+        try:
+            found = manager.load(specs)
+        # no network; a truncated, empty or malformed file; a missing field; a missing package
+        except Exception as e:
+            reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
+            raise InputError(f'{name}: its data cannot be read ({reason}); {fix}') from None
+        for kind, items in found.items():
             loaded[kind] |= items
     for task in loaded['tasks'].values():
         if task.config.num_fewshot is None:
@@ -457,25 +461,11 @@ def load_tasks(names, folder=''):
     return loaded, notes
 
 
-def load_task(manager, name, specs):
-    """Returns lm-eval's dict of tasks and groups, with their data, for names or configs of tasks. Raises InputError."""
-    try:
-        return manager.load(specs)
-    # no network; a truncated, empty or malformed file; a missing field; a missing package
-    except Exception as e:
-        fix = 'connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
-        if isinstance(specs[0], dict) and specs[0]['dataset_path'] == 'json':
-            files = specs[0]['dataset_kwargs']['data_files'].values()
-            fix = f'compare {", ".join(files)} with the data on the hub; files of --benchmark_dir need its field names'
-        reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-        raise InputError(f'{name}: its data cannot be read ({reason}); {fix}') from None
-
-
 def run_tasks(lm, loaded, notes, limit=None):
-    """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; None on ranks above 0."""
+    """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; {} on ranks above 0."""
     results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     if results is None:
-        return None
+        return {}
     for task, count in results['n-samples'].items():
         total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:

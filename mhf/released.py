@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-import configurator
-from configurator import InputError
+from configurator import InputError, install_excepthook
 from hashing import hash_buckets, lsh_coordinates
 from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
@@ -33,15 +34,15 @@ RELEASED_FIELDS = dict(
     bottle_neck_dim='bottleneck', single_id='single_id', embedding_scale='embedding_scale',
     encoder_init='encoder_init',
 )  # fmt: skip
-# patterns of other keys of config.json that change the computation (a.b is key b of the dict a) -> supported values;
+# patterns of other keys of config.json that change the computation (/a/b is key b of the dict a) -> supported values;
 # null is always supported
 SUPPORTED = {
-    '^model_type$': ('qwen3', 'mhf', 'mhf_standard'),
-    '^hidden_act$': ('silu',),
-    '^layer_types$': ('full_attention',),
-    r'^rope_parameters\.(rope_)?type$': ('default',),
+    '^/model_type$': ('qwen3', 'mhf', 'mhf_standard'),
+    '^/hidden_act$': ('silu',),
+    '^/layer_types$': ('full_attention',),
+    '^/rope_parameters/(rope_)?type$': ('default',),
     # one dict per type of layer
-    r'^rope_parameters\..*\.': (),
+    '^/rope_parameters/.*/': (),
     'bias|bidirectional|lsh_only_embed|mrope|quant|softcap|use_sliding_window': ('False', '0'),
     'factor|multiplier|rotary|scal(ar|e|ing)': ('False', '1', '1.0'),
 }
@@ -69,17 +70,6 @@ def rename(name, prefixes):
 # write the released format
 
 
-def released_weights(model):
-    """Returns {released name: tensor}. Raises InputError for a tensor without a released name."""
-    state = model.state_dict()
-    # token_mask follows from the table, and a Standard model has no table
-    del state['token_mask']
-    if not model.config.num_hashes:
-        del state['signatures']
-    released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
-    return {rename(name, released_names): tensor.contiguous() for name, tensor in state.items()}
-
-
 def released_config(model):
     """Returns the config.json of a model, without its tokenizer."""
     c = model.config
@@ -101,32 +91,32 @@ def released_config(model):
 
 def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
-    Writes a model and its tokenizer to a new folder in the released format. transformers loads a Standard model as
-    Qwen3 with AutoModelForCausalLM, unless it has unused ids or an embedding_scale, and its tokenizer with
-    AutoTokenizer.
+    Writes a model and its tokenizer, a name for get_tokenizer, to a new folder in the released format. transformers
+    loads a Standard model as Qwen3 with AutoModelForCausalLM, unless it has unused ids or an embedding_scale, and its
+    tokenizer with AutoTokenizer. Raises InputError.
 
     Args:
-        tokenizer: a name for get_tokenizer
         add_bos: whether the model was trained with bos before each document
         eos_ids: ids that end a document, besides the tokenizer's eos
-
-    Raises: InputError
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     from mhf.tokenizer_json import write_pretty_json, write_tokenizer
 
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
-    weights = released_weights(model)
+    state = model.state_dict()
+    # token_mask follows from the table, and a Standard model has no table
+    del state['token_mask']
+    if not model.config.num_hashes:
+        del state['signatures']
+    released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
+    weights = {rename(name, released_names): tensor.contiguous() for name, tensor in state.items()}
     tok = get_tokenizer(tokenizer)
     eos_ids = sorted({tok.eos, *eos_ids})
     config = released_config(model) | dict(add_bos=add_bos, bos_token_id=tok.bos)
     config['eos_token_id'] = eos_ids if len(eos_ids) > 1 else tok.eos
-    # bos starts the next document
-    ends = sorted({*eos_ids, tok.bos}) if add_bos else eos_ids
-    generation_config = dict(bos_token_id=tok.bos, eos_token_id=ends, pad_token_id=tok.pad)
+    generation_config = dict(bos_token_id=tok.bos, eos_token_id=eos_ids, pad_token_id=tok.pad)
+    if add_bos:  # bos starts the next document
+        generation_config['eos_token_id'] = sorted({*eos_ids, tok.bos})
     folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} already exists; choose another folder')
@@ -157,91 +147,71 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
     Weights are float32. Raises InputError.
     """
-    source = str(path_or_hub_id)
     folder = resolve_path(path_or_hub_id)
-    config_json = read_json(folder / 'config.json', source)
     try:
+        config_json = read_json(folder / 'config.json')
         refuse_unsupported(config_json)
-        weights = read_weights(folder, source)
+        weights = read_weights(folder)
         config = convert_config(config_json, weights.get('model.hash_map'))
         state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
-    except (TypeError, ValueError, IndexError) as e:
-        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
+    except (OSError, SafetensorError, TypeError, ValueError, IndexError) as e:
+        raise InputError(f'{path_or_hub_id} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     # an error in a fork's Model shows its traceback
     model = build_on_meta(config, Model)
     try:
         load_weights(model, state)
     except RuntimeError as e:  # tensors of other names or shapes
-        raise InputError(f'{source} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
+        raise InputError(f'{path_or_hub_id} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
 
 
-def read_weights(folder, source):
+def read_weights(folder):
     """
     Returns {name: tensor} of the files that model.safetensors.index.json names, or of model.safetensors. Other files,
-    such as leftover shards or averaged weights, are not part of the model. Raises InputError.
+    such as leftover shards or averaged weights, are not part of the model.
     """
     index = folder / 'model.safetensors.index.json'
     if not index.exists():
-        return read_safetensors(folder / 'model.safetensors')
-    file_of = read_json(index, source).get('weight_map', {})
+        return load_file(folder / 'model.safetensors')
+    file_of = read_json(index).get('weight_map', {})
     weights = {}
     for file in set(file_of.values()):
-        shard = read_safetensors(folder / file)
-        weights |= {name: tensor for name, tensor in shard.items() if file_of.get(name) == file}
+        weights |= {name: tensor for name, tensor in load_file(folder / file).items() if file_of.get(name) == file}
     return weights
 
 
-def read_safetensors(path):
-    """Returns {name: tensor} of a file. Raises InputError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as e:
-        raise InputError(f'{path} cannot be read: {" ".join(str(e).split())[:200]}') from None
-
-
-def read_json(path, source):
+def read_json(path):
     """Returns the dict in a JSON file. Raises InputError."""
     try:
         return dict(json.loads(path.read_text(encoding='utf-8-sig')))
     except (OSError, TypeError, ValueError) as e:
-        raise InputError(f'{source}: no readable {path.name} ({e})') from None
+        raise InputError(f'{path} cannot be read ({e})') from None
 
 
 def resolve_path(path_or_hub_id):
     """Returns the folder of a released model, after a download if it is a hub id. Raises InputError."""
-    folder = Path(path_or_hub_id)
-    if folder.is_dir():
-        return folder
-    if folder.parent != Path() and folder.parent.is_dir():
-        raise InputError(f'{path_or_hub_id}: no such folder in {folder.parent}')
+    if Path(path_or_hub_id).is_dir():
+        return Path(path_or_hub_id)
     weights = ['model.safetensors', 'model.safetensors.index.json', 'model-*.safetensors']
     files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, *weights]
     return download_from_hub(str(path_or_hub_id), files)
 
 
-def leaves(value, key=''):
-    """Yields (key, value) for each value in nested dicts and lists. The key of a nested value is like 'a.b'."""
+def refuse_unsupported(value, key=''):
+    """
+    Raises ValueError if a value of config.json, or a nested one, changes the computation and is not implemented. The
+    key of a nested value is like '/a/b'.
+    """
     if isinstance(value, dict):
-        for name, nested in value.items():
-            yield from leaves(nested, f'{key}.{name}' if key else name)
+        for name in value.keys() - RELEASED_FIELDS.keys():
+            refuse_unsupported(value[name], f'{key}/{name}')
     elif isinstance(value, list):
         for nested in value:
-            yield from leaves(nested, key)
+            refuse_unsupported(nested, key)
     else:
-        yield key, value
-
-
-def refuse_unsupported(config_json):
-    """Raises ValueError for a key of config.json that changes the computation and is not implemented."""
-    others = {key: value for key, value in config_json.items() if key not in RELEASED_FIELDS}
-    for key, value in leaves(others):
         for pattern, supported in SUPPORTED.items():
             if re.search(pattern, key) and str(value) not in ('None', *supported):
-                raise ValueError(f'{key}={json.dumps(value)[:100]} in config.json is not supported')
+                raise ValueError(f'{key[1:]}={json.dumps(value)} in config.json is not supported')
 
 
 def convert_config(config_json, table):
@@ -259,10 +229,7 @@ def convert_config(config_json, table):
             raise ValueError(f'model.hash_map contains bucket {table.amin()}; buckets must be from 0 on')
         fields['vocab_size'] = len(table)
         eos_ids = [i for i in eos_ids if 0 <= i < len(table) and not table[i].any()]
-        # Single-ID: all coordinates are the same hash, and tokens share it
-        rows = table[table.any(dim=1)]
-        same_on_all = bool((rows == rows[:, :1]).all())
-        fields.setdefault('single_id', same_on_all and (rows.shape[1] > 1 or len(rows.unique(dim=0)) < len(rows)))
+        fields.setdefault('single_id', table.shape[1] > 1 and bool((table == table[:, :1]).all()))
     # a tokenizer without pad uses eos
     for eos in eos_ids[:1]:
         fields.setdefault('pad_id', eos)
@@ -291,12 +258,10 @@ def convert_state_dict(config, weights, unused_ids):
     head = weights.pop('lm_head.weight', None)
     if head is not None and not torch.equal(head, weights['model.embed_tokens.weight']):
         raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
-    # the table contains integers
-    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
-    state = {rename(name, RELEASED_NAMES): tensor for name, tensor in tensors.items()}
-    if config.num_hashes and 'signatures' not in state:
+    table = weights.pop('model.hash_map', None)
+    if config.num_hashes and table is None:
         raise ValueError(f'num_hashes={config.num_hashes} but no model.hash_map')
-    table = state['signatures'].numpy() if config.num_hashes else None
+    state = {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
     signatures, token_mask = validate_table(config, table, unused_ids)
     state['signatures'] = torch.tensor(signatures)
     state['token_mask'] = torch.tensor(token_mask)
@@ -345,17 +310,15 @@ def has_signatures_of(model, tokens):
     """
     c = model.config
     ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
-    j = c.num_lsh
-    if j < c.num_hashes:
-        hashes = hash_buckets([tokens[i] for i in ids], j, c.num_buckets)
-        # the authors' code may rehash other tokens than ours: up to half of them with H = 1 and B = V
-        tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
-    else:
-        # an LSH hash of all tokens takes minutes; rounding may change an argmax
-        j = 0
-        ids = ids[-256:]
+    j = min(c.num_lsh, c.num_hashes - 1)
+    if j < c.num_lsh:
+        ids = ids[-256:]  # an LSH hash of all tokens takes minutes
         hashes = lsh_coordinates([tokens[i] for i in ids], c.num_lsh, c.num_buckets)[:, j]
-        tolerance = 2 / 3
+    else:
+        hashes = hash_buckets([tokens[i] for i in ids], j, c.num_buckets)
+    # rounding may change an argmax of LSH, and the authors' code may rehash other tokens than ours: up to half of them
+    # with H = 1 and B = V
+    tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
     return (model.signatures[ids, j].numpy() != hashes).mean() <= tolerance
 
 
@@ -363,25 +326,24 @@ def has_signatures_of(model, tokens):
 # what a folder declares about its model, and the command that exports a run
 
 
-def read_facts(folder, source):
+def read_facts(folder):
     """
     Returns what a folder declares about its model, as fields of LoadedModel (mhf/checkpoint.py): the name of its
     tokenizer, whether it was trained with bos, and the ids that end a document. Raises InputError.
     """
-    config_json = read_json(folder / 'config.json', source)
-    tokenizer = find_tokenizer(folder, config_json)
+    config_json = read_json(folder / 'config.json')
     eos_ids = parse_eos_ids(config_json)
-    generation_config = folder / 'generation_config.json'
-    if generation_config.exists():
-        eos_ids = eos_ids + parse_eos_ids(read_json(generation_config, source))
+    if (folder / 'generation_config.json').exists():
+        eos_ids = eos_ids + parse_eos_ids(read_json(folder / 'generation_config.json'))
     # the authors trained without bos
-    return dict(tokenizer=tokenizer, add_bos=config_json.get('add_bos') is True, eos_ids=eos_ids)
+    add_bos = config_json.get('add_bos') is True
+    return dict(tokenizer=find_tokenizer(folder, config_json), add_bos=add_bos, eos_ids=eos_ids)
 
 
 if __name__ == '__main__':
     from mhf.checkpoint import load  # which imports this module
 
-    configurator.install_excepthook()
+    install_excepthook()
     if len(sys.argv) != 3 or sys.argv[1].startswith('-'):
         raise InputError('usage: python -m mhf.released OUT_DIR FOLDER')
     out_dir, folder = sys.argv[1:]

@@ -40,33 +40,27 @@ def write_tokenizer(tok, folder, add_bos):
     characters, if a SentencePiece model has a normalization, and sequences of Unigram pieces with equal scores.
     """
     texts = PROBES
-    settings = {}
+    name = tok.name
     if isinstance(tok, JsonTokenizer):
         name = 'tokenizer.json'
         converted = tok.json
-        config_file = tok.file.with_name('tokenizer_config.json')
-        if config_file.exists():
-            settings = json.loads(config_file.read_text(encoding='utf-8-sig'))
     elif isinstance(tok, SentencePieceTokenizer):
-        name = tok.name
         converted = convert_sentencepiece(tok)
         texts = [*PROBES, *(piece.replace('▁', ' ') for piece in tok.tokens)]
         if name.endswith('.model'):
             name = 'tokenizer.model'
             shutil.copyfile(tok.name, folder / name)
     else:
-        name = tok.name
         converted = convert_tiktoken(tok)
-    roles = dict(bos_token=tok.bos, eos_token=tok.eos, pad_token=tok.pad)
-    roles = {role: string_of(tok.tokens[i]) for role, i in roles.items()}
+    bos, eos, pad = (string_of(tok.tokens[i]) for i in (tok.bos, tok.eos, tok.pad))
+    settings = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=bos, eos_token=eos, pad_token=pad)
     # text that looks like a special token is encoded as plain text
-    settings |= dict(tokenizer_class='PreTrainedTokenizerFast', split_special_tokens=True, **roles)
-    settings['add_bos_token'] = add_bos
+    settings |= dict(split_special_tokens=True, add_bos_token=add_bos)
     converted.post_processor = None
     if add_bos:
         # the string of bos may contain characters of the template's syntax
-        bos = dict(id='bos', ids=[tok.bos], tokens=[roles['bos_token']])
-        converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[bos])
+        special = dict(id='bos', ids=[tok.bos], tokens=[bos])
+        converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[special])
     converted.save(str(folder / 'tokenizer.json'))
     write_pretty_json(folder / 'tokenizer_config.json', settings)
     exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')

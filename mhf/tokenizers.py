@@ -17,7 +17,6 @@ Each tokenizer has
 import base64
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -70,36 +69,17 @@ class TiktokenTokenizer:
         self.unk = None
         self.normalizes = False
         self.tokens = [None] * encoding.n_vocab
-        for i in range(encoding.n_vocab):
-            try:
-                self.tokens[i] = encoding.decode_single_token_bytes(i)
-            except KeyError:
-                continue  # an unused id
+        special = {name.encode(): i for name, i in encoding._special_tokens.items()}
+        for token, i in (*encoding._mergeable_ranks.items(), *special.items()):
+            self.tokens[i] = token
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
-        texts = list(texts)
-        # the usual case; Python code here would slow down the thread that reads documents
-        if max(map(len, texts), default=0) <= LONGEST_PIECE:
-            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
-        pieces = [split_spaces(text) for text in texts]
-        flat = [piece for text in pieces for piece in text]
-        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
-        return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
+        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
 
     def decode(self, ids):
         special = {self.bos, self.eos, self.pad}
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
-
-
-LONGEST_PIECE = 1 << 18  # characters; tiktoken's regular expressions fail on runs of 1M spaces
-
-
-def split_spaces(text):
-    """Splits a text within each run of at least 2 * LONGEST_PIECE spaces."""
-    ends = range(LONGEST_PIECE, len(text), LONGEST_PIECE)
-    ends = [end for end in ends if text[end - LONGEST_PIECE : end].isspace()]
-    return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
@@ -132,10 +112,8 @@ class JsonTokenizer:
             if path.exists():
                 config = json.loads(path.read_text(encoding='utf-8-sig'))
                 names |= {key: value for key, value in config.items() if value is not None}
-        for role in ('bos_token', 'pad_token'):
-            names.setdefault(role, names.get('eos_token'))
         for role in ('eos', 'bos', 'pad'):
-            token = names.get(f'{role}_token')
+            token = names.get(f'{role}_token', names.get('eos_token'))
             token = token['content'] if isinstance(token, dict) else token
             if token not in ids:
                 problem = f'it has no {role}' if token is None else f"it has no token '{token}'"
@@ -160,8 +138,7 @@ class JsonTokenizer:
 
 def download_from_hub(name, files):
     """
-    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Cached files are not
-    downloaded again. Raises InputError.
+    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Raises InputError.
     """
     import huggingface_hub
 
@@ -186,13 +163,8 @@ def get_tokenizer(name):
 
     folder = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    hint = 'choose another with --tokenizer'
     file = name
-    if name in known:
-        hint = 'connect once, or set TIKTOKEN_CACHE_DIR to a folder that contains it, or use --tokenizer=mistral'
-    elif name and Path(name).is_dir():
-        raise InputError(f"tokenizer '{name}' is a folder; name the file in it: --tokenizer={name}/tokenizer.json")
-    elif not name.endswith(('.model', '.json')):
+    if name not in known and not name.endswith(('.model', '.json')):
         if '/' not in name:
             choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
@@ -209,7 +181,8 @@ def get_tokenizer(name):
         return JsonTokenizer(name, file)
     except Exception as e:  # no network, a broken cache, a truncated file, a file of another kind
         reason = f'{type(e).__name__}: {e!s:.300}'
-        raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {hint}") from None
+        fix = 'check the file or the network, or use --tokenizer=mistral'
+        raise InputError(f"tokenizer '{name}' could not be loaded ({reason}); {fix}") from None
 
 
 def load_tekken(path):
@@ -218,17 +191,15 @@ def load_tekken(path):
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
     spec = json.loads(Path(path).read_text(encoding='utf-8'))
-    num_special = spec['config']['default_num_special_tokens']
-    num_pieces = spec['config']['default_vocab_size'] - num_special
-    names = [Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i) for i in range(num_special)]
-    # the names of special tokens, which this version of the file lacks
-    for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS:
-        names[entry['rank']] = str(entry['token_str'])
+    config = spec['config']
+    num_special = config['default_num_special_tokens']
+    # this version of the file lacks the names of special tokens
+    names = [str(entry['token_str']) for entry in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+    names += [Tekkenizer.SPECIAL_TOKEN_TEMPLATE.format(id=i) for i in range(len(names), num_special)]
     special = {name: i for i, name in enumerate(names)}
-    pieces = spec['vocab'][:num_pieces]
+    pieces = spec['vocab'][: config['default_vocab_size'] - num_special]
     ranks = {base64.b64decode(piece['token_bytes']): piece['rank'] + num_special for piece in pieces}
-    pattern = spec['config']['pattern']
-    encoding = tiktoken.Encoding('tekken', pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    encoding = tiktoken.Encoding('tekken', pat_str=config['pattern'], mergeable_ranks=ranks, special_tokens=special)
     return TiktokenTokenizer('tekken', encoding, [special[role] for role in ('<s>', '</s>', '<pad>')])
 
 
@@ -274,5 +245,5 @@ def warn_lost(tok, lost_bytes, num_bytes):
 def tokenizer_facts(tok):
     """Returns the entries of meta.json about a tokenizer. `unused_ids` are the ids without a token."""
     unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
-    facts = dict(vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids)
-    return facts | dict(tokenizer_sha256=tokenizer_fingerprint(tok))
+    sha256 = tokenizer_fingerprint(tok)
+    return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids, tokenizer_sha256=sha256)

@@ -148,8 +148,7 @@ BAD = [
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", smaller_mistral),
     # eval.py and bench.py
-    Bad('a fraction of a document', EVAL + '--limit=0.5', says='limit=0.5'),
-    Bad('a limit on a text', TEXT + 'docs.jsonl --limit=3', says='limit=3: bits_per_byte and card660'),
+    Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
     Bad('a missing text', TEXT + 'no.txt', says='no.txt: no such file, glob or data set'),

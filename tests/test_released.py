@@ -108,7 +108,7 @@ def test_released_models_that_are_refused(tmp_path):
     with pytest.raises(InputError, match='hash_map contains bucket -'):
         from_pretrained(file.parent)
     file.write_bytes(b'not safetensors')
-    with pytest.raises(InputError, match='untied.model.safetensors cannot be read: .*header'):
+    with pytest.raises(InputError, match='untied cannot be loaded: .*header'):
         from_pretrained(file.parent)
     for name in ('model.safetensors', 'config.json'):
         (file.parent / name).unlink()
@@ -136,7 +136,7 @@ def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
             from_pretrained(folder)
 
 
-@pytest.mark.parametrize('H, single_id', [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize('H, single_id', [(1, False), (3, True), (3, False)])
 def test_single_id_survives_an_export(tmp_path, H, single_id):
     """single_id is exported, and inferred from the table of a model in the authors' format, which lacks it."""
     m = random_model(num_hashes=H, num_buckets=400, single_id=single_id, dtype=torch.float32)

@@ -357,6 +357,29 @@ def test_results_are_what_the_rows_say():
     assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
 
 
+def test_gpu_figures():
+    """What README and RESULTS quote of GPU runs is in gpu.csv and gpu_speed.csv, or follows from two of their rows."""
+    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
+    runs = read_csv(REPO / 'study/gpu.csv')
+    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
+    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
+    for text in (report.gpu_table(), *texts):
+        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
+        assert [cells for cells in shown if len(cells) == len(lines[0])] in ([], lines)
+    differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
+    speeds = read_csv(REPO / 'study/gpu_speed.csv')
+    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
+    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
+    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
+        if '41 M tokens' in sentence and '|' not in sentence:
+            assert set(re.findall(r'\b0\.\d\d\d\b', sentence)) <= differences, sentence
+        if 'H200' in sentence:
+            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
+                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
+            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
+                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
+
+
 def test_the_report_regenerates(tmp_path, monkeypatch):
     """The CSVs give the same tables and figures, byte by byte."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
