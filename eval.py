@@ -68,6 +68,8 @@ def check_settings():
     if out_dir and released:
         model = f'out_dir={out_dir} and released={released}'
         raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise InputError(f'limit={limit}: must be a number above 0')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"

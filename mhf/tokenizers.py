@@ -17,6 +17,7 @@ Each tokenizer has
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -75,11 +76,28 @@ class TiktokenTokenizer:
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
-        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
+        texts = list(texts)
+        # the usual case; Python code here would slow down the thread that reads documents
+        if max(map(len, texts), default=0) <= LONGEST_PIECE:
+            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+        pieces = [split_spaces(text) for text in texts]
+        flat = [piece for text in pieces for piece in text]
+        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
+        return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
 
     def decode(self, ids):
         special = {self.bos, self.eos, self.pad}
         return self.encoding.decode([int(i) for i in ids if int(i) not in special])
+
+
+LONGEST_PIECE = 1 << 18  # characters; tiktoken's regular expressions fail on runs of 1M spaces
+
+
+def split_spaces(text):
+    """Splits a text within each run of at least 2 * LONGEST_PIECE spaces."""
+    ends = range(LONGEST_PIECE, len(text), LONGEST_PIECE)
+    ends = [end for end in ends if text[end - LONGEST_PIECE : end].isspace()]
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
 
 
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens

@@ -17,7 +17,7 @@ from configurator import InputError, find_settings
 from mhf.tokenizers import get_tokenizer
 from study import report
 from study import sweep as sweep_module
-from study.rows import read_csv, read_rows, write_csv
+from study.rows import read_csv, read_rows, values, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
 
 LIST = """
@@ -43,7 +43,7 @@ def rows(folder):
     return {'_'.join(map(str, key)): row for key, row in written.items()}
 
 
-def forked(command, stdout, stderr, env, patch=''):
+def forked(command, stdout, stderr, patch=''):
     """subprocess.run for sweep.py, with conftest.run."""
     done = run(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
     stdout.write((done.stdout + done.stderr).encode())

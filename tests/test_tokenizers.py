@@ -122,6 +122,15 @@ def test_a_warning_names_changed_text(tmp_path, mistral, capsys):
     assert 'learned.model' in line and "'One\\ttwo\\n" in line and 'becomes' in line
 
 
+def test_huge_runs_of_spaces():
+    """A text with a run of a million spaces, on which tiktoken's regular expression fails, is encoded."""
+    tok = get_tokenizer('tekken')
+    texts = ['a' + ' ' * 1_020_000 + 'b', '', ' \t' * 600_000, 'word ' * 200_000]
+    encoded = tok.encode(texts)
+    assert [tok.decode(ids) for ids in encoded] == texts
+    assert encoded[3] == tok.encoding.encode_ordinary(texts[3])
+
+
 # -----------------------------------------------------------------------------
 # next to a released model
 
