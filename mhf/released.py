@@ -5,6 +5,9 @@ The released format of the paper's authors, in both directions.
     save_pretrained(model, 'folder', 'mistral')                 # from_pretrained reads back the same bits
 
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
+
+An export has the authors' format, except that its model_type is `mhf` if H x B equals the vocabulary size. The
+tokenizer.json of a folder is used if it differs from the tokenizer that config.json names.
 """
 
 import hashlib
