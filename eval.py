@@ -11,9 +11,9 @@ over the real tokens.
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
 Writes results/<model>/results_<date>.json. Each process draws its own few-shot examples, so scores of the tasks with 5
-shots (ARC-E, OBQA, SIQA) depend on the number of processes. Bits per byte include the bos of each later document, except
-for models that were trained without bos. lm-eval's own options (--num_fewshot, --log_samples ...):
-python -m mhf.lm run --help.
+shots (ARC-E, OBQA, SIQA) depend on the number of processes. Bits per byte include the bos of each later document,
+except for models that were trained without bos. lm-eval's own options (--num_fewshot, --log_samples ...): python -m
+mhf.lm run --help.
 """
 
 import contextlib
