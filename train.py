@@ -293,7 +293,10 @@ def get_batch(bins, starts):
 
 
 def training_batches():
-    """Yields the micro-batches of this rank from first_step on. Runs in a thread, so the CUDA device is set again."""
+    """
+    Yields the micro-batches of this rank from first_step on. Micro-batch k of rank r contains the sequences from
+    (k * world_size + r) * micro_batch_size on of the step's batch_size. Runs in a thread, so it sets the CUDA device.
+    """
     if device_type == 'cuda':
         torch.cuda.set_device(device)
     for step in range(first_step, max_steps):

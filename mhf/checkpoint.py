@@ -66,7 +66,7 @@ def save(out_dir, state, is_best):
             replace_durably(copy, folder / 'ckpt_best.pt')
         if newest.exists():
             os.replace(newest, folder / 'ckpt_previous.pt')
-        replace_durably(temporary, newest)
+        replace_durably(temporary, newest)  # now the new checkpoint is current
     except (OSError, RuntimeError) as e:
         for path in (temporary, copy):
             path.unlink(missing_ok=True)
