@@ -75,6 +75,10 @@ def check_settings():
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
         )
+    try:  # before the evaluation, which may take hours
+        Path(output_path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f'output_path={output_path} cannot be written ({e}); use another folder') from None
     return list(dict.fromkeys(names))
 
 
@@ -264,7 +268,9 @@ def write_results(results):
     """Writes results/<model>/results_<date>.json, which is named as lm-eval names it. Returns its path."""
     date = datetime.now().isoformat().replace(':', '-')
     file = Path(output_path) / sanitize_model_name(results['model_name']) / f'results_{date}.json'
-    contents = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+    # strict JSON has no NaN (the correlation with a constant), so it becomes null
+    strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
+    contents = json.dumps(strict, indent=2, ensure_ascii=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(contents + '\n', encoding='utf-8')

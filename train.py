@@ -96,7 +96,7 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the faster one. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-# with compile and one process: capture a micro-batch as a CUDA graph; False for a model that waits for the GPU
+# with compile and one process: capture a micro-batch as a CUDA graph; False if the model synchronizes with the CPU
 cuda_graph = True
 deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice

@@ -334,8 +334,8 @@ def value_and_gradient(function, o):
 class HeadLoss(torch.autograd.Function):
     """
     The sum of MHF.head_loss over chunks. forward() also computes the gradients, one chunk at a time, with respect to h,
-    E and the parameters that a chunk reads; a tensor's hooks also see those of a chunk. Supports one backward pass and
-    first derivatives.
+    E and the parameters that a chunk reads. Hooks of these parameters (Tensor.register_hook) run for each chunk, and
+    again for the sum. Supports one backward pass and first derivatives.
     """
 
     @staticmethod

@@ -315,7 +315,7 @@ def held_out_ids(folder, tok):
 def block_indices(step, batch_size, num_blocks, seed):
     """
     Returns the indices of the blocks of a step (from 0), (batch_size,) int64. Block b contains the T + 1 tokens from
-    token b * T on: T inputs and their targets.
+    token b * T on: T inputs and their targets. Blocks cross documents and shards; bos is the only separator.
 
     Sequence k of a run is element k % num_blocks of the shuffled list of blocks of epoch k // num_blocks. The order
     depends only on (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on. So its batch

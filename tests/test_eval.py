@@ -1,5 +1,6 @@
 """eval.py: bits per byte, one process and several, bos."""
 
+import json
 import math
 import shutil
 import types
@@ -174,6 +175,16 @@ def test_card660(mistral):
     assert with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
     h = model.hidden_states(model.signatures[torch.tensor([[1, *mistral.encode(['new york'])[0]]])])
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
+
+
+def test_results_are_strict_json(tmp_path, monkeypatch):
+    """A value that is not a number is null in the results file; an output_path that is a file is refused at once."""
+    monkeypatch.setattr(evaluation, 'output_path', str(tmp_path))
+    file = evaluation.write_results(dict(model_name='m', correlation=math.nan))
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == dict(model_name='m', correlation=None)
+    monkeypatch.setattr(evaluation, 'output_path', str(file))
+    with pytest.raises(InputError, match='output_path='):
+        evaluation.check_settings()
 
 
 def test_results_are_written_without_a_reader(few, tmp_path):
