@@ -75,10 +75,6 @@ def check_settings():
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
         )
-    try:  # before the evaluation, which may take hours
-        Path(output_path).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f'output_path={output_path} cannot be written ({e}); use another folder') from None
     return list(dict.fromkeys(names))
 
 
@@ -264,6 +260,13 @@ def print_values(title, values, published=None):
         print(f'  {key:<28}{value:>14}{reference}')
 
 
+def create_output_folder():
+    try:
+        Path(output_path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f'output_path={output_path} cannot be written ({e}); use another folder') from None
+
+
 def write_results(results):
     """Writes results/<model>/results_<date>.json, which is named as lm-eval names it. Returns its path."""
     date = datetime.now().isoformat().replace(':', '-')
@@ -292,6 +295,7 @@ def evaluate():
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [name for name in names if name not in OTHER_TASKS]
     loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
+    create_output_folder()  # an error here loses nothing; scoring may take hours
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
     results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}

@@ -178,13 +178,13 @@ def test_card660(mistral):
 
 
 def test_results_are_strict_json(tmp_path, monkeypatch):
-    """A value that is not a number is null in the results file; an output_path that is a file is refused at once."""
+    """A value that is not a number is null in the results file; an output_path that is a file is refused."""
     monkeypatch.setattr(evaluation, 'output_path', str(tmp_path))
     file = evaluation.write_results(dict(model_name='m', correlation=math.nan))
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == dict(model_name='m', correlation=None)
     monkeypatch.setattr(evaluation, 'output_path', str(file))
     with pytest.raises(InputError, match='output_path='):
-        evaluation.check_settings()
+        evaluation.create_output_folder()
 
 
 def test_results_are_written_without_a_reader(few, tmp_path):
