@@ -128,7 +128,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, kv_heads, T, head_dim)
         q = rotate(self.q_norm(q).transpose(1, 2), rope)  # (N, heads, T, head_dim)
         k = rotate(self.k_norm(k).transpose(1, 2), rope)  # (N, kv_heads, T, head_dim)
-        if cache is not None:  # (2, N, kv_heads, length, head_dim)
+        if cache is not None:  # two tensors (N, kv_heads, length, head_dim)
             k = cache[0].index_copy_(2, positions, k)
             v = cache[1].index_copy_(2, positions, v)
         if T == 1:  # one query, so no causal mask: fold the query heads of a group into positions, which is faster
@@ -353,7 +353,7 @@ class MHF(nn.Module):
             cache: (layers, 2, N, kv_heads, length, head_dim); keys and values are stored at `positions`
             positions: (N, T), or (T,) with a cache; default 0 .. T - 1
             mask: bool, broadcast to (N, heads, T, T), or (N, heads, T, length) with a cache: the positions that a
-                position attends to; default: itself and all earlier ones
+                position attends to; or added to the attention scores; default: a position and all earlier ones
         """
         H = self.config.num_coordinates
         B = self.config.buckets_per_coordinate
@@ -368,7 +368,8 @@ class MHF(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                e = layer(e, rope, mask, None if cache is None else cache[i], positions)
+                # two views of the cache, because compiled code copies one that it writes twice
+                e = layer(e, rope, mask, None if cache is None else cache[i].unbind(), positions)
         return self.norm(e)
 
     def forward(self, x, y):

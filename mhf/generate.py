@@ -32,7 +32,8 @@ class Engine:
         captures a step as a CUDA graph, whose replay replaces 300 kernel launches. All streams then share one cache:
         finish one before starting another.
         """
-        self.cache = self.new_cache(N, max(length, 4))  # compiling takes up to four steps
+        # compiling takes up to four steps; attention kernels on a GPU need masks of 8 k positions
+        self.cache = self.new_cache(N, (length + 7) // 8 * 8)
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
@@ -49,6 +50,8 @@ class Engine:
     def step(self):
         """Replaces token by the next one of each sequence, and advances position. Reads and writes only attributes."""
         mask = context_mask(self.position, self.cache.shape[-2], self.start)
+        # added to the attention scores: each block would convert a bool mask
+        mask = torch.zeros_like(mask, dtype=self.cache.dtype).masked_fill(~mask, -torch.inf)
         self.token.copy_(self.next_token(self.token[:, None], self.cache, self.position, mask, self.noise))
         self.position.add_(1)
         return self.token

@@ -2,7 +2,7 @@
 Rewrites the tables and figures of study/RESULTS.md and README.md from the CSVs. The same CSVs give the same bytes.
 
     $ python -m study.report                     # the report
-    $ python -m study.report study/mine.py       # prints the tables of another list
+    $ python -m study.report study/english.py    # prints the models and comparisons of a list
 
 A table follows its line `<!-- table: NAME -->`; the text is written by hand. A list's MAIN names the models of its
 table, by default all. CLAIMS are tuples (comparison, model, the model that it is compared with); a claim is decided in
@@ -241,10 +241,8 @@ def write():
         english=model_table([english], 'nats_per_token'),
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
         expansion=model_table([expansion], 'bits_per_byte'),
-        expansion_claims=claims_table([expansion]),
         gpu=gpu_table(),
         longer=model_table([longer], 'bits_per_byte'),
-        claims=claims_table([english, vocabulary, large, longer, Study(HERE / 'paper100m.py')]),
     )
     for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
         text = path.read_text(encoding='utf-8')
@@ -259,7 +257,7 @@ def write():
 def main():
     install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('lists', nargs='*', help='lists of runs whose tables are printed instead')
+    parser.add_argument('lists', nargs='*', help='lists of runs whose models and comparisons are printed instead')
     studies = [Study(path) for path in parser.parse_args().lists]
     if studies:
         print(model_table(studies, studies[0].measure))
