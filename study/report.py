@@ -154,11 +154,11 @@ def save(fig, path):
     fig.savefig(path, dpi=110, metadata=dict(Software=None))
 
 
-def draw_points(ax, k, name, points):
+def draw_points(ax, k, name, points, line='-'):
     """Draws the points (x, mean, standard deviation) of a model in color k."""
     if points:
         x, means, deviations = zip(*sorted(points), strict=True)
-        ax.errorbar(x, means, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name)
+        ax.errorbar(x, means, yerr=deviations, marker='o', capsize=3, color=f'C{k}', label=name, linestyle=line)
     ax.grid(alpha=0.3)
 
 
@@ -208,7 +208,7 @@ def draw_times(study, path):
                 hours = int(seeds[0]['trained_tokens']) / speeds[size] / 3600
                 points.append((hours, statistics.mean(bits), std(bits)))
             name = min((name for name, _ in runs), key=len)
-            draw_points(ax, k, f'{name}: {size / 1e6:.1f} M parameters', points)
+            draw_points(ax, k, f'{name}: {size / 1e6:.1f} M parameters', points, line='')
         ax.set(xlabel='training time, hours on one CPU thread', ylabel=f'bits per byte, held-out {corpus}')
     ax.legend(fontsize=7)
     save(fig, path)
