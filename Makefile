@@ -26,7 +26,7 @@ gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) bench.py config/mhf_100m.py --benchmarks=head,train,infer
 	$(PY) bench.py config/mhf_100m.py --benchmarks=train --variants=exact,Standard --tokenizer=tekken
 	$(PY) bench.py config/mhf_tiny.py --benchmarks=train --variants=exact --micro_batch_size=32 --num_hashes=4 --num_buckets=7966
-	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v -n 8 tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
+	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v -n 8 --dist worksteal tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)
 
 .venv/installed: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv
