@@ -270,7 +270,7 @@ class MHF(nn.Module):
         self.encoder = HashEncoder(c) if c.num_hashes else None
         self.layers = nn.ModuleList([Block(c) for _ in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.hash_decoder = HashDecoder(c)  # of the Standard model: no mixers, o_1 = E h, the tied head
+        self.hash_decoder = HashDecoder(c)  # of the Standard model: no mixers, o_0 = E h, the tied head
         self.activation_checkpointing = False  # recompute the blocks in backward instead of storing their activations
         self.set_vocabulary(*validate_table(c, table, unused_ids))
 

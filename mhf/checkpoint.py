@@ -46,9 +46,9 @@ def lock(out_dir):
 
 def save(out_dir, state, is_best):
     """
-    Writes a checkpoint. Its file is on the disk before a name changes: a copy becomes ckpt_best.pt if `is_best`, then
-    ckpt.pt becomes ckpt_previous.pt, and the new file ckpt.pt. A run that is killed in between loses nothing: it
-    resumes from the checkpoint before and writes all of them again. Raises InputError.
+    Writes a checkpoint to a temporary file. When it is on the disk, renames a copy to ckpt_best.pt if `is_best`, then
+    ckpt.pt to ckpt_previous.pt, then the new file to ckpt.pt. A run that is killed before the last rename resumes from
+    the checkpoint before. Raises InputError.
     """
     start = time.perf_counter()
     folder = Path(out_dir)
