@@ -1,6 +1,6 @@
 """
 Evaluates a checkpoint or a released model and prints the paper's published numbers next to its own. P(w) is normalized
-over the real tokens.
+over the ids that have a token.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=folder --limit=100  # part of each, from local files
@@ -12,7 +12,7 @@ over the real tokens.
 
 Writes results/<model>/results_<date>.json. Each process draws its own few-shot examples, so scores of the tasks with 5
 shots (ARC-E, OBQA, SIQA) depend on the number of processes. Bits per byte include the bos of each later document,
-except for models that were trained without bos. lm-eval's own options (--num_fewshot, --log_samples ...): python -m
+unless contexts have no bos (see `bos`). lm-eval's own options (--num_fewshot, --log_samples ...): python -m
 mhf.lm run --help.
 """
 
@@ -49,8 +49,8 @@ limit = None  # documents per task of lm-eval, below 1 a fraction of them; None:
 output_path = 'results'
 # evaluation
 bos = None  # bos in front of every context; None: as in training, True for train.py's models, False for the authors'
-device = None
-dtype = None
+device = None  # cuda | cpu | mps; None: the best available
+dtype = None  # bfloat16 | float32; None: the faster one
 
 config = configure(globals())
 
@@ -99,7 +99,7 @@ def read_ids(path, lm):
         ids = [i for i in ids if i != tok.bos]
         # the first token follows nothing, so it is not scored
         num_bytes -= len(tok.decode(ids[:1]).encode())
-    if len(ids) < 2 or set(ids) == {tok.bos}:
+    if len(ids) < 2 or num_bytes < 1 or set(ids) == {tok.bos}:
         raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
     return ids, num_bytes
 
@@ -171,6 +171,8 @@ def read_word_pairs(folder):
     try:
         lines = [line.split('\t') for line in path.read_text(encoding='utf-8-sig').splitlines() if line]
         pairs = [(a, b, float(score)) for a, b, score in lines]
+        if len(pairs) < 2:
+            raise ValueError(f'{len(pairs)} word pairs')
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {e}; --benchmark_dir must be the folder of Card-660's dataset.tsv") from None
     return pairs
@@ -250,9 +252,8 @@ def print_results(results):
     print(f'\nlm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}')
 
 
-def print_values(title, values, published=None):
+def print_values(title, values, published=()):
     """Prints one value per line, next to the published value if one exists."""
-    published = published or {}
     print(f'\n{title:<44}', f'published: {published["model"]}' if published else '')
     for key, value in values.items():
         value = f'{value:,.4f}' if isinstance(value, float) else str(value)

@@ -285,11 +285,13 @@ def write_tokenizer(larger, held_out):
             with open(path, 'xb') as f:
                 f.write(content)
         except OSError as e:
+            if not isinstance(e, FileExistsError):
+                path.unlink(missing_ok=True)  # incomplete
             raise InputError(f'{path} cannot be written ({e})') from None
 
 
 def check_settings(languages, use_existing):
-    """Raises InputError if a setting is missing."""
+    """Raises InputError if a setting is missing or wrong."""
     if not use_existing and not languages:
         raise InputError('corpora is empty; name one per language: --corpora=ar.jsonl,zh.jsonl')
     if Path(tokenizer).suffix != '.model':

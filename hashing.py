@@ -35,7 +35,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
             Single-ID ablation: one hash (seed 0) on all coordinates, without rehashing.
 
     Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H, B or
-    num_lsh out of range, and for a prefix without a free signature.
+    num_lsh out of range, and if all signatures with a token's first H - 1 ids are taken.
     """
     V = len(tokens)
     H = num_hashes

@@ -8,8 +8,9 @@ The Standard model (one embedding row per token, tied head) is the same class wi
 buckets and the token id as signature, without gate and cascade.
 
 This file is the method in plain PyTorch; hashing.py computes the signatures. Training, evaluation and generation run
-the functions of this file: mhf/chunked.py calls them for a few positions at a time, and mhf/generate.py with a KV
-cache. An edit of this file therefore trains, validates and samples as written.
+the functions of this file: mhf/chunked.py calls them for a chunk of positions at a time, and mhf/generate.py with a KV
+cache. An edit of this file therefore trains, validates and samples as written. Only token_logits and log_normalizer
+have a faster second version (mhf/chunked.py), which the first call of a model compares with this file.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -321,7 +322,7 @@ class MHF(nn.Module):
         matrices = {name: p.numel() for name, p in self.named_parameters() if p.dim() == 2}
         gate = sum(size for name, size in matrices.items() if name.startswith('encoder.gate.'))
         attention = c.num_layers * c.num_heads * c.head_dim * (c.block_size + 1)
-        soft_embeddings = len(self.hash_decoder) * c.num_buckets * c.hidden_size
+        soft_embeddings = 0 if self.hash_decoder.hard else len(self.hash_decoder) * c.num_buckets * c.hidden_size
         # each matrix is applied once per token, the gate H times; E counts as the head
         multiply_adds = sum(matrices.values()) + (c.num_coordinates - 1) * gate + attention + soft_embeddings
         frozen = sum(p.numel() for p in self.parameters() if p.dim() == 2 and not p.requires_grad)
@@ -352,8 +353,9 @@ class MHF(nn.Module):
         Args:
             cache: (layers, 2, N, kv_heads, length, head_dim); keys and values are stored at `positions`
             positions: (N, T), or (T,) with a cache; default 0 .. T - 1
-            mask: bool, broadcast to (N, heads, T, T), or (N, heads, T, length) with a cache: the positions that a
-                position attends to; or added to the attention scores; default: a position and all earlier ones
+            mask: bool, (N, 1, T, T), or (N, 1, T, length) with a cache: the positions that a position attends to; or
+                float, added to the attention scores. Default: a position and all earlier ones, for which a cache must
+                end at the last of `positions`
         """
         H = self.config.num_coordinates
         B = self.config.buckets_per_coordinate
@@ -472,10 +474,10 @@ def check_sampling(V, temperature=1.0, top_k=None, top_p=None):
     """Raises ValueError if a setting of sample_token is out of range for a vocabulary of V token ids."""
     if not 0 <= temperature < 1e30:
         raise ValueError(f'temperature={temperature}: must be 0 (greedy) or above, and below 1e30')
-    if top_k is not None and not 1 <= top_k <= V:
-        raise ValueError(f'top_k={top_k}: must be from 1 to the vocabulary size {V}')
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f'top_p={top_p}: must be above 0 and at most 1')
+    if top_k is not None and not (type(top_k) is int and 1 <= top_k <= V):
+        raise ValueError(f'top_k={top_k}: must be an integer from 1 to the vocabulary size {V}')
+    if top_p is not None and not (isinstance(top_p, int | float) and 0 < top_p <= 1):
+        raise ValueError(f'top_p={top_p}: must be a number above 0 and at most 1')
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
@@ -485,7 +487,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, noise=None):
     Args:
         temperature: 0 is greedy, and so are values below 1e-6
         top_k: sample among the k likeliest tokens
-        top_p: sample among the likeliest tokens, as few as have a total probability of at least top_p
+        top_p: sample among the fewest likeliest tokens whose total probability is at least top_p
         noise: (N, V), exponentially distributed; drawn if None
     Raises ValueError for settings out of range.
     """

@@ -38,7 +38,7 @@ data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | a tiktoken encoding such as gpt2 | a file *.model or tokenizer.json | a hub id user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
-# looks up signatures of any num_hashes and num_buckets. A Standard model needs ids
+# looks up signatures of any num_hashes and num_buckets. num_hashes=0 (Standard) always writes ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
@@ -98,8 +98,8 @@ def describe_sources(config, parts, existing):
             raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
         for path, *_ in itertools.chain(*units):
             file = path if path.startswith('hf://') else sources.file_id(path)
-            other = source_by_file.setdefault(file, name)
-            if other != name:
+            other_unit, other = source_by_file.setdefault(file, (first_unit, name))
+            if other_unit != first_unit:
                 raise InputError(f"'{other}' and '{name}' both contain {path}; name each file once")
         described.append(dict(dataset=name, limit=limit and limit // parts, first_unit=first_unit, units=units))
         first_unit += len(units)

@@ -46,7 +46,7 @@ compile = pick_compile(compile, device)
 if start.startswith('FILE:'):
     try:
         start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # RuntimeError: no such user in ~user
         raise InputError(f'--start={start}: {e}') from None
 loaded = load(out_dir or released, tokenizer)
 model = loaded.model

@@ -442,6 +442,12 @@ def scaled_logits(patch):
     patch.setattr(model_module.HashDecoder, 'forward', lambda self, h, E: [5 * o for o in forward(self, h, E)])
 
 
+def normalized_rows(patch):
+    matrices = MHF.head_matrices
+    normalize = torch.nn.functional.normalize
+    patch.setattr(MHF, 'head_matrices', lambda self: [5 * normalize(E, dim=-1) for E in matrices(self)])
+
+
 def another_activation(patch):
     patch.setattr(torch.nn.SiLU, 'forward', lambda self, x: torch.nn.functional.gelu(x))
 
@@ -466,7 +472,7 @@ def a_head_parameter(patch):
     patch.setattr(MHF, 'bucket_logits', lambda self, h: [self.logit_scale * o for o in logits(self, h)])
 
 
-@pytest.mark.parametrize('edit', [scaled_logits, another_activation, another_loss, a_head_parameter])
+@pytest.mark.parametrize('edit', [scaled_logits, normalized_rows, another_activation, another_loss, a_head_parameter])
 def test_an_edit_trains_and_validates(edit, monkeypatch):
     """An edit of model.py changes the loss, the gradients, validation and predictions of ChunkedMHF alike."""
     unedited = random_model(loss='product')
@@ -485,15 +491,15 @@ def test_an_edit_trains_and_validates(edit, monkeypatch):
     assert (trained['loss'] - before).abs() > 1e-3
 
 
-@pytest.mark.parametrize('name', ['token_logits', 'log_normalizer'])
-def test_an_edit_of_a_formula_with_two_implementations(name, monkeypatch):
+@pytest.mark.parametrize('name, H', [('token_logits', 3), ('token_logits', 0), ('log_normalizer', 3)])
+def test_an_edit_of_a_formula_with_two_implementations(name, H, monkeypatch):
     """
     If model.py and mhf/chunked.py compute another token_logits or log_normalizer, the first call names it. The check
     draws no random numbers.
     """
     formula = getattr(MHF, name)
     monkeypatch.setattr(MHF, name, lambda self, o: 1.01 * formula(self, o))
-    m = random_model(dtype=torch.float32)
+    m = random_model(dtype=torch.float32, num_hashes=H)
     x, y, ids = sequences(m)
     for call in (lambda: m(x, y), lambda: m.token_losses(x, y), lambda: m.log_probs(ids)):
         with pytest.raises(RuntimeError, match=f'different .*{name}'):
@@ -644,10 +650,10 @@ def test_init_weights(encoder_init):
         assert W.std().item() == pytest.approx(4 * 0.02, rel=0.05)
 
 
-@pytest.mark.parametrize('frozen', [False, True])
-def test_estimated_flops(frozen):
+@pytest.mark.parametrize('frozen, ablation', [(False, ''), (True, ''), (False, 'hard_embeddings')])
+def test_estimated_flops(frozen, ablation):
     """estimate_flops equals the counted FLOPs of a training step, less the masked half of attention."""
-    m = plain_twin(random_model(dtype=torch.float32, loss='product'))
+    m = plain_twin(random_model(dtype=torch.float32, loss='product', ablation=ablation))
     m.layers[1].requires_grad_(not frozen)
     T = m.config.block_size
     x = m.signatures[torch.randint(0, 300, (1, T))]

@@ -15,8 +15,8 @@ Reads the bins that prepare.py writes with the same config. README.md, "Code", t
 Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. The global batch at a step
 depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
 settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run. A resumed run
-may change every setting except those in FIXED, the data and the architecture; another architecture is an error on the
-command line and is ignored in a config file.
+may change every setting except those in FIXED, the training data and the architecture; another architecture is an error
+on the command line and is ignored in a config file.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
@@ -109,16 +109,18 @@ FIXED = ('seed', 'batch_size', 'block_size', 'loss', 'unfrozen_end_layers', 'tok
 
 
 def describe_changes(old, new):
-    """Returns the values that differ under a name of both dicts, 'seed=7 (was 42), loss=exact (was product)'."""
+    """Describes the names in both dicts whose values differ: 'seed=7 (was 42), loss=exact (was product)'."""
     names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    return ', '.join(f'{name}={new[name]!s:.20} (was {old[name]!s:.20})' for name in names)
+    return ', '.join(f'{name}={new[name]!s:.64} (was {old[name]!s:.64})' for name in names)
 
 
 # -----------------------------------------------------------------------------
 # setup: settings, processes
 
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'learning_rate warmup_steps weight_decay grad_clip num_hashes unfrozen_end_layers')
+check_numbers(config, 'learning_rate embedding_lr_mult warmup_steps lr_decay_steps weight_decay grad_clip')
+check_numbers(config, 'num_hashes unfrozen_end_layers')
+check_numbers(config, 'beta1 beta2', below=1)
 check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
@@ -166,10 +168,8 @@ if ckpt and first_step >= max_steps:
     runtime.cleanup()
     sys.exit(0)
 # the architecture is that of a loaded model; other values on the command line are errors, in a config file are ignored
-architecture = {}
-if model:
-    names = (MHFConfig.__annotations__.keys() & config.keys()) - {'block_size', 'loss'}
-    architecture = {name: getattr(model.config, name) for name in names}
+names = (MHFConfig.__annotations__.keys() & config.keys()) - {'block_size', 'loss'}
+architecture = {name: getattr(model.config, name) for name in names} if model else {}
 run_config = config | architecture
 if 2 * unfrozen_end_layers > run_config['num_layers']:
     limit = f'half of num_layers={run_config["num_layers"]}'
@@ -193,18 +193,18 @@ runtime.check_same_on_all_ranks(data)
 table = get_table(run_config, meta)
 if model and not is_resumed:
     check_tokenizer(data_folder(run_config), meta, loaded.tok)
-if model and table is not None and (model.signatures[: len(table)].numpy() != table).any():
-    raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
 fixed = {name: architecture[name] for name in architecture.keys() & command_line_names()}
 if ckpt:
     fixed |= {name: value for name, value in (ckpt['config'] | ckpt['data']).items() if name in FIXED}
 changes = describe_changes(fixed, config | data)
-new_run = f'start a new run with --init_from={source} and another --out_dir'
 if changes:
-    fix = f'undo the change, or {new_run}' if ckpt else 'undo the change'
+    fix = 'undo the change, or start a new run with another --out_dir' if ckpt else 'undo the change'
     raise InputError(f'{source} was trained with other settings: {changes}; {fix}')
+if model and table is not None and (model.signatures[: len(table)].numpy() != table).any():
+    raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
 if ckpt and not ckpt['optimizer']['state']:
-    raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {new_run}')
+    fix = f'start a new run with --init_from={source} and another --out_dir'
+    raise InputError(f'{out_dir}: its checkpoint has no optimizer state, so it cannot be resumed; {fix}')
 
 # -----------------------------------------------------------------------------
 # setup: model
@@ -247,11 +247,9 @@ groups = [
 ]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if ckpt:
-    settings = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
     # copied, because the checkpoint is mapped to a file that the run will replace
-    optimizer.load_state_dict(tree_map_only(torch.Tensor, lambda x: x.to(device, copy=True), ckpt['optimizer']))
-    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
-        group |= group_settings
+    state = tree_map_only(torch.Tensor, lambda x: x.to(device, copy=True), ckpt['optimizer']['state'])
+    optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))  # with the settings of this run
     if master:
         print(f'resumed at step {first_step}')
         previous = {k: v for k, v in ckpt['config'].items() if k not in ('init_from', 'auto_resume')}
@@ -332,7 +330,7 @@ def check_finite(step, **values):
     """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
     for name, value in values.items():
         if not math.isfinite(value):
-            fix = 'use a smaller learning_rate, with --init_from=resume from the newest checkpoint'
+            fix = 'use a smaller learning_rate, with --auto_resume, which continues from the newest checkpoint'
             raise InputError(f'step {step}: {name}={value}; {fix}')
 
 
@@ -383,15 +381,20 @@ def get_checkpoint(step):
 
 
 log_path = Path(out_dir) / 'log.jsonl'
+if wandb and master:
+    try:
+        import wandb as weights_and_biases
+    except ImportError as e:
+        raise InputError(f'wandb=True: {e}; pip install wandb, or omit --wandb') from None
+    wandb_run = weights_and_biases.init(config=run_config)
 if master:
     log_path.touch()
+    lines = log_path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[0].startswith(b'{"step": '):
+        raise InputError(f'{log_path} is not the log of a run; choose another --out_dir')
     # drops the steps that a resumed run repeats, and an incomplete last line
-    steps = [re.match(rb'{"step": (\d+), .*}\n', line) for line in log_path.read_bytes().splitlines(keepends=True)]
+    steps = [re.match(rb'{"step": (\d+), .*}\n', line) for line in lines]
     os.truncate(log_path, sum(len(match[0]) for match in steps if match and int(match[1]) <= first_step))
-if wandb and master:
-    import wandb as weights_and_biases
-
-    wandb_run = weights_and_biases.init(config=run_config)
 
 
 def log(**event):
@@ -439,7 +442,6 @@ peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
 step_seconds = []  # without validation and saving
 batches = prefetch(training_batches())
 bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
-done = first_step
 for step in range(first_step, max_steps):
     start = time.perf_counter()
     lr = get_lr(step)

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import InputError
-from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
+from mhf.chunked import ChunkedMHF, build_on_meta
 from mhf.data import lock_folder, replace_durably
 from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
@@ -38,7 +38,7 @@ def lock(out_dir):
     """
     folder = Path(out_dir)
     lock_of_process = contextlib.ExitStack()
-    lock_of_process.enter_context(lock_folder(folder, '.lock'))
+    lock_of_process.enter_context(lock_folder(folder, '.train.lock'))
     atexit.register(lock_of_process.close)
     for temporary in folder.glob('ckpt*.pt.tmp'):
         temporary.unlink()
@@ -61,12 +61,14 @@ def save(out_dir, state, is_best):
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        if is_best:
-            shutil.copyfile(temporary, copy)
-            replace_durably(copy, folder / 'ckpt_best.pt')
-        if newest.exists():
-            os.replace(newest, folder / 'ckpt_previous.pt')
-        replace_durably(temporary, newest)  # now the new checkpoint is current
+        try:
+            if is_best:
+                shutil.copyfile(temporary, copy)
+                replace_durably(copy, folder / 'ckpt_best.pt')
+        finally:  # also if the copy does not fit on the disk
+            if newest.exists():
+                os.replace(newest, folder / 'ckpt_previous.pt')
+            replace_durably(temporary, newest)  # now the new checkpoint is current
     except (OSError, RuntimeError) as e:
         for path in (temporary, copy):
             path.unlink(missing_ok=True)
@@ -86,8 +88,8 @@ def find_checkpoints(out_dir):
     """
     folder = Path(out_dir)
     numbered = sorted(folder.glob(f'ckpt_{"[0-9]" * 6}.pt'), reverse=True)
-    paths = [folder / 'ckpt.pt', folder / 'ckpt_previous.pt', *numbered, folder / 'ckpt_best.pt']
-    return [path for path in paths if path.exists()]
+    names = ['ckpt.pt', 'ckpt_previous.pt', *(path.name for path in numbered), 'ckpt_best.pt', 'ckpt_best_old.pt']
+    return [folder / name for name in names if (folder / name).exists()]
 
 
 def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
@@ -112,7 +114,7 @@ def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}{fix}') from None
     # an error of a changed model.py is not damage
     model = build_on_meta(config, Model)
-    load_weights(model, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
+    model.load_state_dict({name: tensor.clone() for name, tensor in ckpt['model'].items()}, assign=True)
     return model, ckpt
 
 

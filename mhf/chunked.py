@@ -6,9 +6,9 @@ positions at a time, inside the forward pass of one autograd.Function (HeadLoss)
 with autograd and adds them up, so one chunk's graph exists at a time, and nothing is computed twice.
 
 Two functions of model.py have a second implementation here, because gathers are slow: log_normalizer and token_logits.
-On a CPU they transpose a few positions at a time, so that the logits of a bucket are one row ("columns"), and sum rows
-with embedding_bag. On an NVIDIA GPU with Triton, the kernels of kernels.py compute log_normalizer. The first call of a
-model compares both with model.py's. If they are deleted, model.py's run.
+They transpose a few positions at a time, so that the logits of a bucket are one row ("columns"), and sum rows with
+embedding_bag. On an NVIDIA GPU with Triton, the kernels of kernels.py compute log_normalizer instead. The first call of
+a model compares both with model.py's. If they are deleted, model.py's run.
 """
 
 import contextlib
@@ -191,8 +191,8 @@ class ChunkedMHF(MHF):
         self.chunk_matrices = None  # the E_i while a chunk is computed
         self.is_checked = False  # whether check_second_implementations has run
         self.index = None  # the SignatureIndex
-        self.indexed = (None, None)  # the tensors that it was computed from, and their versions
-        self.indexed_versions = None
+        self.indexed = (None, None)  # the two tensors that it was computed from
+        self.indexed_versions = None  # their versions
 
     def compile(self, **options):
         """
@@ -217,8 +217,6 @@ class ChunkedMHF(MHF):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def log_normalizer(self, o):
-        if not self.config.num_hashes:
-            return super().log_normalizer(o)
         index = list(self.signature_index())
         return vocab_log_normalizer(o, index, torch.is_grad_enabled(), self.use_kernels)[0]
 
@@ -248,13 +246,18 @@ class ChunkedMHF(MHF):
 
     @contextlib.contextmanager
     def shared_matrices(self):
-        """Computes all chunks with the same detached E_i, converted once as autocast would, and yields them."""
-        E = self.head_weight.detach()
-        if torch.is_autocast_enabled(E.device.type):
-            E = E.to(torch.get_autocast_dtype(E.device.type))
-        self.chunk_matrices = [E_i.detach() for E_i in E.chunk(self.config.num_coordinates)]
+        """
+        Computes all chunks with the same E_i, detached and converted once as autocast would. Yields model.py's E_i and
+        the detached ones.
+        """
+        matrices = super().head_matrices()
+        dtype = matrices[0].dtype
+        device_type = matrices[0].device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        self.chunk_matrices = [E_i.detach().to(dtype) for E_i in matrices]
         try:
-            yield self.chunk_matrices
+            yield matrices, self.chunk_matrices
         finally:
             self.chunk_matrices = None
 
@@ -269,7 +272,7 @@ class ChunkedMHF(MHF):
         if not torch.is_grad_enabled():
             return sum(self.map_chunks(super().head_loss, h, y))
         self.check_second_implementations(h)
-        return HeadLoss.apply(self, h, y, self.head_weight, *(p for p in self.parameters() if p.requires_grad))
+        return HeadLoss.apply(self, h, y, *(p for p in self.parameters() if p.requires_grad))
 
     def losses_per_position(self, h, y, losses):
         """As in MHF, without gradients."""
@@ -297,15 +300,14 @@ class ChunkedMHF(MHF):
         if torch.compiler.is_compiling():
             return
         self.signature_index()  # compiled code uses the last one
-        if self.is_checked or not self.config.num_hashes:
+        if self.is_checked:
             return
         o = self.bucket_logits(h[:8])
         many = [o_i.repeat(3, 1) for o_i in o]  # token_logits uses columns for more than 16 positions
-        plain_normalizer = functools.partial(MHF.log_normalizer, self)
-        pairs = dict(
-            token_logits=([self.token_logits(many)], [MHF.token_logits(self, many)]),
-            log_normalizer=(value_and_gradient(self.log_normalizer, o), value_and_gradient(plain_normalizer, o)),
-        )
+        pairs = dict(token_logits=([self.token_logits(many)], [MHF.token_logits(self, many)]))
+        if self.config.num_hashes:  # the Standard model does not use it
+            functions = (self.log_normalizer, functools.partial(MHF.log_normalizer, self))
+            pairs['log_normalizer'] = [value_and_gradient(function, o) for function in functions]
         differing = [name for name, pair in pairs.items() if any(map(differ, *pair))]
         if differing:
             names = ' and '.join(differing)
@@ -333,35 +335,35 @@ def value_and_gradient(function, o):
 
 class HeadLoss(torch.autograd.Function):
     """
-    The sum of MHF.head_loss over chunks. forward() also computes the gradients, one chunk at a time, with respect to h,
-    E and the parameters that a chunk reads. Hooks of these parameters (Tensor.register_hook) run for each chunk, and
+    The sum of MHF.head_loss over chunks. forward() also computes the gradients with respect to h, the E_i and the
+    parameters, one chunk at a time. Hooks of parameters (Tensor.register_hook) run for each chunk that reads them, and
     again for the sum. Supports one backward pass and first derivatives.
     """
 
     @staticmethod
-    def forward(ctx, model, h, y, E, *parameters):
+    def forward(ctx, model, h, y, *parameters):
         """
-        Args: model, a ChunkedMHF; h (n, d); y (n, H); E, its head_weight (H*B, d); its parameters that require a
-            gradient.
+        Args: model, a ChunkedMHF; h (n, d); y (n, H); its parameters that require a gradient.
         Returns: the sum of the loss, a scalar.
         """
-        inputs = list(parameters)
-        sums = [None] * len(parameters)
         dh = torch.zeros_like(h)
-        dE = torch.zeros_like(E, dtype=torch.promote_types(E.dtype, torch.float32)) if E.requires_grad else None
         loss = 0
-        with torch.enable_grad(), model.shared_matrices() as matrices:
-            if E.requires_grad:
-                inputs += [E_i.requires_grad_() for E_i in matrices]
-                sums += dE.chunk(len(matrices))
+        with torch.enable_grad(), model.shared_matrices() as (matrices, detached):
+            matrices = [E_i for E_i in matrices if E_i.requires_grad]  # all or none
+            inputs = [*parameters, *(E_i.requires_grad_() for E_i in detached if matrices)]
+            sums = [None] * len(inputs)
             for h_chunk, y_chunk, dh_chunk in model.split_positions(h, y, dh):
                 h_chunk = h_chunk.detach().requires_grad_()
                 chunk_loss = model.chunk_loss(model, h_chunk, y_chunk)
                 dh_of_chunk, *gradients = torch.autograd.grad(chunk_loss, [h_chunk, *inputs], allow_unused=True)
                 dh_chunk.copy_(dh_of_chunk)
-                sums = [add_gradient(*pair) for pair in zip(sums, gradients, strict=True)]
+                sums = list(map(add_gradient, sums, gradients))
                 loss += chunk_loss.detach()
-        ctx.gradients = [dh, None, dE, *sums[: len(parameters)]]
+        sums, matrix_sums = sums[: len(parameters)], sums[len(parameters) :]
+        if matrices:  # from the E_i to the parameters
+            gradients = torch.autograd.grad(matrices, parameters, matrix_sums, allow_unused=True)
+            sums = list(map(add_gradient, sums, gradients))
+        ctx.gradients = [dh, None, *sums]
         return loss
 
     @staticmethod
@@ -403,11 +405,6 @@ def make_config(settings, **fields):
 
 
 def build_on_meta(config, Model=ChunkedMHF):
-    """Builds a model on the meta device, without memory and without random draws, for load_weights."""
+    """Builds a model on the meta device, without memory and random draws, for load_state_dict(state, assign=True)."""
     with torch.device('meta'):
         return Model(config)
-
-
-def load_weights(model, state):
-    """Assigns the tensors of a state_dict to a model from build_on_meta. Raises RuntimeError if they do not fit."""
-    model.load_state_dict(state, assign=True)

@@ -103,26 +103,28 @@ def write_json(path, value, part):
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path):
-    """Returns the contents of a JSON file, None if it does not exist. Raises InputError."""
+def read_json(path, key):
+    """Returns the contents of a JSON file, a dict with `key`, or None if it does not exist. Raises InputError."""
     with reading(path):
         try:
-            return json.loads(path.read_bytes())
+            contents = json.loads(path.read_bytes())
+            contents[key]
+            return contents
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as e:  # empty after a crash of the machine, or of another program
+        except (ValueError, LookupError, TypeError) as e:  # empty after a crash of the machine, or of another program
             fix = 'delete it, then rerun prepare.py; if it is meta.json, change --data_dir'
             raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
 
 
 def read_meta(folder):
     """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
-    return read_json(Path(folder) / 'meta.json')
+    return read_json(Path(folder) / 'meta.json', 'sources')
 
 
 def read_unit(folder, number):
     """Returns the contents of a unit's json, or None if the unit is not finished. Raises InputError."""
-    return read_json(Path(folder) / f'{number:06}.json')
+    return read_json(Path(folder) / f'{number:06}.json', 'counts')
 
 
 @contextlib.contextmanager

@@ -22,8 +22,7 @@ class Engine:
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
-        self.compiled_step = None  # set by compile(), and the tensors below
-        self.cache = None
+        self.compiled_step = None  # set by compile()
 
     @torch.no_grad()
     def compile(self, N, length):
@@ -32,7 +31,7 @@ class Engine:
         captures a step as a CUDA graph, whose replay replaces 300 kernel launches. All streams then share one cache:
         finish one before starting another.
         """
-        # compiling takes up to four steps; attention kernels on a GPU need masks of 8 k positions
+        # at least 4 positions, because compiling takes up to four steps; a multiple of 8, for attention on a GPU
         self.cache = self.new_cache(N, (length + 7) // 8 * 8)
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
@@ -128,13 +127,10 @@ class Engine:
 
 def context_mask(positions, length, start):
     """
-    The positions below `length` that each of `positions` (T,) attends to, bool: (T, length), or with start (N, 1, 1, 1)
-    (N, 1, T, length). Row n starts at start[n].
+    The positions below `length` that each of `positions` (T,) attends to, bool (N, 1, T, length). Row n starts at
+    start[n]; start is (N, 1, 1, 1).
     """
     key_pos = torch.arange(length, device=positions.device)
     query_pos = positions[:, None]
-    mask = key_pos <= query_pos
-    if start is None:
-        return mask
     # padding attends to itself, because a fully masked row would be NaN
-    return mask & (key_pos >= start) | (key_pos == query_pos)
+    return (key_pos <= query_pos) & (key_pos >= start) | (key_pos == query_pos)

@@ -61,7 +61,7 @@ def log_normalizer(o, index, gradient, sizes=SIZES):
     return normalizer[:n], bucket_gradient
 
 
-def transpose(o, sizes=SIZES):
+def transpose(o, sizes):
     """Bucket logits, H of (n, B) -> (blocks, H*B, positions per block), 0 for positions from n on."""
     H = len(o)
     n, B = o[0].shape
@@ -73,7 +73,7 @@ def transpose(o, sizes=SIZES):
     return transposed
 
 
-def logsumexp(transposed, index, keep_logits, sizes=SIZES):
+def logsumexp(transposed, index, keep_logits, sizes):
     """
     Args: transposed (blocks, H*B, T) from transpose; a SignatureIndex.
     Returns: the token logits (blocks, V, T), undefined for unused ids, or None without keep_logits; their logsumexp at
@@ -85,31 +85,18 @@ def logsumexp(transposed, index, keep_logits, sizes=SIZES):
     logits = transposed.new_empty(blocks, V, T, dtype=accumulate) if keep_logits else None
     grid = (triton.cdiv(V, sizes.tokens), blocks)
     partial = transposed.new_empty(grid[0], blocks * T, dtype=accumulate)
-    sums = (logits, partial)
-    logsumexp_kernel[grid](
-        transposed,
-        index.rows,
-        index.token_mask,
-        *sums,
-        V,
-        num_rows,
-        H,
-        T,
-        sizes.tokens,
-        num_warps=sizes.logsumexp_warps,
-    )
+    tensors = (transposed, index.rows, index.token_mask, logits, partial)
+    logsumexp_kernel[grid](*tensors, V, num_rows, H, T, sizes.tokens, num_warps=sizes.logsumexp_warps)
     return logits, partial.logsumexp(0)
 
 
-def backward(logits, normalizer, index, gradient, sizes=SIZES):
+def backward(logits, normalizer, index, gradient, sizes):
     """Writes the gradient (H, n, B) of the normalizer; logits and normalizer are those of logsumexp."""
     H, n, B = gradient.shape
     blocks, V, T = logits.shape
     grid = (triton.cdiv(B, sizes.buckets), H, blocks)
-    inverse = (index.ids, index.id_offsets)
-    backward_kernel[grid](
-        logits, normalizer, *inverse, gradient, n, V, B, T, sizes.buckets, num_warps=sizes.backward_warps
-    )
+    tensors = (logits, normalizer, index.ids, index.id_offsets, gradient)
+    backward_kernel[grid](*tensors, n, V, B, T, sizes.buckets, num_warps=sizes.backward_warps)
 
 
 @triton.jit

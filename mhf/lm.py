@@ -228,7 +228,8 @@ class MHFLM(TemplateLM):
             ids = [self.bos, *ids]
         if len(ids) > room:
             logger = logging.getLogger(__name__)
-            warning_once(logger, 'contexts over %d tokens are truncated on the left', self.max_length)
+            fix = 'contexts that do not fit in %d tokens with their continuation are truncated on the left'
+            warning_once(logger, fix, self.max_length)
         return ids[-room:]
 
     def with_oom_retry(self, compute, batch):

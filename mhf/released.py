@@ -6,8 +6,9 @@ The released format of the paper's authors, in both directions.
 
     $ python -m mhf.released out/mhf_tiny FOLDER                # export the newest checkpoint of a run
 
-An export has the authors' format, except that its model_type is `mhf` if H x B equals the vocabulary size. The
-tokenizer.json of a folder is used if it differs from the tokenizer that config.json names.
+An export has the authors' format, except that its model_type is `mhf` if H x B equals the vocabulary size, or if a
+Standard model has unused ids or an embedding_scale. The tokenizer.json of a folder is used if it differs from the
+tokenizer that config.json names.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from configurator import InputError, install_excepthook
 from hashing import hash_buckets, lsh_coordinates
-from mhf.chunked import ChunkedMHF, build_on_meta, load_weights
+from mhf.chunked import ChunkedMHF, build_on_meta
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
 from model import MHFConfig, validate_table
 
@@ -162,7 +163,7 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
     # an error in a fork's Model shows its traceback
     model = build_on_meta(config, Model)
     try:
-        load_weights(model, state)
+        model.load_state_dict(state, assign=True)
     except RuntimeError as e:  # tensors of other names or shapes
         raise InputError(f'{path_or_hub_id} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
     return model
@@ -221,7 +222,7 @@ def convert_config(config_json, table):
     """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises ValueError."""
     # transformers 5 moves rope_theta to rope_parameters
     declared = config_json | (config_json.get('rope_parameters') or {})
-    # load_weights detects sizes that are missing
+    # load_state_dict detects sizes that are missing
     if declared.get('rope_theta') is None:
         raise ValueError('config.json has no rope_theta')
     fields = {name: declared[key] for key, name in RELEASED_FIELDS.items() if declared.get(key) is not None}
@@ -259,7 +260,7 @@ def convert_state_dict(config, weights, unused_ids):
     head than the embedding.
     """
     head = weights.pop('lm_head.weight', None)
-    if head is not None and not torch.equal(head, weights['model.embed_tokens.weight']):
+    if head is not None and not torch.equal(head, weights.setdefault('model.embed_tokens.weight', head)):
         raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
     table = weights.pop('model.hash_map', None)
     if config.num_hashes and table is None:
@@ -296,8 +297,8 @@ def hash_tokenizer_files(folder):
 
 def has_padding_from(model, V):
     """
-    Returns whether the rows of a model from V on are padding: rows without a signature, or of a Standard model zero
-    rows, fewer than 128 rows up to a multiple of 128 (the authors' models), or those of Qwen3.
+    Returns whether the rows of a model from V on are padding. MultiHashFormer: they have no signature. Standard: they
+    are zero, or fewer than 128 that fill up a multiple of 128 (the authors' models), or those of Qwen3.
     """
     if model.config.num_hashes:
         return not model.signatures[V:].any()
@@ -351,5 +352,5 @@ if __name__ == '__main__':
         raise InputError('usage: python -m mhf.released OUT_DIR FOLDER')
     out_dir, folder = sys.argv[1:]
     loaded = load(out_dir)
-    save_pretrained(loaded.model, folder, loaded.tok.name, loaded.add_bos)
+    save_pretrained(loaded.model, folder, loaded.tok.name, loaded.add_bos, loaded.eos_ids)
     print(f'{loaded.name} -> {folder}')

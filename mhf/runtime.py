@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import inspect
 import os
 import shutil
 import sys
@@ -234,11 +233,8 @@ def wrap_ddp(model, micro_batch_size, autocast):
     """Returns the model under DDP, which starts all ranks with the weights of rank 0."""
     device = model.signatures.device
     c = model.config
-    options = dict(device_ids=[device] if device.type == 'cuda' else None)
-    # the buffers never change; torch 2.11 calls this option broadcast_buffers
-    names = inspect.signature(DDP).parameters
-    options['forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers'] = False
-    model = DDP(model, gradient_as_bucket_view=True, **options)
+    model = DDP(model, device_ids=[device] if device.type == 'cuda' else None, gradient_as_bucket_view=True)
+    model.broadcast_buffers = False  # they never change
     # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
     # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
     # view of a bucket, which avoids a second copy of the gradients.

@@ -37,8 +37,8 @@ NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '_
 COMPRESSED = ('.gz', '.xz', '.zst')
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
 LOOKAHEAD_CHARS = 1 << 26  # maximum read by initial_counts
-# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out the same documents if
-# val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
+# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py without --part holds out at least
+# these documents if val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
 HELD_OUT = 0.05
 HELD_OUT_BYTES = 400_000
 

@@ -61,7 +61,7 @@ def write_tokenizer(tok, folder, add_bos):
         # the string of bos may contain characters of the template's syntax
         special = dict(id='bos', ids=[tok.bos], tokens=[bos])
         converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[special])
-    converted.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer.json').write_text(converted.to_str(pretty=True), encoding='utf-8')
     write_pretty_json(folder / 'tokenizer_config.json', settings)
     exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')
     for text, ids, exported_ids in zip(texts, tok.encode(texts), exported.encode(texts), strict=True):

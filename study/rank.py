@@ -89,7 +89,9 @@ def train():
     folders = {name: Path('out/rank') / name.replace(', ', '_').replace(' ', '_') for name in MODELS}
     for name, folder in folders.items():
         flags = f'--auto_resume --out_dir={folder} {_TINY} {MODELS[name]}'.split()
-        subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags], check=True)
+        done = subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags])
+        if done.returncode:
+            sys.exit(done.returncode)  # train.py has printed the error
     return folders
 
 

@@ -103,7 +103,7 @@ def claim_line(study, rows, claim, pair):
     differences = {}
     cells = []
     for corpus in list_corpora([study]):
-        if corpus not in pair[0]['corpora']:
+        if not all(corpus in entry['corpora'] for entry in pair):
             cells.append(MISSING)
             continue
         first, second = (values(seed_rows, f'{corpus}_{study.measure}') for seed_rows in seeds)

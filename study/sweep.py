@@ -75,6 +75,8 @@ class Study:
         if not Path(path).is_file():
             raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
         scope = runpy.run_path(path)
+        if missing := {'DATA', 'RUNS'} - scope.keys():
+            raise InputError(f'{path} is not a list of runs: it defines no {" and no ".join(sorted(missing))}')
         self.path = Path(path).resolve()
         self.csv = self.path.with_suffix('.csv')
         self.out = Path('out') / self.path.stem

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import torch
-from conftest import random_model, refused, snapshot, write_released
+from conftest import ok, random_model, refused, snapshot, write_released
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from mhf.tokenizers import get_tokenizer
@@ -69,6 +69,11 @@ def no_optimizer(folder):
     torch.save(torch.load(path, weights_only=True) | dict(optimizer=dict(state={}, param_groups=[{}])), path)
 
 
+def tekken_bins(folder):
+    """Prepares tek/ with another tokenizer."""
+    ok('prepare.py', 'cfg.py', '--tokenizer=tekken', '--data_dir=tek', cwd=folder)
+
+
 truncated = file('piqa_validation.jsonl.gz', gzip.compress(random.Random(0).randbytes(9999))[:500])
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # beginnings of commands
@@ -115,6 +120,10 @@ BAD = [
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('a device without its type', TRAIN + '--device=0', says='use cuda, cuda:1, cpu or mps'),
     Bad('two processes on a GPU', TRAIN + '--device=cuda:0', 'use --device=cuda', lambda f: dict(LOCAL_WORLD_SIZE='2')),
+    Bad('no beta', TRAIN + '--beta1=1', says='beta1=1.0: must be at least 0 and below 1'),
+    Bad('gradient ascent', TRAIN + '--embedding_lr_mult=-1', says='embedding_lr_mult=-1.0: must be at least 0'),
+    Bad('log of another program', 'train.py cfg.py --out_dir=.', 'is not the log of a run', file('log.jsonl', b'{}\n')),
+    Bad('no package wandb', TRAIN + '--wandb', says='pip install wandb, or omit --wandb'),
     Bad('no such dtype', TRAIN + '--dtype=0', says='dtype=0: must be bfloat16 or float32'),
     Bad('more unfrozen layers than layers', TRAIN + '--unfrozen_end_layers=9', says='at most half of num_layers=2'),
     Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
@@ -123,6 +132,9 @@ BAD = [
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
     # resuming
     Bad('resume without an optimizer', RESUME, 'no optimizer state, so it cannot be resumed', no_optimizer),
+    Bad(
+        'resume with another tokenizer', RESUME + ' --tokenizer=tekken --data_dir=tek', 'tokenizer_sha256=', tekken_bins
+    ),
     Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
@@ -132,8 +144,11 @@ BAD = [
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere: no such folder'),
     Bad('checkpoint of another version', 'sample.py cfg.py', "(KeyError: 'model_config')", other_version),
     Bad('top_k over V', 'sample.py cfg.py --top_k=40000', says='top_k=40000'),
+    Bad('top_k of another type', 'sample.py cfg.py --top_k=fifty', says='top_k=fifty: must be an integer'),
+    Bad('top_p of another type', 'sample.py cfg.py --top_p=high', says='top_p=high: must be a number above 0'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
     Bad('two models', 'sample.py --out_dir=out --released=x/y', says='out_dir=out and released=x/y: name one model'),
+    Bad('no such user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says='start=FILE:~nobody-here/x'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
@@ -153,6 +168,7 @@ BAD = [
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
     Bad('a missing text', TEXT + 'no.txt', says='no.txt: no such file, glob or data set'),
     Bad('not card660', EVAL + '--tasks=card660 --benchmark_dir=bins', says='dataset.tsv'),
+    Bad('an empty card660', EVAL + '--tasks=card660 --benchmark_dir=.', '0 word pairs', file('dataset.tsv', b'')),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="is not the model's, 'mistral'"),
     Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
     Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),

@@ -64,6 +64,20 @@ def test_a_write_that_is_stopped_loses_nothing(tmp_path, monkeypatch, is_best, e
     assert stop == len(calls) + 1 > 5
 
 
+def test_no_room_for_a_copy_of_the_best(tmp_path, monkeypatch):
+    """If the copy for ckpt_best.pt does not fit on the disk, the new checkpoint is kept."""
+
+    def disk_full(*args):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    save(tmp_path, dict(step=1), is_best=True)
+    monkeypatch.setattr(shutil, 'copyfile', disk_full)
+    with pytest.raises(InputError, match='No space left'):
+        save(tmp_path, dict(step=2), is_best=True)
+    written = {path.name: torch.load(path)['step'] for path in tmp_path.iterdir()}
+    assert written == {'ckpt.pt': 2, 'ckpt_previous.pt': 1, 'ckpt_best.pt': 1}
+
+
 def test_disk_full_while_training(quick):
     """A full disk stops the run at its checkpoint; the previous one is intact."""
     before = (quick / 'out/ckpt.pt').read_bytes()
@@ -100,8 +114,8 @@ builtins.open = open_full
 
 def test_the_order_of_checkpoints(tmp_path):
     """A run resumes from ckpt.pt, else ckpt_previous.pt, else d585c03's checkpoint of the last step, else the best."""
-    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_100000.pt', 'ckpt_000016.pt', 'ckpt_best.pt']
-    for name in (*names, 'ckpt_1.pt', 'ckpt.pt.tmp', 'ckpt_best_old.pt'):
+    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_100000.pt', 'ckpt_000016.pt', 'ckpt_best.pt', 'ckpt_best_old.pt']
+    for name in (*names, 'ckpt_1.pt', 'ckpt.pt.tmp'):
         (tmp_path / name).touch()
     assert [path.name for path in find_checkpoints(tmp_path)] == names
 

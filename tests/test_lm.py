@@ -190,7 +190,9 @@ def test_truncation(lm, caplog):
     assert scores[0] == scores[1]
     texts = lm.generate_until([instance(start + long, dict(until=[], max_gen_toks=4)) for start in ('', 'other ')])
     assert texts[0] == texts[1]
-    assert [r.getMessage() for r in caplog.records] == ['contexts over 24 tokens are truncated on the left']
+    assert [r.getMessage() for r in caplog.records] == [
+        'contexts that do not fit in 24 tokens with their continuation are truncated on the left'
+    ]
 
 
 @pytest.fixture(params=['mistral', 'tekken', 'json'], scope='module')

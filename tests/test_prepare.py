@@ -202,7 +202,15 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in ('**/*.txt', 'a.txt,*.txt,self/b.txt', f'{tmp_path}/*.txt,b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
-    for other in ('a.txt', f'{tmp_path}/[ab].txt', 'self/a.txt', 'c.txt', 'e.txt', f'../{tmp_path.name}/a.txt'):
+    for other in (
+        '*.txt',
+        'a.txt',
+        f'{tmp_path}/[ab].txt',
+        'self/a.txt',
+        'c.txt',
+        'e.txt',
+        f'../{tmp_path.name}/a.txt',
+    ):
         with pytest.raises(InputError, match='both contain .*; name each file once'):
             prepared('d', dataset=f'*.txt@1e6,{other}@1e6')
     (tmp_path / 'd.txt').symlink_to('nowhere')
@@ -478,6 +486,7 @@ def test_other_settings_or_files(tmp_path):
         with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
             prepared(folder)
     foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '', 'is empty or damaged')]
+    foreign += [('meta.json', '{"version": 1}', "is empty or damaged .*'sources'")]
     for number, (name, content, message) in enumerate(foreign):
         folder = tmp_path / f'foreign{number}'
         folder.mkdir()

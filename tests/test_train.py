@@ -179,10 +179,10 @@ def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
     args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
     ok(*args, '--max_steps=1', cwd=quick)
     broken = (f'--eval_interval={eval_interval}', '--learning_rate=1e30', '--grad_clip=0', '--init_from=resume')
-    message = rf'error: step {step}: {number}=(nan|inf); use a smaller learning_rate, with --init_from=resume'
+    message = rf'error: step {step}: {number}=(nan|inf); use a smaller learning_rate, with --auto_resume'
     for code, _, errors in run_ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick):
         assert code == 1 and re.search(message, errors), errors
-    ok(*args, '--init_from=resume', cwd=quick)
+    ok(*args, '--auto_resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
 
@@ -267,8 +267,8 @@ def test_what_a_resumed_run_may_change(quick):
     # without --dtype the precision of the checkpoint
     assert 'cpu, bfloat16' in ok(*args, '--max_steps=26', '--dtype=None', cwd=quick).stdout
     change_documents(quick, 'train')
-    line = refused(*args, '--max_steps=27', says='--init_from=out and another --out_dir', cwd=quick)
-    assert re.search(r'train_sha256=\w{20} \(was \w{20}\)', line)
+    line = refused(*args, '--max_steps=27', says='start a new run with another --out_dir', cwd=quick)
+    assert re.search(r'train_sha256=\w{64} \(was \w{64}\)', line)
 
 
 def test_a_fork_adds_a_setting(quick):
@@ -339,7 +339,7 @@ def test_one_run_in_an_out_dir(quick):
     command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
-    refused(*command, says='b is in use by another process, which has locked b/.lock', cwd=quick)
+    refused(*command, says='b is in use by another process, which has locked b/.train.lock', cwd=quick)
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
