@@ -192,11 +192,11 @@ def vocabulary(table, B, unused_ids=()):
     return ChunkedMHF(c, table, unused_ids)
 
 
-def normalizer_and_gradient(function, o):
-    """A function of bucket logits, H of (n, B) -> [its value (n,), and the gradients of its sum]."""
-    o = [o_i.detach().requires_grad_() for o_i in o]
-    value = function(o)
-    return [value.detach(), *torch.autograd.grad(value.sum(), o)]
+def distance(measured, expected):
+    """Relative distance of two tensors."""
+    a = measured.detach().double().cpu()
+    b = expected.detach().double().cpu()
+    return ((a - b).norm() / b.norm()).item()
 
 
 def write_released(folder, m, shards=1, **extra):
@@ -404,19 +404,6 @@ def test_chunks_equal_the_whole(loss, changes):
             assert torch.allclose(a.double(), b.double(), rtol=1e-12)
 
 
-@pytest.mark.parametrize('n', [1, 7, 16, 33, 50])
-def test_any_number_of_positions(n):
-    """Chunks are at most max_chunk positions, evenly large, and cover all positions."""
-    m = random_model()
-    x, y, _ = sequences(m, 1, n)
-    twin = plain_twin(m)
-    plain = loss_and_gradients(twin, twin(x, y))
-    m.max_chunk = 16
-    assert not differing(loss_and_gradients(m, m(x, y)), plain)
-    lengths = [len(chunk) for (chunk,) in m.split_positions(torch.zeros(n))]
-    assert sum(lengths) == n and max(lengths) <= 16 and max(lengths) - min(lengths) <= 1
-
-
 def test_frozen_parameters():
     """A frozen parameter gets no gradient, and the others the same as with model.MHF."""
     m = random_model()
@@ -546,12 +533,11 @@ def test_derived_tensors_follow_the_vocabulary(H):
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(m.token_losses(x, y), expected, strict=True))
 
 
-@pytest.mark.parametrize('H, use_kernels', [(0, False), (3, False), pytest.param(3, True, marks=needs_interpreter)])
-def test_ties_and_unused_ids(H, use_kernels):
+@pytest.mark.parametrize('H', [0, 3])
+def test_ties_and_unused_ids(H):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""
     m = random_model(num_hashes=H)
     m.max_chunk = 7
-    m.use_kernels = use_kernels
     table = m.signatures.numpy().copy()
     if H:
         table[150:] = table[:150]
@@ -577,26 +563,6 @@ def test_ties_and_unused_ids(H, use_kernels):
     y = m.signatures[torch.full((2, 9), 5)]
     for loss, plain_loss in zip(m.token_losses(x, y), plain_twin(m).token_losses(x, y), strict=True):
         assert torch.allclose(loss, plain_loss) and (H or (plain_loss == torch.inf).all())
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_columns_are_exact(dtype):
-    """Token logits in columns are exact in any matmul precision, and an inf affects its own position only."""
-    m = random_model(vocab_size=9000, num_buckets=3000)
-    o = [torch.randn(32, 3000).to(dtype).requires_grad_() for _ in range(3)]
-    with torch.no_grad():
-        o[1][4, 7] = torch.inf
-        expected = MHF.token_logits(m, o)
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision('medium')
-        try:
-            assert torch.equal(m.token_logits(o), expected)
-        finally:
-            torch.set_float32_matmul_precision(before)
-    normalizer = m.log_normalizer(o)
-    gradient = torch.cat(torch.autograd.grad(normalizer.sum(), o), dim=1)
-    for values in (normalizer[:, None], gradient):
-        assert values.isfinite().all(dim=1).logical_not().nonzero().tolist() == [[4]]
 
 
 def test_ablations_are_what_they_are_called(tmp_path):
@@ -854,11 +820,6 @@ def test_cached_generation_equals_uncached(H, groups):
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
     drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
-    ids = start = torch.randint(0, 300, (2, 4))
-    # without dropped context, every token is the arg max of log P
-    for _ in range(20):
-        ids = torch.cat([ids, m.log_probs(ids)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(continued(m, start, 20), ids)
 
 
 @pytest.mark.parametrize('H', [3, 0])

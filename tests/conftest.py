@@ -6,7 +6,6 @@ already imported torch and other libraries: 3 seconds of imports would otherwise
 import ast
 import atexit
 import hashlib
-import importlib
 import json
 import math
 import multiprocessing
@@ -32,16 +31,6 @@ from configurator import find_settings
 # on a CPU, Triton interprets the kernels of mhf/kernels.py; Triton reads the variable when it is imported
 os.environ.setdefault('TRITON_INTERPRET', '1')
 REPO = Path(__file__).resolve().parent.parent
-
-
-def __getattr__(name):
-    """Returns a helper of test_mhf.py, imported only when a test uses it, because test_mhf.py imports torch."""
-    helpers = (
-        'bucket_logits needs_interpreter normalizer_and_gradient plain_twin random_model vocabulary write_released'
-    )
-    if name in helpers.split():
-        return getattr(importlib.import_module('test_mhf'), name)
-    raise AttributeError(name)
 
 
 # -----------------------------------------------------------------------------
@@ -176,7 +165,10 @@ def default_settings(script):
 
 def rank_variables(number):
     """Returns the variables that torchrun sets for each of `number` processes, without RANK."""
-    return dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    return dict(WORLD_SIZE=str(number), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
 
 
 def ranks(number, script, *args, **options):
@@ -194,12 +186,6 @@ def wait_all(processes):
 def run_ranks(number, script, *args, **options):
     """Calls ranks() and waits for all processes. Returns [(returncode, stdout, stderr)]."""
     return wait_all(ranks(number, script, *args, **options))
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 
 # -----------------------------------------------------------------------------
@@ -322,15 +308,7 @@ def assert_same(a, b):
     """Asserts that nested dicts and lists of tensors and values are bit-identical."""
     import torch
 
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, (dict, list, tuple)):
-        assert len(a) == len(b)
-        for k in a if isinstance(a, dict) else range(len(a)):
-            assert_same(a[k], b[k])
-    else:
-        assert a == b
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def snapshot(folder):

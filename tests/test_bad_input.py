@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 import torch
-from conftest import ok, random_model, refused, snapshot, write_released
+from conftest import ok, refused, snapshot
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from mhf.tokenizers import get_tokenizer
+from test_mhf import random_model, write_released
 
 
 @dataclass

@@ -185,14 +185,12 @@ def test_a_malicious_checkpoint_is_not_run(quick):
     assert not (quick / 'owned').exists()
 
 
-OPEN = "from mhf.checkpoint import load; load('out').tok"
+MODEL = "import model, hashing; assert 'mhf' not in sys.modules"
+LOAD = "from mhf.checkpoint import load; load('out').tok; assert 'torch._dynamo' not in sys.modules"
 
 
-IMPORTS = [('import prepare', 'torch'), (OPEN, 'torch._dynamo'), ('import model, hashing', 'mhf')]
-
-
-@pytest.mark.parametrize('program, module', IMPORTS)
-def test_imports(few, program, module):
+@pytest.mark.parametrize('program', ["import prepare; assert 'torch' not in sys.modules", f'{MODEL}; {LOAD}'])
+def test_imports(few, program):
     """prepare.py imports no torch, opening a model no compiler: either takes seconds. model.py works without mhf/."""
-    code = f'import sys; {program}; sys.exit({module!r} in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0
+    command = [sys.executable, '-c', f'import sys; {program}']
+    assert subprocess.run(command, cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0

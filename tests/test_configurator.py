@@ -89,8 +89,7 @@ def test_any_stdout(tmp_path, command):
     assert not done.stdout or done.stdout.startswith(b'caf? caf? ')
 
 
-@pytest.mark.parametrize('lines', [1, 10_000])
-@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize('lines, unbuffered', [(1, '1'), (10_000, '')])
 def test_a_closed_pipe(tmp_path, lines, unbuffered):
     """A script ends silently when the reader of its output has exited, unless it ignores closed output."""
     command = f'(sleep 0.2; exec python a.py --lines={lines} %s) %s | head -0; exit ${{PIPESTATUS[0]}}'

@@ -12,12 +12,14 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, needs_interpreter, normalizer_and_gradient, ok, plain_twin, random_model, steps, vocabulary
+from conftest import REPO, ok, steps
 
+from mhf.chunked import value_and_gradient
 from mhf.generate import Engine
 from mhf.lm import MHFLM
 from mhf.runtime import capture
 from mhf.tokenizers import get_tokenizer
+from test_mhf import distance, needs_interpreter, plain_twin, random_model, vocabulary
 
 pytest.importorskip('triton', reason='needs the package triton')
 # read by cuBLAS when it is initialized, for test_deterministic
@@ -27,13 +29,6 @@ DEVICE = 'cuda' if torch.cuda.is_available() and os.environ['TRITON_INTERPRET'] 
 with_kernels = pytest.param(True, marks=needs_interpreter if DEVICE == 'cpu' else ())
 on_a_gpu = pytest.mark.skipif(DEVICE == 'cpu', reason='needs a GPU, and `make gpu`')
 KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
-
-
-def distance(measured, expected):
-    """Relative distance of two tensors."""
-    a = measured.detach().double().cpu()
-    b = expected.detach().double().cpu()
-    return ((a - b).norm() / b.norm()).item()
 
 
 def everything(m, ids):
@@ -55,7 +50,7 @@ def reference(request):
     return m, ids, everything(plain_twin(m), ids)
 
 
-@pytest.mark.parametrize('use_kernels', [False, with_kernels])
+@pytest.mark.parametrize('use_kernels', [pytest.param(False, marks=on_a_gpu), with_kernels])
 @pytest.mark.parametrize(
     'dtype, tolerance', [pytest.param(torch.float32, 1e-4, marks=on_a_gpu), (torch.float64, 1e-10)], ids=str
 )
@@ -86,11 +81,11 @@ def random_logits(V, H, B, n, dtype):
 def test_kernels_equal_columns(dtype, tolerance):
     """The normalizer and its gradient by the kernels equal those in columns, and repeat to the bit."""
     m, o = random_logits(32768, 4, 16384, 4096, dtype)
-    normalizer, *gradient = normalizer_and_gradient(m.log_normalizer, o)
-    again, *gradient_again = normalizer_and_gradient(m.log_normalizer, o)
+    normalizer, *gradient = value_and_gradient(m.log_normalizer, o)
+    again, *gradient_again = value_and_gradient(m.log_normalizer, o)
     assert torch.equal(normalizer, again) and all(map(torch.equal, gradient, gradient_again))
     m.use_kernels = False
-    expected, *in_columns = normalizer_and_gradient(m.log_normalizer, o)
+    expected, *in_columns = value_and_gradient(m.log_normalizer, o)
     assert (normalizer - expected).abs().max() < 1e-5
     assert distance(torch.cat(gradient), torch.cat(in_columns)) < tolerance
 
@@ -134,7 +129,9 @@ def train(device, dtype='float32', compiled=False, loss='exact'):
 
 
 @pytest.mark.parametrize('compiled', [False, pytest.param(True, marks=on_a_gpu)], ids=['eager', 'compiled'])
-@pytest.mark.parametrize('dtype, tolerance', [('float32', 2e-3), ('bfloat16', 2e-2)])
+@pytest.mark.parametrize(
+    'dtype, tolerance', [pytest.param('float32', 2e-3, marks=on_a_gpu), ('bfloat16', 2e-2)], ids=['float32', 'bfloat16']
+)
 @pytest.mark.parametrize('loss', ['exact', 'product'])
 def test_training(loss, dtype, tolerance, compiled):
     """Training on a GPU follows the losses of a CPU, compiled or not, in both precisions."""
@@ -151,6 +148,7 @@ def test_deterministic():
         torch.use_deterministic_algorithms(False)
 
 
+@on_a_gpu
 def test_evaluation():
     """eval.py's batched scores on a GPU equal log P of each continuation on a CPU."""
     m = random_model()

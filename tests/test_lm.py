@@ -7,7 +7,7 @@ import lm_eval
 import numpy as np
 import pytest
 import torch
-from conftest import newest, ok, random_model, real_documents, run, run_ranks, small_tasks, write_rows
+from conftest import newest, ok, real_documents, run, run_ranks, small_tasks, write_rows
 from lm_eval.api.instance import Instance
 from lm_eval.utils import warning_once
 
@@ -16,6 +16,7 @@ from mhf.lm import MHFLM, decode_continuation, load_tasks
 from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
+from test_mhf import random_model
 
 
 @pytest.fixture
@@ -293,9 +294,6 @@ def test_command_line(few, tmp_path):
     assert two['n-samples'] == alone['n-samples']
     assert two['results']['ends']['acc,none'] == alone['results']['ends']['acc,none']
     assert two['results']['ends']['perplexity,none'] == pytest.approx(alone['results']['ends']['perplexity,none'])
-    # lm-eval's other models
-    ok('mhf.lm', *args, '--model=dummy', **where)
-    assert newest(tmp_path / 'r')['model_source'] == 'dummy'
 
 
 def test_mistakes_on_the_command_line(few, tmp_path, monkeypatch):
@@ -303,11 +301,11 @@ def test_mistakes_on_the_command_line(few, tmp_path, monkeypatch):
     monkeypatch.chdir(few)
     assert MHFLM.create_from_arg_string('path=out,bos=False').bos is None
     # lm-eval reads path=007 as a number
-    with pytest.raises(InputError, match='7: no such folder'):
-        MHFLM.create_from_arg_string('path=007')
+    for wrong, says in (('path=007', '7: no such folder'), ('pth=out', 'unknown pth; use path, ')):
+        with pytest.raises(InputError, match=says):
+            MHFLM.create_from_arg_string(wrong)
     where = dict(cwd=few, patch=NO_INDEX)
     for wrong, says in (
-        (['--model_args=pth=out', '--tasks=record'], 'model_args: unknown pth; use path, '),
         (['--tasks=copb'], 'Tasks not found: copb'),
         (['--tasks=record', f'--use_cache={tmp_path}/c'], '--use_cache is not supported'),
     ):

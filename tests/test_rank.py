@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from conftest import ok, random_model
+from conftest import ok
 
 from study import rank
+from test_mhf import random_model
 
 SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
 # (settings, the rank)

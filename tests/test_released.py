@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 import tokenizers
 import torch
-from conftest import assert_same, bucket_logits, ok, random_model, real_documents, weights, write_released
+from conftest import assert_same, ok, real_documents, weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -26,7 +26,7 @@ from mhf.released import from_pretrained, has_padding_from, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
-from test_mhf import SAYINGS
+from test_mhf import SAYINGS, bucket_logits, random_model, write_released
 
 
 def open_small(folder, **changes):

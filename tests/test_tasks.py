@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import datasets
 import lm_eval
 import pytest
-from conftest import REPO, random_model, small_tasks, write_rows
+from conftest import REPO, small_tasks, write_rows
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -18,6 +18,7 @@ from test_lm import NO_INDEX
 from configurator import InputError
 from mhf import lm as tasks
 from mhf.lm import MHFLM, PAPER
+from test_mhf import random_model
 
 
 @pytest.fixture(autouse=True)

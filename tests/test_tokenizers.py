@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import ok, random_model, real_documents, weights, write_jsonl, write_released
+from conftest import ok, real_documents, weights, write_jsonl
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_released import learned_model
 from tokenizers import decoders, models, pre_tokenizers
@@ -20,7 +20,7 @@ from mhf.checkpoint import load
 from mhf.data import held_out_ids
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import byte_lengths, get_tokenizer, warn_lost
-from test_mhf import SAYINGS
+from test_mhf import SAYINGS, random_model, write_released
 
 
 @pytest.fixture(scope='module')

@@ -173,15 +173,15 @@ def test_both_data_formats_train_alike(quick, mistral):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
 
 
-@pytest.mark.parametrize('eval_interval, number, step', [(1, 'val_loss', 2), (24, 'loss', 3)])
-def test_a_diverged_run_resumes_as_advised(quick, eval_interval, number, step):
+def test_a_diverged_run_resumes_as_advised(quick):
     """A run that diverges stops without saving its weights, and resumes with a smaller learning rate."""
     args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
     ok(*args, '--max_steps=1', cwd=quick)
-    broken = (f'--eval_interval={eval_interval}', '--learning_rate=1e30', '--grad_clip=0', '--init_from=resume')
-    message = rf'error: step {step}: {number}=(nan|inf); use a smaller learning_rate, with --auto_resume'
-    for code, _, errors in run_ranks(2, *args, *broken, '--micro_batch_size=4', cwd=quick):
-        assert code == 1 and re.search(message, errors), errors
+    broken = ('--learning_rate=1e30', '--grad_clip=0', '--init_from=resume', '--micro_batch_size=4')
+    for eval_interval, number in ((1, 'step 2: val_loss'), (24, 'step 3: loss')):
+        message = rf'error: {number}=(nan|inf); use a smaller learning_rate, with --auto_resume'
+        for code, _, errors in run_ranks(2, *args, *broken, f'--eval_interval={eval_interval}', cwd=quick):
+            assert code == 1 and re.search(message, errors), errors
     ok(*args, '--auto_resume', cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
@@ -373,7 +373,7 @@ def test_a_second_signal(quick, number, receivers):
         assert weights(quick, 'b')['step'] == steps(quick, 'b')[-1]['step'] < 24
 
 
-@pytest.mark.parametrize('name, code', [('SIGHUP', 129), ('SIGUSR1', 138), ('SIGINT', 130)])
+@pytest.mark.parametrize('name, code', [('SIGHUP', 129), ('SIGUSR1', 138)])
 def test_a_signal_without_output(quick, name, code):
     """After any of the signals that end a run it saves a checkpoint, even if the reader of its output has ended."""
     closed = 'r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r); '
