@@ -147,7 +147,7 @@ def training_step(c, tok):
         optimizer.step()
 
     first_seconds = timed(step)
-    optimizer.zero_grad()  # peak_memory includes the gradients
+    optimizer.zero_grad()  # frees the gradients, so that the peak includes them
     memory = peak_memory(step)
     if compile and device_type == 'cuda':
         compute_gradients = capture(compute_gradients)

@@ -370,7 +370,7 @@ class MHF(nn.Module):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 e = checkpoint(layer, e, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                # two views of the cache, because compiled code copies one that it writes twice
+                # keys and values apart, because compiled code would copy a tensor that two writes change
                 e = layer(e, rope, mask, None if cache is None else cache[i].unbind(), positions)
         return self.norm(e)
 

@@ -381,6 +381,10 @@ def get_checkpoint(step):
 
 
 log_path = Path(out_dir) / 'log.jsonl'
+log_lines = log_path.read_bytes().splitlines(keepends=True) if master and log_path.exists() else []
+# a run that was killed before its first checkpoint may have written a part of its first line
+if log_lines and not is_resumed and not b'{"step": '.startswith(log_lines[0][:9]):
+    raise InputError(f'{log_path} is not the log of a run; choose another --out_dir')
 if wandb and master:
     try:
         import wandb as weights_and_biases
@@ -389,11 +393,8 @@ if wandb and master:
     wandb_run = weights_and_biases.init(config=run_config)
 if master:
     log_path.touch()
-    lines = log_path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[0].startswith(b'{"step": '):
-        raise InputError(f'{log_path} is not the log of a run; choose another --out_dir')
     # drops the steps that a resumed run repeats, and an incomplete last line
-    steps = [re.match(rb'{"step": (\d+), .*}\n', line) for line in lines]
+    steps = [re.match(rb'{"step": (\d+), .*}\n', line) for line in log_lines]
     os.truncate(log_path, sum(len(match[0]) for match in steps if match and int(match[1]) <= first_step))
 
 

@@ -13,6 +13,7 @@ a model compares both with model.py's. If they are deleted, model.py's run.
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from typing import NamedTuple
@@ -247,8 +248,8 @@ class ChunkedMHF(MHF):
     @contextlib.contextmanager
     def shared_matrices(self):
         """
-        Computes all chunks with the same E_i, detached and converted once as autocast would. Yields model.py's E_i and
-        the detached ones.
+        Computes all chunks with the same E_i, which are detached and, under autocast, converted once. Yields the E_i of
+        model.py and the detached E_i.
         """
         matrices = super().head_matrices()
         dtype = matrices[0].dtype
@@ -349,8 +350,9 @@ class HeadLoss(torch.autograd.Function):
         dh = torch.zeros_like(h)
         loss = 0
         with torch.enable_grad(), model.shared_matrices() as (matrices, detached):
-            matrices = [E_i for E_i in matrices if E_i.requires_grad]  # all or none
-            inputs = [*parameters, *(E_i.requires_grad_() for E_i in detached if matrices)]
+            trained = [E_i.requires_grad for E_i in matrices]
+            matrices = list(itertools.compress(matrices, trained))
+            inputs = [*parameters, *(E_i.requires_grad_() for E_i in itertools.compress(detached, trained))]
             sums = [None] * len(inputs)
             for h_chunk, y_chunk, dh_chunk in model.split_positions(h, y, dh):
                 h_chunk = h_chunk.detach().requires_grad_()
@@ -359,11 +361,12 @@ class HeadLoss(torch.autograd.Function):
                 dh_chunk.copy_(dh_of_chunk)
                 sums = list(map(add_gradient, sums, gradients))
                 loss += chunk_loss.detach()
-        sums, matrix_sums = sums[: len(parameters)], sums[len(parameters) :]
+        gradients = sums[: len(parameters)]
         if matrices:  # from the E_i to the parameters
-            gradients = torch.autograd.grad(matrices, parameters, matrix_sums, allow_unused=True)
-            sums = list(map(add_gradient, sums, gradients))
-        ctx.gradients = [dh, None, *sums]
+            sums_of_matrices = sums[len(parameters) :]
+            through_matrices = torch.autograd.grad(matrices, parameters, sums_of_matrices, allow_unused=True)
+            gradients = list(map(add_gradient, gradients, through_matrices))
+        ctx.gradients = [dh, None, *gradients]
         return loss
 
     @staticmethod

@@ -108,11 +108,12 @@ def read_json(path, key):
     with reading(path):
         try:
             contents = json.loads(path.read_bytes())
-            contents[key]
+            if key not in contents:
+                raise ValueError(f"no '{key}'")
             return contents
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, LookupError, TypeError) as e:  # empty after a crash of the machine, or of another program
+        except (ValueError, TypeError) as e:  # empty after a crash of the machine, or of another program
             fix = 'delete it, then rerun prepare.py; if it is meta.json, change --data_dir'
             raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
 

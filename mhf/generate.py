@@ -49,7 +49,7 @@ class Engine:
     def step(self):
         """Replaces token by the next one of each sequence, and advances position. Reads and writes only attributes."""
         mask = context_mask(self.position, self.cache.shape[-2], self.start)
-        # added to the attention scores: each block would convert a bool mask
+        # float, added to the attention scores, because each block would convert a bool mask
         mask = torch.zeros_like(mask, dtype=self.cache.dtype).masked_fill(~mask, -torch.inf)
         self.token.copy_(self.next_token(self.token[:, None], self.cache, self.position, mask, self.noise))
         self.position.add_(1)

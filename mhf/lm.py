@@ -228,8 +228,8 @@ class MHFLM(TemplateLM):
             ids = [self.bos, *ids]
         if len(ids) > room:
             logger = logging.getLogger(__name__)
-            fix = 'contexts that do not fit in %d tokens with their continuation are truncated on the left'
-            warning_once(logger, fix, self.max_length)
+            message = 'contexts that do not fit in %d tokens with their continuation are truncated on the left'
+            warning_once(logger, message, self.max_length)
         return ids[-room:]
 
     def with_oom_retry(self, compute, batch):

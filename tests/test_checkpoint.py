@@ -104,7 +104,9 @@ builtins.open = open_full
     says = 'b/log.jsonl cannot be written ([Errno 28] No space left on device); resume with --init_from=resume'
     refused('train.py', 'cfg.py', '--out_dir=b', says=says, cwd=quick, patch=patch)
     assert weights(quick, 'b')['step'] == 1
+    (quick / 'b/log.jsonl').write_bytes(b'{"st')  # what fitted on the disk
     ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=quick)
+    assert steps(quick, 'b')[0]['step'] == 2
     assert_same(weights(quick, 'b')['optimizer'], weights(quick)['optimizer'])
 
 
