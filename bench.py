@@ -48,7 +48,7 @@ globals().update({name: value for name, value in vars(MHFConfig()).items() if na
 config = configure(globals())
 
 VARIANTS = ('exact', 'product', 'Standard')
-NEW_TOKENS = 64  # per generated text
+NEW_TOKENS = 64  # per generated text, after the first one
 
 # -----------------------------------------------------------------------------
 # time and memory of a function
@@ -64,12 +64,12 @@ def timed(function):
     return time.perf_counter() - start
 
 
-def benchmark_interleaved(functions):
+def benchmark_interleaved(functions, measure=timed):
     """
     {name: function} -> {name: median seconds}. The functions alternate, A B C A B C ...: one round to warm up, then
-    `repeats` timed rounds.
+    `repeats` rounds. `measure` calls a function and returns seconds.
     """
-    rounds = [{name: timed(function) for name, function in functions.items()} for _ in range(1 + repeats)]
+    rounds = [{name: measure(function) for name, function in functions.items()} for _ in range(1 + repeats)]
     return {name: statistics.median(r[name] for r in rounds[1:]) for name in functions}
 
 
@@ -204,11 +204,18 @@ def eager_loss(model, s):
         return model(s[:, :-1], s[:, 1:])
 
 
+def time_generation(stream):
+    """Times a generator of tokens from its second token on; the first needs the prompt. Returns seconds."""
+    tokens = stream()
+    next(tokens)
+    return timed(partial(list, tokens))
+
+
 @torch.no_grad()
 def bench_infer(configs, tok):
     """
-    Prints the speed of generation at batch size 1, and the latency of P(w), normalized over the vocabulary, for the
-    tokens of one sequence. Returns {'MHF' and 'Standard': dict}.
+    Prints the speed of generation at batch size 1, without the prompt, and the latency of P(w), normalized over the
+    vocabulary, for the tokens of one sequence. Returns {'MHF' and 'Standard': dict}.
     """
     # -log P(w) is the exact loss, so a variant's own loss does not matter
     distinct = {'MHF' if c.num_hashes else 'Standard': replace(c, loss='exact') for c in configs.values()}
@@ -220,11 +227,11 @@ def bench_infer(configs, tok):
         s = random_signatures(model, 1, c.block_size + 1)
         engine = Engine(model)
         if compile:
-            seconds = timed(partial(engine.compile, 1, prompt.shape[1] + NEW_TOKENS))
+            seconds = timed(partial(engine.compile, 1, prompt.shape[1] + 1 + NEW_TOKENS))
             print(f'{name}: a step of generation compiles in {seconds:.1f} s')
-        generations[name] = lambda engine=engine: list(engine.stream(prompt, NEW_TOKENS))
+        generations[name] = partial(engine.stream, prompt, 1 + NEW_TOKENS)
         normalizations[name] = partial(eager_loss, model, s)
-    generation_seconds = benchmark_interleaved(generations)
+    generation_seconds = benchmark_interleaved(generations, time_generation)
     normalization_seconds = benchmark_interleaved(normalizations)
     print(f'\ninference, batch size 1, weights in {dtype}')
     print(f'          generation  P(w) of {config["block_size"]:,} tokens')

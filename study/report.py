@@ -6,11 +6,11 @@ Rewrites the tables and figures of study/RESULTS.md and README.md from the CSVs.
 
 A table follows its line `<!-- table: NAME -->`; the text is written by hand. A list's MAIN names the models of its
 table, by default all. CLAIMS are tuples (comparison, model, the model that it is compared with); a claim is decided in
-each group that has both. MEASURE names their columns. An entry's `label` is its name in the tables. The runs of gpu.csv
-are comparable with each other only, so they have a table and a figure of their own.
+each group that has both. MEASURE names their columns. An entry's `label` is its name in the tables.
 """
 
 import argparse
+import json
 import re
 import statistics
 from pathlib import Path
@@ -26,7 +26,6 @@ HERE = Path(__file__).resolve().parent
 MISSING = '–'
 # a measure's name in a table and its format; less is better
 MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte', '.4f')}
-GPU_CORPORA = ('english', 'fineweb')
 
 # -----------------------------------------------------------------------------
 # tables
@@ -133,17 +132,6 @@ def claims_table(studies):
     return table(heads, filter(None, lines))
 
 
-def gpu_table():
-    """The runs of gpu.csv."""
-    heads = ['trained on', 'model', 'parameters']
-    heads += [f'{unit}, {corpus}' for corpus in GPU_CORPORA for unit in ('nats', 'bits per byte')]
-    lines = []
-    for row in read_csv(HERE / 'gpu.csv'):
-        measured = [row[f'{corpus}_{measure}'] for corpus in GPU_CORPORA for measure in MEASURES]
-        lines.append([row['group'], row['name'], f'{row["parameters_millions"]} M', *measured])
-    return table(heads, lines)
-
-
 # -----------------------------------------------------------------------------
 # figures
 
@@ -214,22 +202,24 @@ def draw_times(study, path):
     save(fig, path)
 
 
-def draw_gpu(path):
-    """Bits per byte of the runs of gpu.csv, a line for each."""
-    rows = read_csv(HERE / 'gpu.csv')
-    fig = Figure(figsize=(9, 3))
-    panels = fig.subplots(1, len(GPU_CORPORA), sharey=True)
-    for ax, corpus in zip(panels, GPU_CORPORA, strict=True):
-        for k, row in enumerate(rows):
-            bits = float(row[f'{corpus}_bits_per_byte'])
-            ax.plot(bits, k, marker='o', color='C0' if row['name'].startswith('Standard') else 'C1')
-            ax.annotate(f'{bits:.3f}', (bits, k), xytext=(0, 6), textcoords='offset points', ha='center', fontsize=8)
-        ax.set(xlabel=f'bits per byte, held-out {corpus}', ylim=(len(rows) - 0.5, -0.7))
-        ax.margins(x=0.1)
+def draw_validations(study, path):
+    """Validation bits per byte against training tokens: a panel for each group, a line for each seed."""
+    rows = study.rows()
+    colors = {name: f'C{k}' for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries))}
+    fig = Figure(figsize=(9, 3.4))
+    panels = fig.subplots(1, len(groups(study)), sharey=True, squeeze=False)[0]
+    for ax, group in zip(panels, groups(study), strict=True):
+        for entry in study.entries:
+            if entry['group'] == group:
+                for k, row in enumerate(study.best_rows(entry, rows)):
+                    tokens, bits = zip(*json.loads(row['validation']), strict=True)
+                    name = f'{entry["name"]}: {parameters(row) / 1e6:.1f} M parameters'
+                    millions = [count / 1e6 for count in tokens]
+                    ax.plot(millions, bits, marker='.', color=colors[entry['name']], label=None if k else name)
+        ax.set(title=group, xlabel='training tokens, millions', ylabel='validation bits per byte')
+        ax.label_outer()
         ax.grid(alpha=0.3)
-    sizes = [f'vocabulary of {row["vocabulary"]}, {row["parameters_millions"]} M parameters' for row in rows]
-    names = [f'{row["name"]}\n{size}' for row, size in zip(rows, sizes, strict=True)]
-    panels[0].set_yticks(range(len(rows)), names, fontsize=8)
+        ax.legend(fontsize=7)
     save(fig, path)
 
 
@@ -241,7 +231,6 @@ def write():
         english=model_table([english], 'nats_per_token'),
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
         expansion=model_table([expansion], 'bits_per_byte'),
-        gpu=gpu_table(),
         longer=model_table([longer], 'bits_per_byte'),
     )
     for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
@@ -249,7 +238,7 @@ def write():
         for name, lines in tables.items():
             text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
         path.write_text(text, encoding='utf-8')
-    draw_gpu(HERE / 'gpu.png')
+    draw_validations(longer, HERE / 'longer.png')
     draw_vocabularies(vocabulary, HERE / 'vocabulary_size.png')
     draw_times(large, HERE / 'large_vocabulary_time.png')
 

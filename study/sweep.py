@@ -269,6 +269,8 @@ def training_columns(folder):
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     speed = statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event)
     row = dict(dtype=state['config']['dtype'], trained_tokens=log[-1]['tokens'], tokens_per_s=speed)
+    validations = [(event['tokens'], round(event['val_bpb'], 5)) for event in log if 'val_bpb' in event]
+    row['validation'] = json.dumps(validations)  # training tokens, bits per byte
     return row | {f'params_{part}': count for part, count in counts.items()}
 
 
