@@ -15,8 +15,8 @@ Reads the bins that prepare.py writes with the same config. README.md, "Code", t
 Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. The global batch at a step
 depends only on (seed, step), so a run can resume on any number of processes. With the same number of processes and
 settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an uninterrupted run. A resumed run
-may change every setting except those in FIXED, the training data and the architecture; another architecture is an error
-on the command line and is ignored in a config file.
+may change every setting, except those in FIXED, which include the training data, and those of the model, which include
+its initialization. Another value of a model's setting is an error on the command line and is ignored in a config.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes

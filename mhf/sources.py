@@ -21,9 +21,9 @@ from pathlib import Path
 
 from configurator import InputError, did_you_mean
 
-# name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub. The data set consists of all .parquet files in
-# that folder and its subfolders; their column `text` contains the documents. 'fineweb-2:arb_Arab' replaces LANGUAGE by
-# arb_Arab.
+# name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub, or 'OWNER/REPOSITORY'. The data set consists of
+# all .parquet files in that folder and its subfolders; their column `text` contains the documents. 'fineweb-2:arb_Arab'
+# replaces LANGUAGE by arb_Arab.
 HUB = {
     'fineweb-edu': 'HuggingFaceFW/fineweb-edu/sample/10BT',
     'fineweb-edu:sample-10BT': 'HuggingFaceFW/fineweb-edu/sample/10BT',
@@ -117,12 +117,12 @@ def hub_files(folder):
     """Returns {address at the current commit: size in bytes} of the files of a folder of HUB. Raises InputError."""
     import huggingface_hub
 
-    owner, name, path = folder.split('/', 2)
+    owner, name, *path = folder.split('/', 2)
     repository = f'{owner}/{name}'
     hub = huggingface_hub.HfApi()
     try:
         commit = hub.dataset_info(repository).sha
-        entries = list(hub.list_repo_tree(repository, path, recursive=True, revision=commit, repo_type='dataset'))
+        entries = list(hub.list_repo_tree(repository, *path, recursive=True, revision=commit, repo_type='dataset'))
     except Exception as e:  # no network, no such folder
         raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
     sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
