@@ -26,10 +26,11 @@ _MISTRAL |= dict(corpora=dict(english='data/longer', fineweb='data/study_fineweb
 _TEKKEN = _COMMON | dict(group='vocabulary of 131,072, 41 M tokens', train='data/large_vocabulary')
 _TEKKEN |= dict(corpora=dict(english='data/large_vocabulary', fineweb='data/large_vocabulary_fineweb'))
 
-_STANDARD = dict(name='Standard, tuned, scale 4', num_hashes=0, encoder_init='normal', embedding_scale=4.0)
-_H4 = dict(name='MHF H4 B7,966, tuned, orthogonal', num_hashes=4, num_buckets=7966)
+_STANDARD = dict(name='Standard, tuned, scale 4', label='Standard', num_hashes=0)
+_STANDARD |= dict(encoder_init='normal', embedding_scale=4.0)
+_H4 = dict(name='MHF H4 B7,966, tuned, orthogonal', label='MHF H4 B7,966', num_hashes=4, num_buckets=7966)
 _H4 |= dict(encoder_init='orthogonal', embedding_scale=8.0)
-_H1 = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768)
+_H1 = dict(name='MHF H1 B32,768, tuned, orthogonal', label='MHF H1 B32,768', num_hashes=1, num_buckets=32768)
 _H1 |= dict(encoder_init='orthogonal', embedding_scale=4.0)
 
 RUNS = [_MISTRAL | _STANDARD, _MISTRAL | _H4, _MISTRAL | _H1, _TEKKEN | _STANDARD, _TEKKEN | _H4]

@@ -210,12 +210,12 @@ def draw_validations(study, path):
     panels = fig.subplots(1, len(groups(study)), sharey=True, squeeze=False)[0]
     for ax, group in zip(panels, groups(study), strict=True):
         for entry in study.entries:
-            if entry['group'] == group:
-                for k, row in enumerate(study.best_rows(entry, rows)):
-                    tokens, bits = zip(*json.loads(row['validation']), strict=True)
-                    name = f'{entry["name"]}: {parameters(row) / 1e6:.1f} M parameters'
-                    millions = [count / 1e6 for count in tokens]
-                    ax.plot(millions, bits, marker='.', color=colors[entry['name']], label=None if k else name)
+            seeds = study.best_rows(entry, rows) if entry['group'] == group else []
+            for k, row in enumerate(seeds):
+                tokens, bits = zip(*json.loads(row['validation']), strict=True)
+                millions = [count / 1e6 for count in tokens]
+                name = None if k else f'{label(entry, seeds)}: {parameters(row) / 1e6:.2f} M parameters'
+                ax.plot(millions, bits, marker='.', color=colors[entry['name']], label=name)
         ax.set(title=group, xlabel='training tokens, millions', ylabel='validation bits per byte')
         ax.label_outer()
         ax.grid(alpha=0.3)
