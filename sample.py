@@ -48,6 +48,7 @@ if start.startswith('FILE:'):
         start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig', errors='replace')
     except (OSError, RuntimeError) as e:  # RuntimeError: no such user in ~user
         raise InputError(f'--start={start}: {e}') from None
+start = start.encode(errors='replace').decode()  # a command line may contain bytes that are not UTF-8
 loaded = load(out_dir or released, tokenizer)
 model = loaded.model
 tok = loaded.tok
