@@ -30,7 +30,7 @@ RUNS = [
     _H4 | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4 B7,966, tuned, orthogonal'),
     # takes about as long as MHF
     _STANDARD
-    | dict(name='Standard, scale 4, half the tokens', label='Standard, tuned, scale 4, after 1.54 M of the 3.07 M tokens')
+    | dict(name='Standard, scale 4, half the tokens', label='Standard, tuned, scale 4, after 1.54 M of the tokens')
     | dict(max_steps=750, warmup_steps=75),
     _STANDARD
     | dict(name='Standard, 11.5 M, scale 4', label='Standard d=84, tuned, scale 4')
