@@ -205,7 +205,7 @@ def eager_loss(model, s):
 
 
 def time_generation(stream):
-    """Times a generator of tokens from its second token on; the first needs the prompt. Returns seconds."""
+    """Times a function's generator of tokens from its second token on; the first needs the prompt. Returns seconds."""
     tokens = stream()
     next(tokens)
     return timed(partial(list, tokens))

@@ -4,7 +4,8 @@
 The complete corpus is read about once, in batches of 32 sequences of 256 tokens. All models are tuned: lr 1e-3,
 embedding lr x4, beta2 0.99. `scale 4` and `orthogonal` are those of study/english.py; MHF H1 has a row of E for each
 token. The models are compiled, so a repeated row differs by the rounding of a GPU's atomic adds. Five runs at a time
-(--jobs=5) fit one GPU: seven minutes on an H200.
+(--jobs=5) fit one GPU; next to eight other runs, they took seven minutes on an H200.
+
 """
 
 _HELD_OUT = dict(dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03, val_bytes=300000)

@@ -206,7 +206,7 @@ def draw_validations(study, path):
     """Validation bits per byte against training tokens: a panel for each group, a line for each seed."""
     rows = study.rows()
     colors = {name: f'C{k}' for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries))}
-    fig = Figure(figsize=(9, 3.4))
+    fig = Figure(figsize=(9, 3.6))
     panels = fig.subplots(1, len(groups(study)), sharey=True, squeeze=False)[0]
     for ax, group in zip(panels, groups(study), strict=True):
         for entry in study.entries:
@@ -216,7 +216,7 @@ def draw_validations(study, path):
                 millions = [count / 1e6 for count in tokens]
                 name = None if k else f'{label(entry, seeds)}: {parameters(row) / 1e6:.2f} M parameters'
                 ax.plot(millions, bits, marker='.', color=colors[entry['name']], label=name)
-        ax.set(title=group, xlabel='training tokens, millions', ylabel='validation bits per byte')
+        ax.set(title=group, xlabel='training tokens, millions', ylabel='bits per byte, validation without overlap')
         ax.label_outer()
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)

@@ -118,15 +118,23 @@ def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     assert 'nothing is left to do' in ok('study.sweep', 'runs.py', cwd=folder).stdout
 
 
-def test_report_of_a_list(finished):
-    """The report prints the tables of a list. It marks a row of another precision; a claim needs two models."""
+def test_report_of_a_list(finished, monkeypatch):
+    """
+    The report prints the tables of a list and draws its validations. It marks a row of another precision; a claim needs
+    two models.
+    """
     best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
     printed = ok('study.report', 'runs.py', cwd=finished).stdout
     assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
     write_csv(finished / 'runs.csv', [row | dict(dtype='bfloat16') for row in read_csv(finished / 'runs.csv')])
     runs = Study('runs.py')
     assert '| H3 (1 of 1 seeds in bfloat16) |' in report.model_table([runs], 'nats_per_token')
+    figures = []
+    monkeypatch.setattr(report, 'save', lambda fig, path: figures.append(fig))
     report.draw_validations(runs, 'figure.png')
+    (line,) = figures[0].axes[0].lines
+    log = [json.loads(text) for text in (finished / 'out/runs' / RUNS[1] / 'log.jsonl').read_text().splitlines()]
+    assert list(line.get_ydata()) == [round(event['val_bpb'], 5) for event in log if 'val_bpb' in event]
     runs.claims = [('claim', 'H3', 'Z')]
     with pytest.raises(InputError, match='no group has both H3 and Z'):
         report.claims_table([runs])
@@ -282,10 +290,13 @@ def test_gpu_figures():
     columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
     differences = set()
     for runs in (read_csv(REPO / 'study/gpu.csv'), read_csv(REPO / 'study/longer.csv')):
-        pairs = [abs(float(a[column]) - float(b[column])) for column in columns for a in runs for b in runs]
-        differences |= {f'{difference:.{digits}f}' for difference in pairs for digits in (3, 4)}
+        pairs = [(a, b) for a in runs for b in runs if a['group'] == b['group']]
+        exact = [abs(float(a[column]) - float(b[column])) for a, b in pairs for column in columns]
+        differences |= {f'{difference:.{digits}f}' for difference in exact for digits in (3, 4)}
     speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    ratios = [float(a['ms']) / float(b['ms']) for a in speeds for b in speeds if a['kind'] == b['kind']]
+    comparable = ('kind', 'commit', 'tokens')
+    pairs = [(a, b) for a in speeds for b in speeds if all(a[column] == b[column] for column in comparable)]
+    ratios = [float(a['ms']) / float(b['ms']) for a, b in pairs]
     units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
     for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
         if '41 M' in sentence and '|' not in sentence:
