@@ -24,13 +24,15 @@ from functools import partial
 
 import torch
 
-from configurator import InputError, check_numbers, configure, did_you_mean
-from mhf.chunked import ChunkedMHF, default_chunk, has_kernels, make_config
+from configurator import check_numbers, configure, did_you_mean
+from mhf.checkpoint import make_config
 from mhf.data import build_table
+from mhf.errors import InputError
 from mhf.generate import Engine
+from mhf.head import default_chunk, has_kernels, log_normalizer_in_columns
 from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
-from model import MHFConfig
+from model import MHF, MHFConfig
 
 benchmarks = 'train,infer'  # also: profile, head
 variants = 'exact,product,Standard'
@@ -108,7 +110,7 @@ def random_model(c, tok):
     """Returns a model with random weights."""
     table = build_table(vars(c), tok.tokens, tok.pad) if c.num_hashes else None
     with torch.device(device):
-        model = ChunkedMHF(c, table)
+        model = MHF(c, table)
     model.init_weights()
     return model
 
@@ -255,23 +257,21 @@ def bench_head(configs, tok):
     model = random_model(c, tok)
     n = default_chunk(device_type, c)
     o = [torch.randn(n, c.num_buckets, device=device, dtype=getattr(torch, dtype)) for _ in range(c.num_hashes)]
-    ways = dict(kernels=True, columns=False) if has_kernels(o[0].device) else dict(columns=False)
+    ways = dict(columns=log_normalizer_in_columns)
+    if has_kernels(o[0].device):
+        from mhf.kernels import log_normalizer  # needs the package triton
+
+        ways = dict(kernels=log_normalizer) | ways
     functions = {}
-    for way, use_kernels in ways.items():
+    for way, function in ways.items():
         for gradient in (True, False):
             name = f'{way}, {"normalizer and gradient" if gradient else "normalizer"}'
-            functions[name] = partial(log_normalizer, model, o, use_kernels, gradient)
+            functions[name] = partial(function, o, model.index, gradient)
     medians = benchmark_interleaved(functions)
     print(f'\nlog_normalizer, {n:,} positions, H={c.num_hashes}, B={c.num_buckets:,}, V={c.vocab_size:,}')
     for name, seconds in medians.items():
         print(f'{name:<36}{seconds * 1e3:>10.2f} ms')
     return medians
-
-
-def log_normalizer(model, o, use_kernels, gradient):
-    model.use_kernels = use_kernels
-    with torch.set_grad_enabled(gradient):
-        model.log_normalizer([o_i.requires_grad_(gradient) for o_i in o])
 
 
 BENCHMARKS = dict(train=bench_train, profile=bench_profile, infer=bench_infer, head=bench_head)

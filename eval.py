@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 
-from configurator import InputError, configure
+from configurator import configure
 from mhf.data import held_out_ids
+from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
 from mhf.runtime import all_gather_object, cleanup, is_rank0
 from mhf.sources import read_documents

@@ -33,9 +33,10 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
-from configurator import InputError, configure
+from configurator import configure
 from mhf.checkpoint import load
 from mhf.data import build_table
+from mhf.errors import InputError
 from mhf.released import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer

@@ -14,7 +14,7 @@ import itertools
 import mmh3
 import numpy as np
 
-from configurator import InputError
+from mhf.errors import InputError
 
 MAX_BUCKETS = 65536  # a bucket id must fit in uint16
 TRIGRAM_ROWS = 16000  # rows of the LSH projection

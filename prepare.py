@@ -25,10 +25,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from configurator import InputError, check_numbers, configure
+from configurator import check_numbers, configure
 from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
+from mhf.errors import InputError
 from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lost
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs of .txt,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, check_numbers, configure
+from configurator import check_numbers, configure
 from mhf.checkpoint import load
+from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.runtime import pick_compile, pick_device, pick_dtype
 from model import check_sampling

@@ -33,9 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
-from configurator import InputError
 from hashing import fingerprint, signature_table
-from mhf.chunked import ChunkedMHF, build_on_meta
+from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizers import get_tokenizer
@@ -160,21 +159,33 @@ TINY = MHFConfig(
 )  # fmt: skip
 
 
+class PlainMHF(MHF):
+    """The formulas without mhf/head.py: the head of all positions at once, differentiated by autograd."""
+
+    def forward(self, x, y):
+        h = self.hidden_states(x).flatten(0, 1)
+        return self.head_loss(h, y.flatten(0, 1), self.head_matrices()) / len(h)
+
+    def log_normalizer(self, o):
+        return self.token_logits(o).logsumexp(dim=1)
+
+
 def random_model(seed=0, dtype=torch.float64, **changes):
-    """A ChunkedMHF with random weights of std 0.3, so that every weight affects the results."""
+    """A MHF with random weights of std 0.3, so that every weight affects the results."""
     torch.manual_seed(seed)
     c = replace(TINY, **changes)
     tokens = [f'w{i}' for i in range(c.vocab_size)]
     table = signature_table(tokens, c.num_hashes, c.num_buckets, c.num_lsh, pad_id=c.pad_id) if c.num_hashes else None
-    m = ChunkedMHF(c, table).to(dtype)
+    m = MHF(c, table).to(dtype)
     for p in m.parameters():
         torch.nn.init.normal_(p, mean=1.0 if p.dim() == 1 else 0.0, std=0.3)
     return m
 
 
 def plain_twin(m):
-    """model.MHF with the same weights and vocabulary."""
-    twin = MHF(m.config).to(m.embed.weight)
+    """A PlainMHF with the same weights and vocabulary."""
+    twin = PlainMHF(m.config).to(m.embed.weight)
+    twin.max_chunk = 10**6
     twin.load_state_dict(m.state_dict())
     return twin
 
@@ -182,14 +193,14 @@ def plain_twin(m):
 def bucket_logits(m, ids):
     """Token ids (N, T) -> bucket logits (N, T, H, B)."""
     with torch.no_grad():
-        return torch.stack(m.bucket_logits(m.hidden_states(m.signatures[ids])), dim=2)
+        return torch.stack(m.bucket_logits(m.hidden_states(m.signatures[ids]), m.head_matrices()), dim=2)
 
 
 def vocabulary(table, B, unused_ids=()):
-    """A ChunkedMHF with this signature table (V, H) and without a usable decoder, for its sums over the vocabulary."""
+    """A MHF with this signature table (V, H) and without a usable decoder, for its sums over the vocabulary."""
     V, H = table.shape
     c = MHFConfig(vocab_size=V, num_hashes=H, num_buckets=B, pad_id=-1, num_layers=1, hidden_size=1)
-    return ChunkedMHF(c, table, unused_ids)
+    return MHF(c, table, unused_ids)
 
 
 def distance(measured, expected):
@@ -322,9 +333,10 @@ def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
 
 def test_parameter_counts():
     """The default config has the 138,731,073 parameters of the released 100M H4B16K; E is counted once."""
-    hash_params, layer_params = build_on_meta(MHFConfig()).num_params()
-    assert hash_params + layer_params == 138_731_073
-    assert build_on_meta(MHFConfig(num_hashes=0)).num_params() == (32768 * 768, layer_params)
+    with torch.device('meta'):
+        hash_params, layer_params = MHF(MHFConfig()).num_params()
+        assert hash_params + layer_params == 138_731_073
+        assert MHF(MHFConfig(num_hashes=0)).num_params() == (32768 * 768, layer_params)
 
 
 def loss_and_gradients(m, loss):
@@ -393,8 +405,7 @@ def test_chunks_equal_the_whole(loss, changes):
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
     for a, b in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
         assert a.shape == (3, 40) and torch.allclose(a, b, rtol=1e-12)
-    for few_or_many in (ids[:1, :16], ids):  # more than 16 positions are computed in columns
-        assert torch.allclose(m.log_probs(few_or_many), twin.log_probs(few_or_many), rtol=1e-12)
+    assert torch.allclose(m.log_probs(ids), twin.log_probs(ids), rtol=1e-12)
     h = m.hidden_states(x).flatten(0, 1)
     targets = ids[:, 1:].flatten()
     logp = twin.log_probs(ids[:, :-1]).flatten(0, 1)
@@ -405,7 +416,7 @@ def test_chunks_equal_the_whole(loss, changes):
 
 
 def test_frozen_parameters():
-    """A frozen parameter gets no gradient, and the others the same as with model.MHF."""
+    """A frozen parameter gets no gradient, and the others the same as from autograd."""
     m = random_model()
     m.max_chunk = 18
     twin = plain_twin(m)
@@ -456,12 +467,12 @@ def a_head_parameter(patch):
         self.logit_scale = torch.nn.Parameter(torch.tensor(1.5))
 
     patch.setattr(MHF, '__init__', initialize)
-    patch.setattr(MHF, 'bucket_logits', lambda self, h: [self.logit_scale * o for o in logits(self, h)])
+    patch.setattr(MHF, 'bucket_logits', lambda self, h, E: [self.logit_scale * o for o in logits(self, h, E)])
 
 
 @pytest.mark.parametrize('edit', [scaled_logits, normalized_rows, another_activation, another_loss, a_head_parameter])
 def test_an_edit_trains_and_validates(edit, monkeypatch):
-    """An edit of model.py changes the loss, the gradients, validation and predictions of ChunkedMHF alike."""
+    """An edit of model.py changes the loss, the gradients, validation and predictions alike."""
     unedited = random_model(loss='product')
     x, y, ids = sequences(unedited)
     before = unedited(x, y)
@@ -478,25 +489,93 @@ def test_an_edit_trains_and_validates(edit, monkeypatch):
     assert (trained['loss'] - before).abs() > 1e-3
 
 
-@pytest.mark.parametrize('name, H', [('token_logits', 3), ('token_logits', 0), ('log_normalizer', 3)])
-def test_an_edit_of_a_formula_with_two_implementations(name, H, monkeypatch):
+def another_sum(patch):
+    formula = MHF.token_logits
+    patch.setattr(MHF, 'token_logits', lambda self, o: 1.01 * formula(self, o))
+
+
+def clamped_logits(patch):
+    formula = MHF.token_logits
+    patch.setattr(MHF, 'token_logits', lambda self, o: formula(self, o).clamp(max=20.0))
+
+
+def a_bias_of_tokens(patch):
+    formula = MHF.token_logits
+    init = MHF.__init__
+
+    def initialize(self, *args, **options):
+        init(self, *args, **options)
+        self.bias = torch.nn.Parameter(torch.zeros(self.config.vocab_size))
+
+    patch.setattr(MHF, '__init__', initialize)
+    patch.setattr(MHF, 'token_logits', lambda self, o: formula(self, o) + self.bias)
+
+
+@pytest.mark.parametrize('edit', [another_sum, clamped_logits, a_bias_of_tokens])
+def test_an_edit_of_token_logits(edit, monkeypatch):
     """
-    If model.py and mhf/chunked.py compute another token_logits or log_normalizer, the first call names it. The check
-    draws no random numbers.
+    If log_normalizer is not that of an edited token_logits, the first call raises an error, also compiled. The formula
+    in its place trains the edit. The check draws no random numbers.
     """
-    formula = getattr(MHF, name)
-    monkeypatch.setattr(MHF, name, lambda self, o: 1.01 * formula(self, o))
-    m = random_model(dtype=torch.float32, num_hashes=H)
-    x, y, ids = sequences(m)
-    for call in (lambda: m(x, y), lambda: m.token_losses(x, y), lambda: m.log_probs(ids)):
-        with pytest.raises(RuntimeError, match=f'different .*{name}'):
-            call()
-    # model.py's run if those of ChunkedMHF are deleted
-    monkeypatch.delattr(ChunkedMHF, 'token_logits')
-    monkeypatch.delattr(ChunkedMHF, 'log_normalizer')
-    expected = plain_twin(m)(x, y)
+    unedited = random_model(dtype=torch.float32)
+    x, y, ids = sequences(unedited)
     random_state = torch.get_rng_state()
-    assert torch.allclose(m(x, y), expected) and torch.equal(torch.get_rng_state(), random_state)
+    unedited(x, y)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    edit(monkeypatch)
+    m = random_model(dtype=torch.float32)
+    m.init_weights()
+    if edit == a_bias_of_tokens:
+        torch.nn.init.zeros_(m.bias)
+    calls = [lambda: m(x, y), lambda: m.compile(backend='eager')]
+    for call in calls + [lambda: m.token_losses(x, y)] * (edit != a_bias_of_tokens):
+        with pytest.raises(RuntimeError, match='log_normalizer .* differs'):
+            call()
+    monkeypatch.setattr(MHF, 'log_normalizer', PlainMHF.log_normalizer)
+    m = random_model()
+    assert not differing(loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y))
+
+
+@pytest.mark.parametrize('loss', ['exact', 'product'])
+def test_first_calls(loss):
+    """The first call of a model may be in inference mode, also if it is built there, or compiled as a whole."""
+    torch._dynamo.reset()
+    m = random_model(loss=loss)
+    x, y, ids = sequences(m)
+    expected = loss_and_gradients(m, m(x, y))
+    m = random_model(loss=loss)
+    compiled = torch.compile(m, backend='eager')
+    assert not differing(loss_and_gradients(m, compiled(x, y)), expected)
+    m = random_model(loss=loss)
+    with torch.inference_mode():
+        for model in (m, random_model(loss=loss)):
+            assert torch.allclose(model.token_losses(x, y, (loss,))[0].mean(), expected['loss'], rtol=1e-12)
+            assert torch.allclose(model(x, y), expected['loss'], rtol=1e-12)
+            model.generate(ids[:, :3], 2)
+    assert not differing(loss_and_gradients(m, m(x, y)), expected)
+
+
+def test_nested_calls(monkeypatch):
+    """A loss may call the model's own functions, a second head in chunks, or a part of the E_i."""
+
+    def nested(self, h, y, E):
+        self.predict(h, y[:, 0])
+        with torch.no_grad():
+            assert self.next_token_logits(h).isfinite().any()
+        inner = model_module.head.sum_in_chunks(MHF.head_loss.__get__(self), 5, h, y, E, self.parameters())
+        first = self.loss_per_position(self.bucket_logits(h, E[:1]), y[:, :1], 'product').sum()
+        return inner + 0.5 * first
+
+    m = random_model(loss='product')
+    m.max_chunk = 18
+    x, y, _ = sequences(m)
+    h = m.hidden_states(x).flatten(0, 1)
+    first = m.loss_per_position(m.bucket_logits(h, m.head_matrices()[:1]), y.flatten(0, 1)[:, :1], 'product').mean()
+    expected = loss_and_gradients(m, plain_twin(m)(x, y) * 0 + m(x, y) + 0.5 * first)
+    m.head_loss = nested.__get__(m)
+    assert not differing(loss_and_gradients(m, m(x, y)), expected)
+    m.head_loss = (lambda self, h, y, E: self.loss_per_position([h @ E[0].T], y[:, :1], 'product').sum()).__get__(m)
+    m(x, y).backward()
 
 
 def test_first_derivatives_only():
@@ -516,19 +595,20 @@ def test_first_derivatives_only():
 
 @pytest.mark.parametrize('H', [0, 3])
 def test_derived_tensors_follow_the_vocabulary(H):
-    """A loaded state_dict, another device and a change in place give the losses of the new vocabulary."""
+    """A loaded state_dict, another device and set_vocabulary give the losses of the new vocabulary."""
     source = random_model(num_hashes=H)
     mask = torch.arange(300) % 7 != 5
-    source.token_mask &= mask
+    source.set_vocabulary(source.signatures.numpy(), (source.token_mask & mask).numpy())
     x, y, _ = sequences(source)
     expected = plain_twin(source).token_losses(x, y)
-    loaded = ChunkedMHF(source.config).double()
+    loaded = MHF(source.config).double()
     loaded.load_state_dict(source.state_dict())
-    on_meta = build_on_meta(source.config).double().to_empty(device='cpu')
-    on_meta.load_state_dict(source.state_dict())
+    with torch.device('meta'):
+        on_meta = MHF(source.config).double()
+    on_meta.to_empty(device='cpu').load_state_dict(source.state_dict())
     changed = random_model(num_hashes=H)
     changed.token_losses(x, y)
-    changed.token_mask &= mask
+    changed.set_vocabulary(source.signatures.numpy(), source.token_mask.numpy())
     for m in (loaded, on_meta, changed):
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(m.token_losses(x, y), expected, strict=True))
 
@@ -572,13 +652,13 @@ def test_ablations_are_what_they_are_called(tmp_path):
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
     h = torch.randn(6, 32, dtype=torch.float64)
     m = random_model(ablation='hard_embeddings')
-    o = m.bucket_logits(h)
+    o = m.bucket_logits(h, m.head_matrices())
     c = h
     for i, E_i in enumerate(m.head_weight.split(40)):
         assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
         c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
-    assert torch.allclose(torch.cat(m.bucket_logits(h), dim=1), h @ m.head_weight.T, rtol=1e-12)
+    assert torch.allclose(torch.cat(m.bucket_logits(h, m.head_matrices()), dim=1), h @ m.head_weight.T, rtol=1e-12)
     ids = torch.randint(3, 300, (2, 7))
     assert torch.equal(continued(m, ids, 9), m.generate(ids, 9, temperature=0))
     with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
@@ -700,7 +780,8 @@ def test_memory_of_the_head(loss):
         h = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
         y = m.signatures[torch.randint(0, 300, (n,))]
         model.zero_grad()
-        return peak_memory(lambda: model.head_loss(h, y).backward())
+        model.hidden_states = lambda x: h[None]
+        return peak_memory(lambda: model(y[None], y[None]).backward())
 
     growth = [(peak(model, 1024) - peak(model, 64)) / 960 for model in (m, plain_twin(m))]
     assert growth[0] < 16 * d and growth[1] > 8 * 3 * 40

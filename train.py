@@ -40,12 +40,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from configurator import InputError, Output, check_numbers, command_line_names, configure
+from configurator import check_numbers, command_line_names, configure
 from mhf import runtime
-from mhf.checkpoint import find_checkpoints, load, lock, resume, save
-from mhf.chunked import ChunkedMHF, make_config
+from mhf.checkpoint import find_checkpoints, load, lock, make_config, resume, save
 from mhf.data import block_indices, check_tokenizer, data_folder, get_table, open_bins, prefetch
-from model import MHFConfig
+from mhf.errors import InputError, Output
+from model import MHF, MHFConfig
 
 # output
 out_dir = 'out'
@@ -216,7 +216,7 @@ else:
     torch.manual_seed(seed)
     model_config = make_config(run_config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     with torch.device(device):  # a GPU draws other random numbers than a CPU
-        model = ChunkedMHF(model_config, table, meta['unused_ids'])
+        model = MHF(model_config, table, meta['unused_ids'])
         model.init_weights()
 if ckpt and dtype is None:
     dtype = ckpt['config']['dtype']

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from configurator import InputError
-from mhf.chunked import ChunkedMHF, build_on_meta
 from mhf.data import lock_folder, replace_durably
+from mhf.errors import InputError
 from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
@@ -92,7 +91,7 @@ def find_checkpoints(out_dir):
     return [folder / name for name in names if (folder / name).exists()]
 
 
-def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
+def read_checkpoint(path, mmap=True):
     """
     Reads a checkpoint of train.py. Returns (model, the checkpoint's dict), on the CPU; the dict is mapped to the file,
     the model is not. Raises InputError.
@@ -107,25 +106,33 @@ def read_checkpoint(path, Model=ChunkedMHF, mmap=True):
         if isinstance(e, OSError) and e.errno != errno.EINVAL:
             raise InputError(f'{path} cannot be read ({e})') from None
         if mmap and 'unable to mmap' in str(e):  # a file system without it
-            return read_checkpoint(path, Model, mmap=False)
+            return read_checkpoint(path, mmap=False)
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         others = [other.name for other in find_checkpoints(path.parent) if other.name != path.name]
         fix = f'; the folder also has {", ".join(others)}: move {path.name} away to use them' if others else ''
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}{fix}') from None
     # an error of a changed model.py is not damage
-    model = build_on_meta(config, Model)
-    model.load_state_dict({name: tensor.clone() for name, tensor in ckpt['model'].items()}, assign=True)
+    model = MHF.from_state_dict(config, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
     return model, ckpt
 
 
-def resume(out_dir, Model=ChunkedMHF):
+def resume(out_dir):
     """Reads the checkpoint that a run resumes from. Returns (model, the checkpoint's dict). Raises InputError."""
     paths = find_checkpoints(out_dir) or [Path(out_dir) / 'ckpt.pt']
-    return read_checkpoint(paths[0], Model)
+    return read_checkpoint(paths[0])
 
 
 # -----------------------------------------------------------------------------
 # trained models
+
+
+def make_config(settings, **fields):
+    """Returns the MHFConfig of a script's settings and further fields. Raises InputError for settings out of range."""
+    fields |= {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
+    try:
+        return MHFConfig(**fields)
+    except ValueError as e:
+        raise InputError(e) from None
 
 
 @dataclass
@@ -145,7 +152,7 @@ class LoadedModel:
         return frozenset([self.tok.bos, self.tok.eos, self.tok.pad, *self.eos_ids])
 
 
-def load(source='', tokenizer=None, Model=ChunkedMHF):
+def load(source='', tokenizer=None):
     """
     Loads a trained model and its tokenizer -> LoadedModel. Ids without a token have probability 0. Raises InputError.
 
@@ -162,7 +169,7 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
         source = max(paths, key=lambda path: path.stat().st_mtime).parent
     paths = [Path(source)] if Path(source).suffix == '.pt' else find_checkpoints(source)
     if paths:
-        model, ckpt = read_checkpoint(paths[0], Model)
+        model, ckpt = read_checkpoint(paths[0])
         name = f'{paths[0]}, step {ckpt["step"]}'
         facts = dict(tokenizer=ckpt['data']['tokenizer'], add_bos=ckpt['add_bos'], eos_ids=[])
         sha256 = ckpt['data']['tokenizer_sha256']
@@ -170,7 +177,7 @@ def load(source='', tokenizer=None, Model=ChunkedMHF):
         folder = resolve_path(source)
         if not (folder / 'config.json').exists():
             raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
-        model = from_pretrained(folder, Model)
+        model = from_pretrained(folder)
         name = str(source)
         facts = read_facts(folder)
         sha256 = None

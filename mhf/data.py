@@ -33,8 +33,9 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from configurator import InputError, command_line_names
+from configurator import command_line_names
 from hashing import fingerprint, signature_table
+from mhf.errors import InputError
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 

@@ -1,5 +1,5 @@
 """
-MHF.log_normalizer as Triton kernels, for chunked.vocab_log_normalizer; model.py has the same in plain PyTorch.
+MHF.log_normalizer as Triton kernels, for mhf/head.py; model.py has the formula.
 
     transpose    copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
     logsumexp    computes the token logits sum_i o_i[s_i(w)] of every token id w, and their logsumexp
@@ -42,7 +42,7 @@ def log_normalizer(o, index, gradient, sizes=SIZES):
     """
     Args:
         o: bucket logits, H of (n, B), contiguous, float64, float32 or bfloat16
-        index: a chunked.SignatureIndex
+        index: a head.Index
         gradient: whether to compute the gradient
 
     Returns: the logsumexp of the token logits (n,), float32 or better; its gradient (H, n, B), or an empty tensor.
@@ -75,7 +75,7 @@ def transpose(o, sizes):
 
 def logsumexp(transposed, index, keep_logits, sizes):
     """
-    Args: transposed (blocks, H*B, T) from transpose; a SignatureIndex.
+    Args: transposed (blocks, H*B, T) from transpose; a head.Index.
     Returns: the token logits (blocks, V, T), undefined for unused ids, or None without keep_logits; their logsumexp at
         every position, (blocks * T,). Both are float32 or better.
     """

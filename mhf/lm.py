@@ -35,8 +35,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from configurator import InputError, did_you_mean, install_excepthook
+from configurator import did_you_mean
 from mhf.checkpoint import load
+from mhf.errors import InputError, install_excepthook
 from mhf.generate import Engine
 from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_dtype
 from model import check_sampling

@@ -23,11 +23,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from configurator import InputError, install_excepthook
 from hashing import hash_buckets, lsh_coordinates
-from mhf.chunked import ChunkedMHF, build_on_meta
+from mhf.errors import InputError, install_excepthook
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer
-from model import MHFConfig, validate_table
+from model import MHF, MHFConfig, validate_table
 
 # fields of config.json -> fields of MHFConfig; the last three and trained_loss are not in the authors' files
 RELEASED_FIELDS = dict(
@@ -145,7 +144,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
 # read the released format
 
 
-def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
+def from_pretrained(path_or_hub_id):
     """
     Loads a model in the released format (config.json and safetensors, one file or several) from a folder, or from the
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
@@ -160,13 +159,10 @@ def from_pretrained(path_or_hub_id, Model=ChunkedMHF):
         state = convert_state_dict(config, weights, config_json.get('unused_ids') or ())
     except (OSError, SafetensorError, TypeError, ValueError, IndexError) as e:
         raise InputError(f'{path_or_hub_id} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
-    # an error in a fork's Model shows its traceback
-    model = build_on_meta(config, Model)
     try:
-        model.load_state_dict(state, assign=True)
+        return MHF.from_state_dict(config, state)
     except RuntimeError as e:  # tensors of other names or shapes
         raise InputError(f'{path_or_hub_id} cannot be loaded: {" ".join(str(e).split())[:300]}') from None
-    return model
 
 
 def read_weights(folder):

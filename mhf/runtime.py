@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from configurator import InputError
+from mhf.errors import InputError
 
 TIMEOUT = timedelta(minutes=10)  # how long the ranks wait for each other in a training step
 # dense bfloat16 FLOP/s from the data sheets; the first key that is part of torch.cuda.get_device_name() applies

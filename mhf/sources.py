@@ -19,7 +19,8 @@ import re
 import sysconfig
 from pathlib import Path
 
-from configurator import InputError, did_you_mean
+from configurator import did_you_mean
+from mhf.errors import InputError
 
 # name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub, or 'OWNER/REPOSITORY'. The data set consists of
 # all .parquet files in that folder and its subfolders; their column `text` contains the documents. 'fineweb-2:arb_Arab'

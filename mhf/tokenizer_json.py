@@ -7,7 +7,7 @@ import shutil
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from configurator import InputError
+from mhf.errors import InputError
 from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
 
 # byte-level files represent each byte by a printable character

@@ -24,7 +24,8 @@ import re
 import sys
 from pathlib import Path
 
-from configurator import InputError, did_you_mean
+from configurator import did_you_mean
+from mhf.errors import InputError
 
 
 class SentencePieceTokenizer:

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from configurator import InputError, install_excepthook
+from mhf.errors import InputError, install_excepthook
 from mhf.runtime import pick_device, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHFConfig

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import InputError, install_excepthook
 from mhf.checkpoint import read_checkpoint
 from mhf.data import data_folder, held_out_ids
+from mhf.errors import InputError, install_excepthook
 from mhf.tokenizers import get_tokenizer
 from model import MHF
 from study.rows import write_csv

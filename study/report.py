@@ -17,7 +17,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from configurator import InputError, install_excepthook
+from mhf.errors import InputError, install_excepthook
 from study.rows import parameters, read_csv, std, values
 from study.sweep import Study
 from study.vocabulary import VOCABULARY_SIZES

@@ -34,7 +34,8 @@ from pathlib import Path
 
 import torch
 
-from configurator import InputError, find_settings, install_excepthook, read_config
+from configurator import find_settings, read_config
+from mhf.errors import InputError, install_excepthook
 from study.rows import commit, read_csv, read_rows, write_csv
 
 REPO = Path(__file__).resolve().parent.parent

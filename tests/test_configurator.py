@@ -11,7 +11,8 @@ import pytest
 from conftest import REPO, default_settings
 
 import configurator
-from configurator import InputError, configure, read_config
+from configurator import configure, read_config
+from mhf.errors import InputError
 from model import MHFConfig
 
 
@@ -51,7 +52,8 @@ def test_paths_are_expanded(tmp_path, setting, value):
 # prints lines, then exits with 7
 PRINTS = """
 import sys
-from configurator import Output, configure
+from configurator import configure
+from mhf.errors import Output
 lines = 1
 ends = True
 config = configure(globals())

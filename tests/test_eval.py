@@ -13,8 +13,8 @@ from lm_eval.tasks._index import TaskIndex
 from test_lm import NO_INDEX, custom_tasks
 
 import eval as evaluation
-from configurator import InputError
 from mhf.checkpoint import read_checkpoint
+from mhf.errors import InputError
 from mhf.lm import MHFLM
 from mhf.released import save_pretrained
 from test_mhf import random_model, write_released

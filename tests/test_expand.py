@@ -14,8 +14,7 @@ import expand
 import prepare
 from configurator import read_config
 from hashing import signature_table
-from mhf.checkpoint import read_checkpoint
-from mhf.chunked import make_config
+from mhf.checkpoint import make_config, read_checkpoint
 from mhf.data import Bins
 from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import parse_mixture

@@ -20,10 +20,9 @@ import triton
 from conftest import REPO
 
 from hashing import signature_table
-from mhf import kernels
-from mhf.chunked import value_and_gradient
-from model import MHF
-from test_mhf import distance, needs_interpreter, vocabulary
+from mhf import head, kernels
+from mhf.head import value_and_gradient
+from test_mhf import PlainMHF, distance, needs_interpreter, vocabulary
 
 # the interpreter warns about a block of 64 unused ids
 pytestmark = [needs_interpreter, pytest.mark.filterwarnings('ignore:divide by zero encountered in log')]
@@ -54,15 +53,15 @@ CASES += [('long lists', 70, torch.float32, 1e-6), ('unused ids', 70, torch.bflo
 
 
 @pytest.mark.parametrize('name, n, dtype, tolerance', CASES)
-def test_kernels_equal_the_plain_sums(name, n, dtype, tolerance):
+def test_kernels_equal_the_plain_sums(name, n, dtype, tolerance, monkeypatch):
     """
     The normalizer and its gradient equal model.py's. Sums are float32 or better, also over bfloat16 logits. The
     gradient of a bucket without tokens is 0.
     """
     m = make_vocabulary(**VOCABULARIES[name])
     o = random_logits(m, n, dtype)
-    expected, *plain = value_and_gradient(lambda o: MHF.log_normalizer(m, o), [o_i.double() for o_i in o])
-    m.use_kernels = True
+    expected, *plain = value_and_gradient(lambda o: PlainMHF.log_normalizer(m, o), [o_i.double() for o_i in o])
+    monkeypatch.setattr(head, 'has_kernels', lambda device: True)
     normalizer, *gradient = value_and_gradient(m.log_normalizer, o)
     assert (normalizer - expected).abs().max() < 20 * min(tolerance, 1e-6)
     for g, plain_g in zip(gradient, plain, strict=True):
@@ -77,10 +76,10 @@ def test_a_large_vocabulary():
     table = torch.randint(1, 16384, (131072, 2), generator=torch.Generator().manual_seed(0)).numpy()
     m = vocabulary(table, 16384)
     o = random_logits(m, 1, torch.float64)
-    expected, *plain = value_and_gradient(lambda o: MHF.log_normalizer(m, o), o)
+    expected, *plain = value_and_gradient(lambda o: PlainMHF.log_normalizer(m, o), o)
     # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
     sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
-    normalizer, gradient = kernels.log_normalizer(o, m.signature_index(), True, sizes)
+    normalizer, gradient = kernels.log_normalizer(o, m.index, True, sizes)
     assert torch.allclose(normalizer, expected, rtol=1e-13)
     assert all(distance(g, plain_g) < 1e-13 for g, plain_g in zip(gradient, plain, strict=True))
 
@@ -129,7 +128,7 @@ def compile_kernels():
     # Triton specializes kernels for integers that are 1 or multiples of 16
     cases = [(torch.bfloat16, 4, 256, 64, True), (torch.bfloat16, 3, 263, 1, False), (torch.float64, 1, 263, 77, True)]
     for dtype, H, B, n, gradient in cases:
-        index = vocabulary(torch.randint(1, B, (1000, H)).numpy(), B).signature_index()
+        index = vocabulary(torch.randint(1, B, (1000, H)).numpy(), B).index
         kernels.log_normalizer([torch.zeros(n, B, dtype=dtype) for _ in range(H)], index, gradient)
 
 

@@ -11,7 +11,7 @@ from conftest import newest, ok, real_documents, run, run_ranks, small_tasks, wr
 from lm_eval.api.instance import Instance
 from lm_eval.utils import warning_once
 
-from configurator import InputError
+from mhf.errors import InputError
 from mhf.lm import MHFLM, decode_continuation, load_tasks
 from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer

@@ -28,10 +28,10 @@ from tokenizers import models, pre_tokenizers
 
 import eval as evaluation
 import prepare
-from configurator import InputError
 from hashing import fingerprint, signature_table
 from mhf import data, sources
 from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins
+from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import expand
-from configurator import InputError
 from hashing import signature_table
 from mhf.checkpoint import load
+from mhf.errors import InputError
 from mhf.lm import open_lm
 from mhf.released import from_pretrained, has_padding_from, save_pretrained
 from mhf.tokenizer_json import write_tokenizer

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import REPO, ok, run, snapshot, weights
 
-from configurator import InputError, find_settings
+from configurator import find_settings
+from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 from study import report
 from study import sweep as sweep_module

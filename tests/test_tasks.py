@@ -15,8 +15,8 @@ from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 from test_lm import NO_INDEX
 
-from configurator import InputError
 from mhf import lm as tasks
+from mhf.errors import InputError
 from mhf.lm import MHFLM, PAPER
 from test_mhf import random_model
 

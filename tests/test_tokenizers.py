@@ -14,10 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import expand
 import prepare
-from configurator import InputError
 from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.data import held_out_ids
+from mhf.errors import InputError
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import byte_lengths, get_tokenizer, warn_lost
 from test_mhf import SAYINGS, random_model, write_released

@@ -48,16 +48,16 @@ checkpoint.save = lambda *args: (time.sleep({seconds}), save(*args))
 # a patch that executes {do} in the {n}-th forward pass of training
 IN_FORWARD = """
 import os, signal, torch
-from mhf.chunked import ChunkedMHF
+from model import MHF
 passes = []
-head_loss = ChunkedMHF.head_loss
+forward = MHF.forward
 @torch.compiler.disable
-def counted(self, h, y):
+def counted(self, x, y):
     passes.append(len(passes))
     if len(passes) == {n}:
         {do}
-    return head_loss(self, h, y)
-ChunkedMHF.head_loss = counted
+    return forward(self, x, y)
+MHF.forward = counted
 """
 
 
@@ -394,7 +394,7 @@ def test_an_ignored_signal_and_a_reader_that_ends(quick):
 # kills the process at the {n}-th forward pass of training or of validation, or the {n}-th fsync or rename of a write
 KILL = """
 import os, signal, torch
-from mhf.chunked import ChunkedMHF
+from model import MHF
 calls = []
 def killing(real):
     @torch.compiler.disable
@@ -408,8 +408,8 @@ for holder, name in {functions}:
     setattr(holder, name, killing(getattr(holder, name)))
 """
 MOMENTS = {
-    'training': ('[(ChunkedMHF, "head_loss")]', 40),
-    'validation': ('[(ChunkedMHF, "token_losses")]', 20),
+    'training': ('[(MHF, "forward")]', 40),
+    'validation': ('[(MHF, "token_losses")]', 20),
     'writing': ('[(os, "fsync"), (os, "replace")]', 20),
 }
 
