@@ -1,4 +1,4 @@
-"""Errors and output of a script: one line for an error that the user can fix, and streams that survive a closed pipe."""
+"""Errors and output of a script: an error that the user can fix is one line, and a closed pipe ends it silently."""
 
 import io
 import os
