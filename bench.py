@@ -29,7 +29,7 @@ from mhf.checkpoint import make_config
 from mhf.data import build_table
 from mhf.errors import InputError
 from mhf.generate import Engine
-from mhf.head import default_chunk, has_kernels, log_normalizer_in_columns
+from mhf.head import chunk_size, has_kernels, log_normalizer_in_columns
 from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
@@ -255,7 +255,7 @@ def bench_head(configs, tok):
     if c is None:
         raise InputError('benchmarks=head: needs a MultiHashFormer; add exact to variants')
     model = random_model(c, tok)
-    n = default_chunk(device_type, c)
+    n = chunk_size(device_type, c)
     o = [torch.randn(n, c.num_buckets, device=device, dtype=getattr(torch, dtype)) for _ in range(c.num_hashes)]
     ways = dict(columns=log_normalizer_in_columns)
     if has_kernels(o[0].device):

@@ -34,6 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
 from hashing import fingerprint, signature_table
+from mhf import head
 from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.released import from_pretrained, save_pretrained
@@ -185,7 +186,6 @@ def random_model(seed=0, dtype=torch.float64, **changes):
 def plain_twin(m):
     """A PlainMHF with the same weights and vocabulary."""
     twin = PlainMHF(m.config).to(m.embed.weight)
-    twin.max_chunk = 10**6
     twin.load_state_dict(m.state_dict())
     return twin
 
@@ -389,7 +389,7 @@ needs_interpreter = pytest.mark.skipif(bool(no_interpreter()), reason=no_interpr
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
 @pytest.mark.parametrize('changes', KINDS, ids=str)
-def test_chunks_equal_the_whole(loss, changes):
+def test_chunks_equal_the_whole(loss, changes, monkeypatch):
     """In float64, a head in chunks has the losses, gradients and predictions of model.py's head."""
     m = random_model(loss=loss, **changes)
     if m.config.num_hashes == 0:
@@ -397,13 +397,14 @@ def test_chunks_equal_the_whole(loss, changes):
     x, y, ids = sequences(m)
     twin = plain_twin(m)
     plain = loss_and_gradients(twin, twin(x, y))
-    m.max_chunk = 18  # 120 positions in seven chunks
+    losses = twin.token_losses(x, y)
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 18)  # 120 positions in seven chunks
     accumulated = m(x, y) / 2 + m(x, y) / 2
     for loss in (m(x, y), accumulated):
         assert not differing(loss_and_gradients(m, loss), plain)
     with torch.no_grad():
         assert torch.allclose(m(x, y), plain['loss'], rtol=1e-12)
-    for a, b in zip(m.token_losses(x, y), twin.token_losses(x, y), strict=True):
+    for a, b in zip(m.token_losses(x, y), losses, strict=True):
         assert a.shape == (3, 40) and torch.allclose(a, b, rtol=1e-12)
     assert torch.allclose(m.log_probs(ids), twin.log_probs(ids), rtol=1e-12)
     h = m.hidden_states(x).flatten(0, 1)
@@ -415,10 +416,10 @@ def test_chunks_equal_the_whole(loss, changes):
             assert torch.allclose(a.double(), b.double(), rtol=1e-12)
 
 
-def test_frozen_parameters():
+def test_frozen_parameters(monkeypatch):
     """A frozen parameter gets no gradient, and the others the same as from autograd."""
     m = random_model()
-    m.max_chunk = 18
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 18)
     twin = plain_twin(m)
     x, y, _ = sequences(m)
     names = ('embed.weight', 'hash_decoder.0.0.weight', 'encoder.out.bias', 'layers.1.mlp.up_proj.weight')
@@ -479,7 +480,7 @@ def test_an_edit_trains_and_validates(edit, monkeypatch):
     edit(monkeypatch)
     for loss in ('exact', 'product'):
         m = random_model(loss=loss)
-        m.max_chunk = 18
+        monkeypatch.setattr(head, 'chunk_size', lambda *_: 18)
         twin = plain_twin(m)
         trained = loss_and_gradients(m, m(x, y))
         assert not differing(trained, loss_and_gradients(twin, twin(x, y)))
@@ -562,12 +563,12 @@ def test_nested_calls(monkeypatch):
         self.predict(h, y[:, 0])
         with torch.no_grad():
             assert self.next_token_logits(h).isfinite().any()
-        inner = model_module.head.sum_in_chunks(MHF.head_loss.__get__(self), 5, h, y, E, self.parameters())
+        inner = head.sum_in_chunks(MHF.head_loss.__get__(self), 5, h, y, E, self.parameters())
         first = self.loss_per_position(self.bucket_logits(h, E[:1]), y[:, :1], 'product').sum()
         return inner + 0.5 * first
 
     m = random_model(loss='product')
-    m.max_chunk = 18
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 18)
     x, y, _ = sequences(m)
     h = m.hidden_states(x).flatten(0, 1)
     first = m.loss_per_position(m.bucket_logits(h, m.head_matrices()[:1]), y.flatten(0, 1)[:, :1], 'product').mean()
@@ -614,10 +615,10 @@ def test_derived_tensors_follow_the_vocabulary(H):
 
 
 @pytest.mark.parametrize('H', [0, 3])
-def test_ties_and_unused_ids(H):
+def test_ties_and_unused_ids(H, monkeypatch):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""
     m = random_model(num_hashes=H)
-    m.max_chunk = 7
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 7)
     table = m.signatures.numpy().copy()
     if H:
         table[150:] = table[:150]
@@ -712,14 +713,14 @@ def test_estimated_flops(frozen, ablation):
 
 @pytest.mark.parametrize('autocast', [True, False])
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_chunks_in_bfloat16(loss, autocast):
+def test_chunks_in_bfloat16(loss, autocast, monkeypatch):
     """With autocast or bfloat16 parameters, many chunks do not increase the rounding error."""
     m = random_model(dtype=torch.float32, loss=loss)
     x, y, _ = sequences(m, 8, 32)
     m.double()
     reference = plain_loss_and_gradients(m, x, y)
     m.to(torch.float32 if autocast else torch.bfloat16)
-    m.max_chunk = 4
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 4)
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         measured = loss_and_gradients(m, m(x, y))
         plain = plain_loss_and_gradients(m, x, y)
@@ -729,13 +730,13 @@ def test_chunks_in_bfloat16(loss, autocast):
 
 
 @pytest.mark.parametrize('loss, H', [('exact', 3), ('product', 3), ('exact', 0)])
-def test_compiled(loss, H):
+def test_compiled(loss, H, monkeypatch):
     """Compiled blocks and chunks have the plain gradients; blocks share a graph, and so do chunks."""
     torch._dynamo.reset()
     m = random_model(loss=loss, num_hashes=H)
     x, y, _ = sequences(m, 2, 8)
     plain = plain_loss_and_gradients(m, x, y)
-    m.max_chunk = 4
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 4)
     graphs = CompileCounterWithBackend('aot_eager')
     m.compile(backend=graphs)
     assert not differing(loss_and_gradients(m, m(x, y)), plain)
@@ -770,10 +771,10 @@ def peak_memory(function):
 
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_memory_of_the_head(loss):
+def test_memory_of_the_head(loss, monkeypatch):
     """With more positions, chunks need memory for dL/dh alone, and the head at once for the bucket logits."""
     m = random_model(loss=loss)
-    m.max_chunk = 32
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 32)
     d = m.config.hidden_size
 
     def peak(model, n):
@@ -807,12 +808,12 @@ def test_calibration(loss):
     assert abs(overconfidence) < 0.04 if loss == 'exact' else overconfidence > 0.15
 
 
-def test_activation_checkpointing():
+def test_activation_checkpointing(monkeypatch):
     """Activation checkpointing recomputes the blocks, passes them the mask, and does not change a gradient."""
     m = random_model()
     calls = []
     m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-    m.max_chunk = 5
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 5)
     x = m.signatures[torch.arange(20)[None]]
     expected = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
     assert len(calls) == 1
@@ -839,7 +840,7 @@ def test_replace_vocabulary():
 
 
 @pytest.mark.parametrize('H', [0, 1, 3])
-def test_losses_and_log_probs_are_the_formulas(H):
+def test_losses_and_log_probs_are_the_formulas(H, monkeypatch):
     """P(w) is the normalized product of its buckets' probabilities; the losses are -log of the product and of P(w)."""
     m = random_model(num_hashes=H, num_buckets=400 if H == 1 else 40)
     ids = torch.randint(0, 300, (2, 5))
@@ -854,7 +855,7 @@ def test_losses_and_log_probs_are_the_formulas(H):
     assert torch.allclose(m.log_probs(ids), (product / product.sum(-1, keepdim=True)).log(), atol=1e-10)
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
-    m.max_chunk = 3
+    monkeypatch.setattr(head, 'chunk_size', lambda *_: 3)
     product_loss, exact_loss = m.token_losses(x, y)
     assert torch.allclose(exact_loss, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     coordinates = [p[:, :-1, i].gather(2, y[..., i, None])[..., 0] for i in range(H or 1)]

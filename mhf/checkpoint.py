@@ -112,7 +112,7 @@ def read_checkpoint(path, mmap=True):
         fix = f'; the folder also has {", ".join(others)}: move {path.name} away to use them' if others else ''
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}{fix}') from None
     # an error of a changed model.py is not damage
-    model = MHF.from_state_dict(config, {name: tensor.clone() for name, tensor in ckpt['model'].items()})
+    model = MHF.from_state_dict(config, ckpt['model'])
     return model, ckpt
 
 
