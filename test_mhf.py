@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
@@ -822,6 +822,68 @@ def test_activation_checkpointing(monkeypatch):
     assert len(calls) == 3 and all(torch.equal(expected[k], again[k]) for k in expected)
     mask = torch.eye(20, dtype=torch.bool)[None, None]  # each position attends to itself only
     assert torch.allclose(m.hidden_states(x, mask=mask)[:, 7], m.hidden_states(x[:, 7:8])[:, 0])
+    # with a cache, nothing is recomputed
+    m.requires_grad_(False)
+    h = m.hidden_states(x)
+    cache = Engine(m).new_cache(1, 20)
+    for slots in torch.arange(20).split(10):
+        part = m.hidden_states(
+            x[:, slots], cache, slots, positions=slots, mask=torch.ones(10, 20).tril(slots[0]).bool()
+        )
+        assert torch.allclose(part, h[:, slots], rtol=1e-9)
+
+
+def test_activation_checkpointing_with_dropout(monkeypatch):
+    """Recomputed blocks draw the same dropout mask again."""
+    block = model_module.Block.forward
+    dropout = torch.nn.functional.dropout
+    monkeypatch.setattr(model_module.Block, 'forward', lambda self, *args: dropout(block(self, *args), 0.5))
+    m = random_model()
+    x, y, _ = sequences(m)
+    gradients = []
+    for m.activation_checkpointing in (False, True):
+        torch.manual_seed(1)
+        gradients.append(loss_and_gradients(m, m(x, y)))
+    assert not differing(*gradients)
+
+
+class Fork(MHF):
+    """A fork with tied parameters, tensors that its constructor computes, and settings of its own."""
+
+    def __init__(self, config, *args):
+        super().__init__(config, *args)
+        self.lm_head = torch.nn.Linear(config.hidden_size, len(self.embed.weight), bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.layers[1].self_attn.k_norm.weight = self.layers[0].self_attn.q_norm.weight
+        self.register_buffer('scale', torch.linspace(0, 1, 5), persistent=False)
+        self.offset = torch.arange(5.0)
+
+
+@dataclass
+class ForkConfig(MHFConfig):
+    dropout: float = 0.0
+    bias: bool = False
+    window: int | None = None
+
+
+def test_loading_a_fork():
+    """Ties and computed tensors survive loading, settings of any type are allowed, and nothing is drawn."""
+    m = Fork(ForkConfig(**asdict(random_model().config))).double()
+    state = m.state_dict()
+    random_state = torch.get_rng_state()
+    loaded = Fork.from_state_dict(m.config, state)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in m.named_parameters()]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+    assert loaded.embed.weight.data_ptr() != m.embed.weight.data_ptr() and loaded.embed.weight.dtype == torch.float64
+    assert torch.equal(loaded.scale, m.scale) and torch.equal(loaded.offset, m.offset)
+
+
+@pytest.mark.parametrize('changes', [dict(hidden_size=0), dict(rope_theta=math.inf), dict(embedding_scale=math.nan)])
+def test_sizes(changes):
+    """The paper's sizes are finite and above 0."""
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(TINY, **changes)
 
 
 def test_replace_vocabulary():
@@ -905,8 +967,12 @@ def test_cached_generation_equals_uncached(H, groups):
 
 
 @pytest.mark.parametrize('H', [3, 0])
-def test_padded_generation(H, monkeypatch):
+@pytest.mark.parametrize('absolute', [False, True])
+def test_padded_generation(H, absolute, monkeypatch):
     """Padding before a shorter prompt does not change its text, with a compiled step or without."""
+    if absolute:  # positions of a fork whose position embeddings are not relative
+        angles = model_module.rope_angles
+        monkeypatch.setattr(model_module, 'rope_angles', lambda positions, *args: angles(positions**2, *args))
     m = random_model(num_hashes=H)
     prompts = [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
     alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
@@ -950,6 +1016,29 @@ def test_compiled_generation(monkeypatch):
             drawn = continued(m, ids, 34, engine, generator=torch.Generator().manual_seed(1))
             assert torch.equal(drawn, expected)
     assert len(graphs) == 3  # a block, and both ways of sampling
+    x, y, _ = sequences(m)
+    assert not differing(loss_and_gradients(m, m(x, y)), loss_and_gradients(twin, twin(x, y)))
+    assert len(graphs) == 3  # the engine's blocks are compiled, not the model's
+
+
+def test_compiled_blocks_may_differ(monkeypatch):
+    """Each of ten blocks may have a Python number of its own, in a compiled model and in compiled generation."""
+    torch._dynamo.reset()
+    block = model_module.Block.forward
+    monkeypatch.setattr(model_module.Block, 'forward', lambda self, x, *args: self.number * block(self, x, *args))
+    m = random_model(num_layers=10, hidden_size=8)
+    for i, layer in enumerate(m.layers):
+        layer.number = 1 / (i + 1)
+    compile = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda f, **options: compile(f, **dict(backend='eager') | options))
+    engine = Engine(m, temperature=0)
+    engine.compile(1, 24)
+    ids = torch.randint(0, 300, (1, 4))
+    assert torch.equal(continued(m, ids, 8, engine), m.generate(ids, 8, temperature=0))
+    x, y, _ = sequences(m)
+    expected = loss_and_gradients(m, m(x, y))
+    m.compile(backend='eager')
+    assert not differing(loss_and_gradients(m, m(x, y)), expected)
 
 
 def test_sampling_follows_p():

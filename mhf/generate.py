@@ -7,9 +7,12 @@ An Engine accepts prompts of different lengths and can run each decoding step as
 """
 
 from contextlib import nullcontext
+from copy import copy
 
 import torch
+import torch.nn as nn
 
+from mhf.head import allow_compilations
 from mhf.runtime import capture
 from model import sample_token, upcast
 
@@ -37,7 +40,11 @@ class Engine:
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
         self.start = torch.zeros(N, 1, 1, 1, dtype=torch.int64, device=self.cache.device)
-        self.step()  # prepares what compiled code reads
+        self.step()  # the first call's comparison, which compiled code omits
+        # blocks of the engine's own with the same parameters, because compile() changes a block
+        self.model = copy(self.model)
+        self.model._modules = self.model._modules | dict(layers=nn.ModuleList(map(copy, self.model.layers)))
+        allow_compilations(len(self.model.layers))
         for layer in self.model.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.sample = torch.compile(self.sample, fullgraph=True, dynamic=False)
@@ -51,7 +58,9 @@ class Engine:
         mask = context_mask(self.position, self.cache.shape[-2], self.start)
         # float, added to the attention scores, because each block would convert a bool mask
         mask = torch.zeros_like(mask, dtype=self.cache.dtype).masked_fill(~mask, -torch.inf)
-        self.token.copy_(self.next_token(self.token[:, None], self.cache, self.position, mask, self.noise))
+        positions = self.position - self.start[:, 0, 0]  # (N, 1)
+        token = self.next_token(self.token[:, None], self.cache, self.position, positions, mask, self.noise)
+        self.token.copy_(token)
         self.position.add_(1)
         return self.token
 
@@ -70,10 +79,10 @@ class Engine:
         V = self.model.config.vocab_size
         return upcast(self.model.embed.weight.new_ones(N, V)) if self.temperature else None
 
-    def next_token(self, ids, cache, positions, mask, noise):
+    def next_token(self, ids, cache, slots, positions, mask, noise):
         """Token ids (N, T) -> next token ids (N,); the other arguments as in hidden_states and sample_token."""
-        h = self.model.hidden_states(self.model.signatures[ids], cache, positions=positions, mask=mask)[:, -1]
-        return self.sample(h, noise)
+        h = self.model.hidden_states(self.model.signatures[ids], cache, slots, positions, mask)
+        return self.sample(h[:, -1], noise)
 
     def sample(self, h, noise):
         """h (N, d) -> next token ids (N,)."""
@@ -97,7 +106,7 @@ class Engine:
             cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens)
             noise = self.new_noise(len(ids))
         is_empty = True  # the cache
-        start = None  # (N, 1, 1, 1), where each padded row starts; RoPE is relative, so positions need no shift
+        start = None  # (N, 1, 1, 1), where each padded row starts
         for step in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
@@ -109,13 +118,17 @@ class Engine:
                 token = self.compiled_step().clone()  # the next step overwrites it
             else:
                 first = 0 if is_empty else T - 1
-                positions = torch.arange(first, T, device=ids.device)
+                slots = torch.arange(first, T, device=ids.device)
+                positions = slots
+                mask = None
                 if is_empty and lengths is not None:
                     start = (T - step - lengths).clamp(min=0)[:, None, None, None]
-                mask = None if start is None else context_mask(positions, T, start)
+                if start is not None:
+                    positions = (slots - start[:, 0, 0]).clamp(min=0)  # (N, T)
+                    mask = context_mask(slots, T, start)
                 # prompts have many lengths, so they are not compiled
                 with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
-                    token = self.next_token(ids[:, first:], cache[..., :T, :], positions, mask, noise)
+                    token = self.next_token(ids[:, first:], cache[..., :T, :], slots, positions, mask, noise)
                 if self.compiled_step:  # continues from here
                     self.token.copy_(token)
                     self.position.fill_(T)
@@ -125,12 +138,12 @@ class Engine:
             yield token
 
 
-def context_mask(positions, length, start):
+def context_mask(slots, length, start):
     """
-    The positions below `length` that each of `positions` (T,) attends to, bool (N, 1, T, length). Row n starts at
-    start[n]; start is (N, 1, 1, 1).
+    The slots below `length` that each of `slots` (T,) attends to, bool (N, 1, T, length). Row n starts at start[n];
+    start is (N, 1, 1, 1).
     """
-    key_pos = torch.arange(length, device=positions.device)
-    query_pos = positions[:, None]
+    keys = torch.arange(length, device=slots.device)
+    queries = slots[:, None]
     # padding attends to itself, because a fully masked row would be NaN
-    return (key_pos <= query_pos) & (key_pos >= start) | (key_pos == query_pos)
+    return (keys <= queries) & (keys >= start) | (keys == queries)
