@@ -6,7 +6,7 @@ PYTHON ?= python3
 # make demo ARGS='--max_steps=100'
 demo: .venv/installed
 	.venv/bin/python prepare.py config/mhf_tiny.py
-	.venv/bin/python train.py config/mhf_tiny.py --auto_resume $(ARGS)
+	.venv/bin/python train.py config/mhf_tiny.py $(ARGS)
 	.venv/bin/python sample.py config/mhf_tiny.py
 
 # Checks style and formatting.

@@ -65,6 +65,8 @@ def command_line_names():
 
 def coerce(key, value, default):
     """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
+    if value == '' and default:  # an unset variable of the shell
+        raise InputError(f'{key} is empty; omit --{key}, or set it (default: {default})')
     if isinstance(value, str) and isinstance(default, str | None):
         is_prompt = key == 'start'
         return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
@@ -80,13 +82,13 @@ def coerce(key, value, default):
 
 def parse_flag(argument, script, defaults):
     """
-    Returns {key: value} of an argument --key=value, or --key of a setting that is True or False or None. The value is a
-    Python literal, or text if it is not a literal or the default is text.
+    Returns {key: value} of an argument --key=value, or --key of a setting that is True or False. The value is a Python
+    literal, or text if it is not a literal or the default is text.
     """
     key, equals, text = argument[2:].partition('=')
     if key not in defaults:
         raise InputError(f"unknown setting '--{key}' of {script}{did_you_mean(key, defaults)}")
-    if not equals and not isinstance(defaults[key], bool | None):
+    if not equals and not isinstance(defaults[key], bool):
         raise InputError(f'--{key} needs a value: --{key}=...')
     value = text if equals else True
     if equals and not isinstance(defaults[key], str):
@@ -95,8 +97,11 @@ def parse_flag(argument, script, defaults):
     return {key: value}
 
 
-def read_config(path):
-    """Returns {name: value} of a config file. Raises InputError for its errors and for unknown names."""
+def read_config(path, defaults=()):
+    """
+    Returns {name: value} of a config file. Raises InputError for its errors and for names that are neither in
+    `defaults` nor settings in the source of a script.
+    """
     file = Path(path) if Path(path).is_file() else HERE / path
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
@@ -106,7 +111,7 @@ def read_config(path):
     except Exception as e:  # the file may raise anything
         raise InputError(f'{path}: {type(e).__name__}: {e}') from None
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
-    known = set().union(*map(find_settings, SCRIPTS))
+    known = set().union(defaults, *map(find_settings, SCRIPTS))
     for key in settings:
         if key not in known:
             raise InputError(f"{path}: unknown setting '{key}'{did_you_mean(key, known)}")
@@ -139,7 +144,7 @@ def configure(scope):
     settings = dict(defaults)
     for argument in sorted(arguments, key=lambda argument: argument.startswith('--')):  # config files first
         is_flag = argument.startswith('--')
-        given = parse_flag(argument, script, defaults) if is_flag else read_config(argument)
+        given = parse_flag(argument, script, defaults) if is_flag else read_config(argument, defaults)
         # a config file may contain settings of other scripts
         settings |= {key: coerce(key, value, defaults[key]) for key, value in given.items() if key in defaults}
     scope.update(settings)

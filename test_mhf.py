@@ -918,7 +918,7 @@ def test_losses_and_log_probs_are_the_formulas(H, monkeypatch):
     x = m.signatures[ids[:, :-1]]
     y = m.signatures[ids[:, 1:]]
     monkeypatch.setattr(head, 'chunk_size', lambda *_: 3)
-    product_loss, exact_loss = m.token_losses(x, y)
+    product_loss, exact_loss, _ = m.token_losses(x, y)
     assert torch.allclose(exact_loss, -m.log_probs(ids)[:, :-1].gather(2, ids[:, 1:, None])[..., 0], atol=1e-10)
     coordinates = [p[:, :-1, i].gather(2, y[..., i, None])[..., 0] for i in range(H or 1)]
     assert torch.allclose(product_loss, -math.prod(coordinates).log(), atol=1e-10)

@@ -6,13 +6,13 @@ from config.mhf_1b import *
 # trained here; released: --source_model=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
 source_model = 'out/mhf_1b'
 # expand.py writes the expanded model and the tokenizer; train.py starts from them
-output_dir = 'out/mhf_1b_grown'
-init_from = output_dir
+output_dir = init_from = 'out/mhf_1b_grown'
 tokenizer = 'out/tokenizer/ar_zh_hi.model'
 out_dir = 'out/expand_mhf_1b'
 base_tokenizer = 'mistral'
-corpora = 'fineweb-2:arb_Arab,fineweb-2:cmn_Hani,fineweb-2:hin_Deva'
-dataset = ','.join(f'{_source}@2.1e9' for _source in (*corpora.split(','), 'fineweb-edu:sample-10BT'))
+_corpora = ['fineweb-2:arb_Arab', 'fineweb-2:cmn_Hani', 'fineweb-2:hin_Deva']
+corpora = ','.join(_corpora)
+dataset = ','.join(f'{_source}@2.1e9' for _source in (*_corpora, 'fineweb-edu:sample-10BT'))
 # as in expand.py, so that its held-out documents are not in the training data
 val_fraction = 0.05
 

@@ -2,8 +2,7 @@
 from config.expand_mhf_1b import *
 
 source_model = 'out/mhf_1b_h3b10k'
-output_dir = 'out/mhf_1b_h3b10k_grown'
-init_from = output_dir
+output_dir = init_from = 'out/mhf_1b_h3b10k_grown'
 out_dir = 'out/expand_mhf_1b_h3b10k'
 num_hashes = 3
 num_buckets = 10624

@@ -3,8 +3,7 @@
 from config.expand_mhf_1b import *
 
 source_model = 'out/mhf_3b'
-output_dir = 'out/mhf_3b_grown'
-init_from = output_dir
+output_dir = init_from = 'out/mhf_3b_grown'
 out_dir = 'out/expand_mhf_3b'
 num_layers = 36
 num_kv_heads = 2

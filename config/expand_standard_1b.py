@@ -3,7 +3,6 @@
 from config.expand_mhf_1b import *
 
 source_model = 'out/standard_1b'
-output_dir = 'out/standard_1b_grown'
-init_from = output_dir
+output_dir = init_from = 'out/standard_1b_grown'
 out_dir = 'out/expand_standard_1b'
 num_hashes = 0

@@ -2,7 +2,6 @@
 from config.expand_standard_1b import *
 
 source_model = 'out/standard_1b_2l'
-output_dir = 'out/standard_1b_2l_grown'
-init_from = output_dir
+output_dir = init_from = 'out/standard_1b_2l_grown'
 out_dir = 'out/expand_standard_1b_2l'
 num_layers = 22

@@ -2,7 +2,6 @@
 from config.expand_mhf_3b import *
 
 source_model = 'out/standard_3b'
-output_dir = 'out/standard_3b_grown'
-init_from = output_dir
+output_dir = init_from = 'out/standard_3b_grown'
 out_dir = 'out/expand_standard_3b'
 num_hashes = 0

@@ -5,20 +5,19 @@
 from config.mhf_tiny import *
 
 source_model = 'out/mhf_tiny'
-output_dir = 'out/mhf_tiny_grown'
-init_from = output_dir
+output_dir = init_from = 'out/mhf_tiny_grown'
 tokenizer = 'out/tokenizer/expand_tiny.model'
 out_dir = 'out/expand_tiny'
 base_tokenizer = 'mistral'
 # 240 paragraphs each; assets/text/README.md names their source and license
 corpora = ','.join(f'assets/text/{_name}.jsonl.xz' for _name in ('ar', 'zh', 'hi'))
-dataset = ','.join(f'assets/text/{_name}.jsonl.xz@{_n}' for _name, _n in dict(ar=44000, zh=34400, hi=46100).items())
-dataset += ',stdlib@125000'
+_tokens = {f'assets/text/{_name}.jsonl.xz': _n for _name, _n in dict(ar=44000, zh=34400, hi=46100).items()}
+_tokens['stdlib'] = 125000
+dataset = ','.join(f'{_source}@{_n}' for _source, _n in _tokens.items())
 # as in expand.py, so that its held-out documents are not in the training data
 val_fraction = 0.05
 max_steps = 240
 warmup_steps = 24
-lr_decay_steps = max_steps
 eval_interval = 120
 # settings of an earlier experiment (study/LOG.md, 2026-11-24), which had other text than study/RESULTS.md
 learning_rate = 2e-3

@@ -1,26 +1,29 @@
 """
 Checkpoints: train.py writes them and resumes from them, and every script loads trained models.
 
+    start = open_start('out/mhf_tiny', init_from='scratch', tokenizer='mistral')    # where a run of train.py starts
     loaded = load('out/mhf_tiny')        # the out_dir of a run, a *.pt, a folder in the released format, or a hub id
     loaded.model, loaded.tok
 
 A run writes ckpt.pt, which is the newest checkpoint, ckpt_previous.pt, the one before, and ckpt_best.pt, which has the
-lowest validation loss. Each is complete: a run can resume from it. get_checkpoint (train.py) returns its contents.
+lowest validation loss. Each is complete: a run can resume from it. The loop of train.py defines its contents.
 """
 
 import atexit
 import contextlib
 import errno
+import math
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from mhf.data import lock_folder, replace_durably
+from mhf.data import check_table, check_tokenizer, lock_folder, replace_durably
 from mhf.errors import InputError
 from mhf.released import from_pretrained, has_padding_from, has_signatures_of, read_facts, resolve_path
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
@@ -81,24 +84,19 @@ def save(out_dir, state, is_best):
 
 
 def find_checkpoints(out_dir):
-    """
-    Returns the paths of the checkpoints in out_dir; a run resumes from the first. ckpt_000123.pt are those of earlier
-    versions of train.py.
-    """
-    folder = Path(out_dir)
-    numbered = sorted(folder.glob(f'ckpt_{"[0-9]" * 6}.pt'), reverse=True)
-    names = ['ckpt.pt', 'ckpt_previous.pt', *(path.name for path in numbered), 'ckpt_best.pt', 'ckpt_best_old.pt']
-    return [folder / name for name in names if (folder / name).exists()]
+    """Returns the paths of the checkpoints in out_dir; a run resumes from the first. The last may be the best one."""
+    paths = [Path(out_dir) / name for name in ('ckpt.pt', 'ckpt_previous.pt', 'ckpt_best.pt')]
+    return [path for path in paths if path.exists()]
 
 
-def read_checkpoint(path, mmap=True):
+def read_file(path, mmap=True):
     """
-    Reads a checkpoint of train.py. Returns (model, the checkpoint's dict), on the CPU; the dict is mapped to the file,
-    the model is not. Raises InputError.
+    Reads a checkpoint of train.py. Returns (MHFConfig, the checkpoint's dict); its tensors are on the CPU, mapped to
+    the file. Raises InputError.
     """
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
-        config = MHFConfig(**ckpt['model_config'])
+        return MHFConfig(**ckpt['model_config']), ckpt
     except FileNotFoundError:
         raise InputError(f'no checkpoint at {path}; check the path, or train a model with train.py') from None
     except Exception as e:  # zipfile, pickle and torch raise many types
@@ -106,20 +104,116 @@ def read_checkpoint(path, mmap=True):
         if isinstance(e, OSError) and e.errno != errno.EINVAL:
             raise InputError(f'{path} cannot be read ({e})') from None
         if mmap and 'unable to mmap' in str(e):  # a file system without it
-            return read_checkpoint(path, mmap=False)
+            return read_file(path, mmap=False)
         reason = f'({type(e).__name__}: {" ".join(str(e).split())[:200]})'
         others = [other.name for other in find_checkpoints(path.parent) if other.name != path.name]
         fix = f'; the folder also has {", ".join(others)}: move {path.name} away to use them' if others else ''
         raise InputError(f'{path} is damaged, or not a checkpoint of this version of train.py {reason}{fix}') from None
-    # an error of a changed model.py is not damage
-    model = MHF.from_state_dict(config, ckpt['model'])
-    return model, ckpt
 
 
-def resume(out_dir):
-    """Reads the checkpoint that a run resumes from. Returns (model, the checkpoint's dict). Raises InputError."""
-    paths = find_checkpoints(out_dir) or [Path(out_dir) / 'ckpt.pt']
-    return read_checkpoint(paths[0])
+def read_checkpoint(path):
+    """Reads a checkpoint of train.py. Returns (model, the checkpoint's dict); only the dict is mapped to the file."""
+    config, ckpt = read_file(path)
+    return MHF.from_state_dict(config, ckpt['model']), ckpt
+
+
+# -----------------------------------------------------------------------------
+# the start of a run
+
+# what a resumed run may not change: it decides which model is trained, with which loss and on which data
+FIXED = {*MHFConfig.__annotations__, 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'}
+FIXED |= {'tokenizer_sha256', 'train_sha256', 'val_sha256'}
+
+
+@dataclass
+class Start:
+    """Where a run starts. The defaults are a new run with a new model."""
+
+    source: str = ''  # a description of the model's origin
+    model: MHF | None = None
+    tok: object = None  # the tokenizer of the model that init_from names
+    step: int = 0
+    best_val_loss: float = math.inf
+    optimizer: dict = field(default_factory=dict)  # {name of a trained parameter: the optimizer's state}
+    settings: dict = field(default_factory=dict)  # of a resumed run, as they were given
+    data: dict = field(default_factory=dict)  # fingerprints of the tokenizer and the data of a resumed run
+
+    @property
+    def architecture(self):
+        """The settings that the model decides, {} without a model."""
+        fields = asdict(self.model.config) if self.model else {}
+        return {name: value for name, value in fields.items() if name not in ('block_size', 'loss')}
+
+    def check(self, values):
+        """Raises InputError if a resumed run has other `values`, settings or fingerprints, than it had before."""
+        if not self.settings:
+            return
+        recorded = asdict(self.model.config) | self.settings | self.data
+        changes = describe_changes(recorded, {name: values[name] for name in values.keys() & FIXED})
+        if changes:
+            fix = 'undo the change, or choose another --out_dir for a new run'
+            raise InputError(f'{self.source} is the checkpoint of a run with other settings: {changes}; {fix}')
+
+    def check_data(self, folder, meta, data):
+        """Raises InputError unless the model can be trained on a folder. `data` contains its fingerprints."""
+        self.check(data)
+        if self.tok:
+            check_tokenizer(folder, meta, self.tok)
+            table = self.model.signatures[: meta['vocab_size']].numpy()
+            check_table(folder, meta, table if self.model.config.num_hashes else None)
+
+    def restore_optimizer(self, optimizer, model):
+        """Copies the optimizer's state of a resumed run. Raises InputError if other parameters were trained."""
+        if not self.settings:
+            return
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        others = ', '.join(sorted(trained.keys() ^ self.optimizer.keys()))
+        if others:
+            fix = f'undo the change of the code, or use its weights: --init_from={self.source}, with another --out_dir'
+            raise InputError(f'{self.source}: its trained parameters are not those of the model ({others:.200}); {fix}')
+        for name, p in trained.items():
+            # copied, because the checkpoint is mapped to a file that the run will replace
+            state = tree_map_only(torch.Tensor, lambda x, p=p: x.to(p.device, copy=True), self.optimizer[name])
+            optimizer.state[p] = state
+        self.optimizer = {}
+
+    def describe(self, config):
+        """Returns a line that says where the run starts, and which settings differ."""
+        if self.settings:
+            changes = describe_changes(self.settings, config)
+            return f'resumed at step {self.step}' + (f'; changed settings: {changes}' if changes else '')
+        if self.model:
+            changes = describe_changes(config, self.architecture, 'the setting is')
+            return f'model: {self.source}' + (f', with another architecture: {changes}' if changes else '')
+        return f'model: new, seed={config["seed"]}'
+
+
+def describe_changes(old, new, word='was'):
+    """Describes the names in both dicts whose values differ: 'seed=7 (was 42), loss=exact (was product)'."""
+    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    return ', '.join(f'{name}={new[name]!s:.64} ({word} {old[name]!s:.64})' for name in names)
+
+
+def open_start(out_dir, init_from, tokenizer):
+    """
+    Returns the Start of a run: that of the newest checkpoint if out_dir has one; else the model that init_from names,
+    whose tokenizer must be `tokenizer`; else, with 'scratch', an empty one. Raises InputError.
+    """
+    paths = find_checkpoints(out_dir)
+    if not paths and init_from == 'scratch':
+        return Start()
+    if not paths:
+        loaded = load(init_from, tokenizer)
+        return Start(loaded.name, loaded.model, loaded.tok)
+    model, ckpt = read_checkpoint(paths[0])
+    if 'settings' not in ckpt:
+        fix = f'use its weights: --init_from={paths[0]}, with another --out_dir'
+        raise InputError(f'{paths[0]} was written by an earlier version of train.py and cannot be resumed; {fix}')
+    # after a return to an earlier checkpoint, ckpt_best.pt may be better than all that follow
+    _, best = read_file(paths[-1])
+    best_val_loss = min(ckpt['best_val_loss'], best['best_val_loss'])
+    names = ('step', 'optimizer', 'settings', 'data')
+    return Start(str(paths[0]), model, best_val_loss=best_val_loss, **{name: ckpt[name] for name in names})
 
 
 # -----------------------------------------------------------------------------
@@ -172,7 +266,8 @@ def load(source='', tokenizer=None):
         model, ckpt = read_checkpoint(paths[0])
         name = f'{paths[0]}, step {ckpt["step"]}'
         facts = dict(tokenizer=ckpt['data']['tokenizer'], add_bos=ckpt['add_bos'], eos_ids=[])
-        sha256 = ckpt['data']['tokenizer_sha256']
+        # a checkpoint of commit 76650e7 has no settings, and another kind of fingerprint
+        sha256 = ckpt['data']['tokenizer_sha256'] if 'settings' in ckpt else None
     else:
         folder = resolve_path(source)
         if not (folder / 'config.json').exists():
@@ -196,7 +291,7 @@ def load(source='', tokenizer=None):
 def find_mismatch(model, tok, sha256):
     """
     Returns how a tokenizer differs from that of a model, or ''. `sha256` is the fingerprint of the model's tokenizer,
-    None for the released format, which has no fingerprint.
+    None if its files have none.
     """
     V = len(tok.tokens)
     if sha256:

@@ -1,9 +1,15 @@
-"""Device, precision and compiler; initialization, consistency checks and reductions for several processes."""
+"""
+Device, precision and compiler; initialization, consistency checks and reductions for several processes; the log of a
+run, and the signals that stop it.
+"""
 
 import functools
 import importlib.util
+import json
 import os
+import re
 import shutil
+import signal
 import sys
 import sysconfig
 import time
@@ -35,6 +41,12 @@ def is_rank0():
     return os.environ.get('RANK', '0') == '0'
 
 
+def print0(line):
+    """Prints a line on rank 0."""
+    if is_rank0():
+        print(line)
+
+
 # -----------------------------------------------------------------------------
 # device, precision, compiler
 
@@ -52,7 +64,7 @@ def pick_device(device=None):
     elif device.startswith('cuda:') and os.environ.get('LOCAL_WORLD_SIZE', '1') != '1':
         raise InputError(f'device={device}: all processes of this machine would use one GPU; use --device=cuda')
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # meta has no values
     except (RuntimeError, AssertionError) as e:
         reason = f'{str(e).splitlines()[0][:100]}; this machine has {torch.cuda.device_count()} GPUs'
         fix = 'use cuda, cuda:1, cpu or mps, and one GPU per process'
@@ -174,6 +186,15 @@ def capture(function, *tensors, pool=None):
     return replay
 
 
+def capture_all(functions, *tensors):
+    """Captures functions of the same tensors, which run one after another. Returns a list; see capture()."""
+    start = time.perf_counter()
+    pool = torch.cuda.graph_pool_handle()
+    replays = [capture(function, *tensors, pool=pool) for function in functions]
+    print(f'compiled in {time.perf_counter() - start:.0f} s')
+    return replays
+
+
 # -----------------------------------------------------------------------------
 # distributed runs; a single process has no process group, and the collective functions return its own value
 
@@ -263,3 +284,65 @@ def cleanup():
     barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+# -----------------------------------------------------------------------------
+# the log of a run, and signals
+
+
+class Log:
+    """
+    log.jsonl: one event per line, a JSON object that starts with its step; optionally also Weights & Biases. `error` is
+    '' or says why an event could not be written.
+
+    Args:
+        step: events after it are deleted, because the run repeats them, and so is an incomplete last line
+        wandb_config: settings for Weights & Biases; None: do not use it
+    """
+
+    def __init__(self, path, step, wandb_config=None):
+        self.path = path
+        self.error = ''
+        self.wandb_run = None
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        # a run that was killed before its first checkpoint may have written a part of its first line
+        if lines and not step and not b'{"step": '.startswith(lines[0][:9]):
+            raise InputError(f'{path} is not the log of a run; choose another --out_dir')
+        if wandb_config is not None:
+            try:
+                import wandb
+            except ImportError as e:
+                raise InputError(f'wandb=True: {e}; pip install wandb, or omit --wandb') from None
+            self.wandb_run = wandb.init(config=wandb_config)
+        path.touch()
+        events = [re.match(rb'{"step": (\d+), .*}\n', line) for line in lines]
+        os.truncate(path, sum(len(event[0]) for event in events if event and int(event[1]) <= step))
+
+    def write(self, **event):
+        try:
+            with open(self.path, 'a') as f:
+                f.write(json.dumps(event) + '\n')
+        except OSError as e:  # a full disk
+            self.error = f'{self.path} cannot be written ({e})'
+        if self.wandb_run:
+            self.wandb_run.log(event, step=event['step'])
+
+
+class StopSignal:
+    """
+    `number` is 0, or the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 that this process has received. A second Ctrl-C kills
+    a single process; torchrun may send one Ctrl-C twice.
+    """
+
+    def __init__(self, world_size):
+        self.number = 0
+        self.is_single = world_size == 1
+        for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
+            signum = getattr(signal, name, None)  # Windows has only the first two
+            if signum and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(signum, self.receive)
+
+    def receive(self, signum, frame):
+        self.number = self.number or signum
+        if signum == signal.SIGINT and self.is_single:
+            signal.signal(signum, signal.SIG_DFL)

@@ -88,7 +88,7 @@ def train():
     """Trains MODELS, or resumes them. Returns {name: out_dir}."""
     folders = {name: Path('out/rank') / name.replace(', ', '_').replace(' ', '_') for name in MODELS}
     for name, folder in folders.items():
-        flags = f'--auto_resume --out_dir={folder} {_TINY} {MODELS[name]}'.split()
+        flags = f'--out_dir={folder} {_TINY} {MODELS[name]}'.split()
         done = subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags])
         if done.returncode:
             sys.exit(done.returncode)  # train.py has printed the error
@@ -110,7 +110,7 @@ def read_contexts(folder, config, model):
 def measure_run(name, folder):
     """The rows of a run's model, at initialization and trained."""
     trained, ckpt = read_checkpoint(folder / 'ckpt.pt')
-    ids = read_contexts(folder, ckpt['config'], trained)
+    ids = read_contexts(folder, ckpt['settings'] | ckpt['model_config'], trained)
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
     fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)

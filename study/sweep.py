@@ -47,14 +47,10 @@ OPTIONAL_KEYS = {'source', 'label'}
 # dtype, because its default depends on the machine
 REQUIRED_KEYS = ENTRY_KEYS | {'dtype'}
 # settings of train.py that sweep.py sets itself, from the run's key or from DATA
-SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer', 'init_from', 'auto_resume'}
+SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer', 'init_from'}
 # settings of train.py that do not change a row
 OTHER_SETTINGS = {'eval_interval', 'log_interval', 'wandb', 'data_format', 'device'}
 NOT_RECORDED = ENTRY_KEYS | OPTIONAL_KEYS | SWEEP_SETTINGS | OTHER_SETTINGS
-# Rows of commit d585c03 and earlier recorded what the entry and its config contain. The other settings had the defaults
-# that train.py had then.
-OLD_DEFAULTS = dict(num_lsh=0, single_id=False, ablation='', beta1=0.9, weight_decay=0.1, grad_clip=1.0)
-OLD_DEFAULTS |= dict(lr_decay_steps=0, unfrozen_end_layers=0, activation_checkpointing=False)
 
 
 @functools.cache
@@ -142,13 +138,11 @@ class Study:
         rows = read_rows(self.csv)
         for entry in self.entries:
             settings = self.settings(entry)
-            # of a row that does not record them; data, source and dtype are unknown then
-            old = settings | train_defaults() | OLD_DEFAULTS | dict(dtype=entry['dtype'])
             keys = [
                 self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
             ]
             for key in rows.keys() & keys:
-                recorded = old | json.loads(rows[key]['settings'])
+                recorded = settings | json.loads(rows[key]['settings'])  # older rows record fewer settings
                 if changed := [k for k in settings if recorded[k] != settings[k]]:
                     now = ', '.join(f'{k}={settings[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')
@@ -208,8 +202,8 @@ class Study:
         row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings)
         row |= dict(threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(folder)
         # only these are not needed to resume, expand or evaluate the run
-        for path in folder.glob('ckpt_*.pt'):
-            path.unlink()
+        for name in ('ckpt_previous.pt', 'ckpt_best.pt'):
+            (folder / name).unlink(missing_ok=True)
         row |= self.evaluate(folder, entry, row['dtype'])
         nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
         print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)
@@ -230,7 +224,7 @@ class Study:
             if not expansion['output_dir'].exists():
                 run_script(folder, 'expand.py', *as_flags(expansion))
             flags['init_from'] = expansion['output_dir']
-        run_script(folder, 'train.py', entry['config'], '--auto_resume', *as_flags(flags))
+        run_script(folder, 'train.py', entry['config'], *as_flags(flags))
 
     def evaluate(self, folder, entry, dtype):
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
@@ -269,7 +263,7 @@ def training_columns(folder):
             counts[parts.get(name.split('.')[0], 'decoder')] += tensor.numel()
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     speed = statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event)
-    row = dict(dtype=state['config']['dtype'], trained_tokens=log[-1]['tokens'], tokens_per_s=speed)
+    row = dict(dtype=state['settings']['dtype'], trained_tokens=log[-1]['tokens'], tokens_per_s=speed)
     validations = [(event['tokens'], round(event['val_bpb'], 5)) for event in log if 'val_bpb' in event]
     row['validation'] = json.dumps(validations)  # training tokens, bits per byte
     return row | {f'params_{part}': count for part, count in counts.items()}

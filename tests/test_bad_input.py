@@ -64,12 +64,6 @@ def other_version(folder):
     torch.save({k: v for k, v in torch.load(path, weights_only=True).items() if k != 'model_config'}, path)
 
 
-def no_optimizer(folder):
-    """Removes the optimizer from the checkpoint, as study/sweep.py does."""
-    path = folder / 'out/ckpt.pt'
-    torch.save(torch.load(path, weights_only=True) | dict(optimizer=dict(state={}, param_groups=[{}])), path)
-
-
 def tekken_bins(folder):
     """Prepares tek/ with another tokenizer."""
     ok('prepare.py', 'cfg.py', '--tokenizer=tekken', '--data_dir=tek', cwd=folder)
@@ -80,7 +74,7 @@ few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
-RESUME = 'train.py cfg.py --init_from=resume --max_steps=30'
+RESUME = 'train.py cfg.py --max_steps=30'
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
 FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
@@ -120,6 +114,8 @@ BAD = [
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('seed over 64 bits', TRAIN + f'--seed={2**64}', says=f'seed={2**64}'),
     Bad('a device without its type', TRAIN + '--device=0', says='use cuda, cuda:1, cpu or mps'),
+    Bad('a device without values', TRAIN + '--device=meta', says='device=meta is not available'),
+    Bad('an infinite scale', TRAIN + '--embedding_scale=1e999', says='embedding_scale=inf'),
     Bad('two processes on a GPU', TRAIN + '--device=cuda:0', 'use --device=cuda', lambda f: dict(LOCAL_WORLD_SIZE='2')),
     Bad('no beta', TRAIN + '--beta1=1', says='beta1=1.0: must be at least 0 and below 1'),
     Bad('gradient ascent', TRAIN + '--embedding_lr_mult=-1', says='embedding_lr_mult=-1.0: must be at least 0'),
@@ -127,16 +123,19 @@ BAD = [
     Bad('no package wandb', TRAIN + '--wandb', says='pip install wandb, or omit --wandb'),
     Bad('no such dtype', TRAIN + '--dtype=0', says='dtype=0: must be bfloat16 or float32'),
     Bad('more unfrozen layers than layers', TRAIN + '--unfrozen_end_layers=9', says='at most half of num_layers=2'),
-    Bad('compile without a compiler', TRAIN + '--compile', 'no C++ compiler', lambda f: dict(CXX='nothing-like-g++')),
+    Bad(
+        'compile without a compiler',
+        TRAIN + '--compile=True',
+        'no C++ compiler',
+        lambda f: dict(CXX='nothing-like-g++'),
+    ),
     Bad('no address of the master', TRAIN, 'start it with torchrun', lambda folder: dict(WORLD_SIZE='2')),
     Bad('init_from too small a vocabulary', TRAIN + '--init_from=small', '32768 tokens, expected 300', released()),
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
     # resuming
-    Bad('resume without an optimizer', RESUME, 'no optimizer state, so it cannot be resumed', no_optimizer),
     Bad(
         'resume with another tokenizer', RESUME + ' --tokenizer=tekken --data_dir=tek', 'tokenizer_sha256=', tekken_bins
     ),
-    Bad('resume from nothing', TRAIN + '--init_from=resume', says='no checkpoint at new/ckpt.pt'),
     # mhf/released.py
     Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
     Bad('export over a folder', 'mhf.released out bins', says='bins already exists'),

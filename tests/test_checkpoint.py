@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REPO, assert_same, ok, refused, steps, weights
 
-from mhf.checkpoint import find_checkpoints, load, read_checkpoint, resume, save
+from mhf.checkpoint import find_checkpoints, load, open_start, read_checkpoint, save
 from mhf.errors import InputError
 from model import MHF
 
@@ -82,7 +82,7 @@ def test_disk_full_while_training(quick):
     """A full disk stops the run at its checkpoint; the previous one is intact."""
     before = (quick / 'out/ckpt.pt').read_bytes()
     room = len(before) // 2
-    args = ('cfg.py', '--init_from=resume', '--max_steps=60', '--eval_interval=32', '--lr_decay_steps=24')
+    args = ('cfg.py', '--max_steps=60', '--eval_interval=32', '--lr_decay_steps=24')
     patch = f'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))'
     says = 'out: the checkpoint of step 32 could not be written ([Errno 27] File too large)'
     refused('train.py', *args, says=says, cwd=quick, patch=patch)
@@ -101,11 +101,11 @@ def open_full(path, mode='r', *args, real=open, **options):
     return file
 builtins.open = open_full
 """
-    says = 'b/log.jsonl cannot be written ([Errno 28] No space left on device); resume with --init_from=resume'
+    says = 'b/log.jsonl cannot be written ([Errno 28] No space left on device); rerun the same command to resume'
     refused('train.py', 'cfg.py', '--out_dir=b', says=says, cwd=quick, patch=patch)
     assert weights(quick, 'b')['step'] == 1
     (quick / 'b/log.jsonl').write_bytes(b'{"st')  # what fitted on the disk
-    ok('train.py', 'cfg.py', '--out_dir=b', '--init_from=resume', cwd=quick)
+    ok('train.py', 'cfg.py', '--out_dir=b', cwd=quick)
     assert steps(quick, 'b')[0]['step'] == 2
     assert_same(weights(quick, 'b')['optimizer'], weights(quick)['optimizer'])
 
@@ -114,33 +114,41 @@ builtins.open = open_full
 # reading
 
 
-def test_the_order_of_checkpoints(tmp_path):
-    """A run resumes from ckpt.pt, else ckpt_previous.pt, else d585c03's checkpoint of the last step, else the best."""
-    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_100000.pt', 'ckpt_000016.pt', 'ckpt_best.pt', 'ckpt_best_old.pt']
-    for name in (*names, 'ckpt_1.pt', 'ckpt.pt.tmp'):
-        (tmp_path / name).touch()
-    assert [path.name for path in find_checkpoints(tmp_path)] == names
+def test_the_order_of_checkpoints(quick):
+    """
+    A run resumes from ckpt.pt, else from ckpt_previous.pt, else from ckpt_best.pt, which it replaces only by a better
+    one; other files do not count.
+    """
+    names = ['ckpt.pt', 'ckpt_previous.pt', 'ckpt_best.pt']
+    (quick / 'out/ckpt.pt.tmp').touch()
+    torch.save(weights(quick) | dict(step=7, best_val_loss=1.0), quick / 'out/ckpt_best.pt')
+    for step in (24, 16, 7):
+        assert [path.name for path in find_checkpoints(quick / 'out')] == names
+        start = open_start(quick / 'out', 'scratch', 'mistral')
+        assert start.step == step and start.best_val_loss == 1.0
+        (quick / 'out' / names.pop(0)).unlink()
 
 
-def test_a_folder_with_a_checkpoint_is_only_resumed(quick):
-    """With any checkpoint in out_dir a new run is refused; without ckpt.pt the next one is resumed; none is deleted."""
-    shutil.move(quick / 'out/ckpt_previous.pt', quick / 'out/ckpt_000016.pt')
-    (quick / 'out/ckpt.pt').unlink()
-    for init_from in ('scratch', 'elsewhere'):
-        refused('train.py', 'cfg.py', f'--init_from={init_from}', says='out already has a checkpoint', cwd=quick)
-    done = ok('train.py', 'cfg.py', '--auto_resume', cwd=quick)
-    assert 'resumed at step 16' in done.stdout and steps(quick)[-1]['step'] == 24
-    assert (quick / 'out/ckpt_000016.pt').exists()
+def test_a_checkpoint_of_an_earlier_version(quick):
+    """Checkpoints of commit 76650e7, which have other fingerprints of tokenizers, are loaded, but not resumed."""
+    ckpt = weights(quick)
+    ckpt['config'] = ckpt.pop('settings')
+    ckpt['data']['tokenizer_sha256'] = 'of another kind'
+    torch.save(ckpt, quick / 'out/ckpt.pt')
+    assert_same(dict(load(quick / 'out').model.state_dict()), ckpt['model'])
+    with pytest.raises(InputError, match='mistral'):
+        load(quick / 'out', 'tekken')
+    refused('train.py', 'cfg.py', '--max_steps=25', says='use its weights: --init_from=out/ckpt.pt', cwd=quick)
 
 
 def test_a_damaged_checkpoint(quick):
     """A damaged ckpt.pt ends a command in one line that names the others."""
     os.truncate(quick / 'out/ckpt.pt', 9999)
-    for command in (('train.py', 'cfg.py', '--auto_resume'), ('sample.py', 'cfg.py')):
+    for command in (('train.py', 'cfg.py'), ('sample.py', 'cfg.py')):
         line = refused(*command, says='out/ckpt.pt is damaged', cwd=quick)
         assert 'the folder also has ckpt_previous.pt, ckpt_best.pt: move ckpt.pt away' in line
     shutil.move(quick / 'out/ckpt.pt', quick / 'away.pt')
-    assert 'resumed at step 16' in ok('train.py', 'cfg.py', '--auto_resume', cwd=quick).stdout
+    assert 'resumed at step 16' in ok('train.py', 'cfg.py', cwd=quick).stdout
 
 
 def test_an_error_of_the_environment_is_not_damage(few, monkeypatch):
@@ -152,7 +160,7 @@ def test_an_error_of_the_environment_is_not_damage(few, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, 'load', unreadable)
         with pytest.raises(InputError, match='ckpt.pt cannot be read .*Permission denied') as error:
-            resume(few / 'out')
+            open_start(few / 'out', 'scratch', 'mistral')
         assert 'damaged' not in str(error.value)
 
     def no_mmap(path, *args):
@@ -160,7 +168,8 @@ def test_an_error_of_the_environment_is_not_damage(few, monkeypatch):
 
     expected, _ = read_checkpoint(few / 'out/ckpt.pt')
     monkeypatch.setattr(torch.UntypedStorage, 'from_file', no_mmap)
-    assert_same(dict(resume(few / 'out')[0].state_dict()), dict(expected.state_dict()))
+    start = open_start(few / 'out', 'scratch', 'mistral')
+    assert_same(dict(start.model.state_dict()), dict(expected.state_dict()))
 
 
 def test_an_error_of_a_changed_model_is_not_damage(few, monkeypatch):

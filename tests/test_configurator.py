@@ -1,5 +1,6 @@
 """Settings: defaults, config files, the command line; input and output of the scripts."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -37,7 +38,7 @@ def test_accepts(tmp_path):
     assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
     assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
     assert got['device'] == 'cpu' and got['dataset'] == '1' and 'max_new_tokens' not in got and '_n' not in got
-    got = train(tmp_path, 'max_steps = 4', '--max_steps=1e3', '--compile')
+    got = train(tmp_path, 'max_steps = 4', '--max_steps=1e3', '--compile=True')
     assert got['compile'] is True and got['max_steps'] == 1000
 
 
@@ -135,6 +136,11 @@ REFUSED = [
     ('--max_stepps=1', "did you mean 'max_steps'"),
     ('--max_steps=((((', 'is str, expected int'),
     ('max_steps = "4"', 'max_steps'),
+    ('--init_from=', 'init_from is empty'),
+    ('--seed=', 'seed is empty'),
+    ('out_dir = ""', 'out_dir is empty'),
+    ('--device', '--device needs a value'),
+    ('rope_theta = 1e4', "unknown setting 'rope_theta'"),
     ('1/0', 'c.py: ZeroDivisionError'),
     ('x = [', 'SyntaxError: .*line 1'),
     ('from math import pi', "unknown setting 'pi'"),
@@ -168,6 +174,7 @@ x = 5 * 8  # its width
 dtype = (
     'bfloat16' if double(x) > 99 else 'float32'
 )
+globals().update(computed=1)
 config = configure(globals())
 after = 3
 print(config)
@@ -179,16 +186,17 @@ def test_a_fork(tmp_path):
     shutil.copy(REPO / 'configurator.py', tmp_path)
     (tmp_path / 'fork.py').write_text(FORK)
     (tmp_path / 'c.py').write_text('x = 50\nlines = 3')
+    (tmp_path / 'd.py').write_text('computed = 2')
     for args, settings in {
-        'c.py': dict(x=50, dtype='float32'),
-        '--x=7 --dtype=bfloat16': dict(x=7, dtype='bfloat16'),
+        'c.py d.py': dict(x=50, dtype='float32', computed=2),
+        '--x=7 --dtype=bfloat16': dict(x=7, dtype='bfloat16', computed=1),
     }.items():
         assert shell(tmp_path, f'python fork.py {args}').stdout.decode() == f'{settings}\n'
     # a.py reads the settings of fork.py without executing its defaults
     done = shell(tmp_path, 'python a.py c.py')
     assert done.stdout.count(b'\n') == 3 and b'called' not in done.stderr
     assert b"unknown setting '--after'" in shell(tmp_path, 'python fork.py --after=1').stderr
-    assert shell(tmp_path, 'python -c "import fork" --x=7').stdout == b"{'x': 40, 'dtype': 'float32'}\n"
+    assert shell(tmp_path, 'python -c "import fork" --x=7').stdout == b"{'x': 40, 'dtype': 'float32', 'computed': 1}\n"
 
 
 def test_help_prints_comments(tmp_path):
@@ -221,6 +229,16 @@ def test_configs_are_the_paper_s():
         changed = dict(num_hashes=3, num_buckets=10624, out_dir=got['out_dir'])
         assert got == configured('train.py', f'config/mhf_{size}.py') | changed
     assert read_config('config/standard_1b_2l.py')['num_layers'] == 22
+
+
+def test_configs_follow_the_command_line():
+    """No setting of a config is computed from another one, which the command line could change."""
+    for path in REPO.glob('config/*.py'):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                read = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+                assert not read & {name for script in configurator.SCRIPTS for name in default_settings(script)}, path
+    assert configured('train.py', 'config/expand_tiny.py', '--max_steps=300')['lr_decay_steps'] == 0
 
 
 def test_scripts_agree_on_defaults():

@@ -198,7 +198,7 @@ def test_capture():
 def test_torchrun(copy):
     """With nccl, torchrun and one process per GPU, a resumed run follows the losses of a CPU."""
     shutil.copytree(copy / 'out', copy / 'gpu')
-    args = ['cfg.py', '--init_from=resume', '--max_steps=32', '--dtype=float32']
+    args = ['cfg.py', '--max_steps=32', '--dtype=float32']
     ok('train.py', *args, '--device=cpu', cwd=copy)
     processes = min(2, torch.cuda.device_count())
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']

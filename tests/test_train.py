@@ -34,7 +34,7 @@ from conftest import (
 )
 
 from hashing import signature_table
-from mhf.checkpoint import find_checkpoints, read_checkpoint, resume
+from mhf.checkpoint import find_checkpoints, read_checkpoint
 from mhf.data import Bins, block_indices
 from mhf.runtime import no_compiler
 
@@ -88,7 +88,7 @@ def test_training_learns_and_reports(few):
     expected = [1e-2 * t / 4 if t < 4 else 1e-2 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 20)) for t in range(24)]
     assert [e['lr'] for e in train] == pytest.approx(expected, abs=1e-15) and train[0]['lr'] == 0
     ckpt = weights(few)
-    assert ckpt['step'] == 24 and ckpt['config']['num_buckets'] == 256
+    assert ckpt['step'] == 24 and ckpt['settings']['num_buckets'] == 256
     assert not [k for k in ckpt['model'] if 'module' in k or '_orig_mod' in k]
     assert (few / 'out/ckpt_best.pt').exists()
 
@@ -118,33 +118,53 @@ def test_the_product_loss_in_a_redirected_log(quick):
     assert last['val_loss'] > last['val_nats'] + 3
 
 
-def test_optimizer_groups(few):
-    """The groups of the optimizer are E, the other matrices, and the vectors, which have no weight decay."""
-    model, ckpt = read_checkpoint(few / 'out/ckpt.pt')
-    parameters = dict(model.named_parameters())
-    E = [parameters.pop('embed.weight')]
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
-    groups = ckpt['optimizer']['param_groups']
-    moments = ckpt['optimizer']['state']
-    for group, expected, decay in zip(groups, (E, matrices, vectors), (0.1, 0.1, 0), strict=True):
-        shapes = sorted(moments[k]['exp_avg'].shape for k in group['params'])
-        assert shapes == sorted(p.shape for p in expected) and group['weight_decay'] == decay
-
-
-def test_validation_is_the_normalized_likelihood(few):
-    """val_nats and val_bpb are the negative log-likelihood of all held-out tokens under the model."""
-    model, _ = read_checkpoint(few / 'out/ckpt.pt')
+def held_out_nats(folder, out='out'):
+    """Returns -log P of the held-out tokens of a folder, in nats per token, by log_probs of a run's model."""
+    model, _ = read_checkpoint(folder / out / 'ckpt.pt')
     ids_by_signature = {tuple(row): i for i, row in enumerate(model.signatures.tolist())}
-    ids = torch.tensor([ids_by_signature[tuple(row)] for row in np.load(few / 'bins/val_000000.bin').tolist()])
+    ids = torch.tensor([ids_by_signature[tuple(row)] for row in np.load(folder / 'bins/val_000000.bin').tolist()])
     total = 0.0
     for b in range(0, len(ids) - 1, 16):
         row = ids[b : b + 17]
         total -= model.log_probs(row[None, :-1])[0].gather(1, row[1:, None]).sum().item()
+    return total / (len(ids) - 1)
+
+
+def test_validation_is_the_normalized_likelihood(few):
+    """val_nats and val_bpb are the negative log-likelihood of all held-out tokens under the model."""
     last = events(few)[-1]
-    size = Bins(few / 'bins', 'val').bytes
-    assert last['val_loss'] == last['val_nats'] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
-    assert last['val_bpb'] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+    val = Bins(few / 'bins', 'val')
+    nats = held_out_nats(few)
+    assert last['val_loss'] == last['val_nats'] == pytest.approx(nats, rel=1e-5)
+    assert last['val_bpb'] == pytest.approx(nats * (len(val) - 1) / math.log(2) / val.bytes, rel=1e-5)
+
+
+# a fork of model.py: dropout, and a loss of its own
+FORK = """
+import torch.nn.functional as F
+from model import MHF, Block, MHFConfig
+forward = Block.forward
+Block.forward = lambda self, *args: F.dropout(forward(self, *args), 0.2, self.training)
+MHFConfig.__post_init__ = lambda self: None
+MHF.loss_per_position = lambda self, o, y, loss: {'third': 3}[loss] * self.nll(o, y)
+"""
+
+
+def test_a_fork_with_dropout_and_another_loss(quick):
+    """
+    Validation is without dropout; it reports the trained loss, and bits per byte of P(w). A resumed run draws the
+    random numbers of an uninterrupted one.
+    """
+    for out, last in (('a', 3), ('b', 1), ('b', 3)):
+        ok('train.py', 'cfg.py', '--loss=third', f'--out_dir={out}', *until(last), cwd=quick, patch=FORK)
+    a = weights(quick, 'a')
+    b = weights(quick, 'b')
+    for key in ('model', 'optimizer'):
+        assert_same(a[key], b[key])
+    torch.save(a | dict(model_config=a['model_config'] | dict(loss='exact')), quick / 'a/ckpt.pt')
+    event = events(quick, 'a')[-1]
+    assert event['val_nats'] == pytest.approx(held_out_nats(quick, 'a'), rel=1e-5)
+    assert event['val_loss'] == pytest.approx(3 * event['val_nats'], rel=1e-6)
 
 
 def test_standard(quick):
@@ -166,7 +186,7 @@ def test_both_data_formats_train_alike(quick, mistral):
     ids = np.load(quick / 'ids/train_000000.bin')
     table = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     first = block_indices(0, 8, (len(ids) - 1) // 16, seed=42)[:4]
-    expected = np.concatenate([table[ids[16 * b + 1 : 16 * b + 17]] for b in first])
+    expected = np.stack([table[ids[16 * b + 1 : 16 * b + 17]] for b in first])
     assert_same(torch.load(quick / 'targets.pt'), torch.tensor(expected, dtype=torch.int64))
     assert steps(quick, 'b') == steps(quick)
     for key in ('model', 'optimizer', 'best_val_loss'):
@@ -177,12 +197,12 @@ def test_a_diverged_run_resumes_as_advised(quick):
     """A run that diverges stops without saving its weights, and resumes with a smaller learning rate."""
     args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
     ok(*args, '--max_steps=1', cwd=quick)
-    broken = ('--learning_rate=1e30', '--grad_clip=0', '--init_from=resume', '--micro_batch_size=4')
+    broken = ('--learning_rate=1e30', '--grad_clip=0', '--micro_batch_size=4')
     for eval_interval, number in ((1, 'step 2: val_loss'), (24, 'step 3: loss')):
-        message = rf'error: {number}=(nan|inf); use a smaller learning_rate, with --auto_resume'
+        message = rf'error: {number}=(nan|inf); rerun with a smaller learning_rate'
         for code, _, errors in run_ranks(2, *args, *broken, f'--eval_interval={eval_interval}', cwd=quick):
             assert code == 1 and re.search(message, errors), errors
-    ok(*args, '--auto_resume', cwd=quick)
+    ok(*args, cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
 
@@ -198,13 +218,13 @@ def test_resume_is_exact(quick, compiled):
     assert 3 < 24 * 8 / blocks and blocks % 8
     borders = [blocks // 8, 2 * blocks // 8]
     uninterrupted = 'out'
-    args = ['cfg.py', '--out_dir=b', '--auto_resume']
+    args = ['cfg.py', '--out_dir=b']
     if compiled:
         if no_compiler('CXX', 'g++'):
             pytest.skip('torch.compile needs a C++ compiler')
         borders.pop()
         uninterrupted = 'a'
-        args += ['--compile', '--num_layers=1', *until(borders[0] + 3)]
+        args += ['--compile=True', '--num_layers=1', *until(borders[0] + 3)]
         ok('train.py', *args, '--out_dir=a', cwd=quick)
     log = quick / 'b/log.jsonl'
     first = 0
@@ -228,7 +248,7 @@ def test_resume_is_exact(quick, compiled):
 
 def test_resume_is_exact_on_three_processes(quick):
     """Three processes without gradient accumulation, resumed, end with the bits of an uninterrupted run."""
-    args = ('train.py', 'cfg.py', '--batch_size=6', '--micro_batch_size=2', '--lr_decay_steps=24', '--auto_resume')
+    args = ('train.py', 'cfg.py', '--batch_size=6', '--micro_batch_size=2', '--lr_decay_steps=24')
     for out, last in (('a', 3), ('b', 1), ('b', 3)):
         done = run_ranks(3, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick)
         assert [code for code, *_ in done] == [0, 0, 0], done
@@ -244,31 +264,96 @@ def change_documents(folder, split):
     path.write_text(json.dumps(unit))
 
 
+# writes the groups of the optimizer
+GROUPS = """
+import json, torch
+class Recorded(torch.optim.AdamW):
+    def step(self):
+        groups = [g | dict(params=[list(p.shape) for p in g['params']]) for g in self.param_groups]
+        with open('groups.json', 'w') as f:
+            json.dump(groups, f)
+        return super().step()
+torch.optim.AdamW = Recorded
+"""
+
+
 def test_what_a_resumed_run_may_change(quick):
-    """A resumed run applies new settings, those of the optimizer included, and refuses those that decide its data."""
-    before = snapshot(quick)
-    args = ('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25')
-    fixed = dict(seed=7, batch_size=4, block_size=8, loss='product', unfrozen_end_layers=1)
-    line = refused(*args, *[f'--{k}={v}' for k, v in fixed.items()], says='undo the change', cwd=quick)
-    for key, value in fixed.items():
-        assert re.search(rf'\b{key}={value} \(was \w+\)', line), key
-    assert snapshot(quick) == before
+    """A resumed run applies new settings, also of the optimizer; vectors have no weight decay."""
+    args = ('train.py', 'cfg.py', '--max_steps=25')
     free = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--beta2=0.9')
     free += ('--weight_decay=0.2', '--embedding_lr_mult=2.0', '--dtype=bfloat16', '--activation_checkpointing')
     maps = IN_FORWARD.format(n=1, do="open('maps', 'w').write(open('/proc/self/maps').read())")
-    done = ok(*args, *free, '--eval_interval=1', cwd=quick, patch=maps)
+    done = ok(*args, *free, '--eval_interval=1', cwd=quick, patch=maps + GROUPS)
     # the checkpoint is not mapped to memory, which would keep the replaced file on the disk
     assert 'libtorch' in (quick / 'maps').read_text() and '.pt' not in (quick / 'maps').read_text()
     assert re.search(r'changed settings: .*beta2=0.9 \(was 0.999\), .*embedding_lr_mult=2.0 \(was 1.0\)', done.stdout)
-    groups = weights(quick)['optimizer']['param_groups']
+    groups = json.loads((quick / 'groups.json').read_text())
     assert [group['weight_decay'] for group in groups] == [0.2, 0.2, 0]
-    assert [group['betas'] for group in groups] == 3 * [(0.9, 0.9)]
+    assert [group['betas'] for group in groups] == 3 * [[0.9, 0.9]]
     assert [group['lr_mult'] for group in groups] == [2, 1, 1] and groups[0]['lr'] == 2 * groups[1]['lr']
+    parameters = list(read_checkpoint(quick / 'out/ckpt.pt')[0].parameters())
+    assert groups[0]['params'] == [[3 * 256, 32]]
+    assert {len(shape) for shape in groups[1]['params']} == {2} and {len(shape) for shape in groups[2]['params']} == {1}
+    assert sum(len(group['params']) for group in groups) == len(parameters)
     # without --dtype the precision of the checkpoint
     assert 'cpu, bfloat16' in ok(*args, '--max_steps=26', '--dtype=None', cwd=quick).stdout
-    change_documents(quick, 'train')
-    line = refused(*args, '--max_steps=27', says='start a new run with another --out_dir', cwd=quick)
-    assert re.search(r'train_sha256=\w{64} \(was \w{64}\)', line)
+
+
+def test_what_a_resumed_run_may_not_change(quick):
+    """
+    A run with other data or another setting that decides the model, its data or its loss is refused, with both values;
+    nothing is written.
+    """
+    fixed = dict(seed=7, batch_size=4, block_size=8, loss='product', unfrozen_end_layers=1, num_layers=3, init_from='x')
+    args = ('train.py', 'cfg.py', '--max_steps=25')
+    before = snapshot(quick)
+    line = refused(*args, *[f'--{k}={v}' for k, v in fixed.items()], says='choose another --out_dir', cwd=quick)
+    for key, value in fixed.items():
+        assert re.search(rf'\b{key}={value} \(was \w+\)', line), key
+    assert snapshot(quick) == before
+    for split in ('val', 'train'):
+        change_documents(quick, split)
+        before = snapshot(quick)
+        line = refused(*args, says='choose another --out_dir', cwd=quick)
+        assert re.search(rf'{split}_sha256=\w{{64}} \(was \w{{64}}\)', line)
+        assert snapshot(quick) == before
+
+
+# a fork of Attention.__init__
+ATTENTION = """
+from model import Attention
+init = Attention.__init__
+def changed(self, c):
+    init(self, c)
+    {change}
+Attention.__init__ = changed
+"""
+
+
+def test_a_fork_that_ties_parameters(quick):
+    """A run whose model ties two parameters ends, resumed, with the bits of an uninterrupted one, and stays tied."""
+    fork = ATTENTION.format(change='self.k_norm.weight = self.q_norm.weight')
+    for out, last in (('a', 4), ('b', 2), ('b', 4)):
+        ok('train.py', 'cfg.py', f'--out_dir={out}', *until(last), cwd=quick, patch=fork)
+    a = weights(quick, 'a')
+    b = weights(quick, 'b')
+    for key in ('model', 'optimizer'):
+        assert_same(a[key], b[key])
+    names = [f'layers.{i}.self_attn.k_norm.weight' for i in (0, 1)]
+    assert b['model'].keys() - b['optimizer'].keys() == {*names, 'signatures', 'token_mask'}
+    refused('train.py', 'cfg.py', '--out_dir=b', *until(5), says=f'({names[0]}, {names[1]})', cwd=quick)
+
+
+def test_the_optimizer_is_restored_by_name(quick):
+    """A fork that changes the order of parameters of the same shape keeps the moments of each."""
+    shutil.copytree(quick / 'out', quick / 'b')
+    fork = ATTENTION.format(change="self._modules['q_norm'] = self._modules.pop('q_norm')")
+    ok('train.py', 'cfg.py', '--max_steps=25', cwd=quick)
+    ok('train.py', 'cfg.py', '--max_steps=25', '--out_dir=b', cwd=quick, patch=fork)
+    a = weights(quick)['optimizer']
+    b = weights(quick, 'b')['optimizer']
+    assert list(a) != list(b)
+    torch.testing.assert_close(a, {name: b[name] for name in a}, rtol=1e-3, atol=1e-6)
 
 
 def test_a_fork_adds_a_setting(quick):
@@ -278,65 +363,49 @@ def test_a_fork_adds_a_setting(quick):
     source = (quick / 'train.py').read_text()
     (quick / 'train.py').write_text(source.replace('\nbatch_size = 256', '\ndropout = 0.0\nbatch_size = 256'))
     forked = "import configurator, pathlib, conftest; conftest.REPO = configurator.HERE = pathlib.Path('.').resolve()"
-    ok('train.py', 'cfg.py', '--init_from=resume', '--max_steps=25', '--dropout=0.1', cwd=quick, patch=forked)
-    assert weights(quick)['config']['dropout'] == 0.1
-
-
-def test_other_validation_data(quick):
-    """With other validation data the best checkpoint is kept under another name, and the best loss starts anew."""
-    best = (quick / 'out/ckpt_best.pt').read_bytes()
-    change_documents(quick, 'val')
-    # the learning rate is 0, so the loss is that of the best checkpoint
-    args = ('train.py', 'cfg.py', '--init_from=resume', '--lr_decay_steps=24')
-    done = ok(*args, '--max_steps=25', cwd=quick)
-    assert 'other validation data' in done.stdout and (quick / 'out/ckpt_best_old.pt').read_bytes() == best
-    assert torch.load(quick / 'out/ckpt_best.pt', weights_only=True)['step'] == 25
-    # a checkpoint of d585c03 has no fingerprint of its validation data
-    ckpt = weights(quick)
-    ckpt['best_val_loss'] = 0.5
-    del ckpt['data']['val_sha256']
-    torch.save(ckpt, quick / 'out/ckpt.pt')
-    assert 'other validation data' not in ok(*args, '--max_steps=26', cwd=quick).stdout
-    assert weights(quick)['best_val_loss'] == 0.5 and 'val_sha256' in weights(quick)['data']
+    ok('train.py', 'cfg.py', '--max_steps=25', '--dropout=0.1', cwd=quick, patch=forked)
+    assert weights(quick)['settings']['dropout'] == 0.1
 
 
 def test_a_finished_run_is_one_line(quick):
-    """The command of a finished run, with --auto_resume, prints one line and changes nothing."""
+    """The command of a finished run prints one line and changes nothing."""
     before = snapshot(quick)
     shutil.move(quick / 'bins', quick / 'moved')
-    assert ok('train.py', 'cfg.py', '--auto_resume', cwd=quick).stdout == 'out is already at step 24 of max_steps=24\n'
+    line = 'already at step 24 of max_steps=24; raise --max_steps, or choose another --out_dir for a new run\n'
+    assert ok('train.py', 'cfg.py', cwd=quick).stdout == line
     shutil.move(quick / 'moved', quick / 'bins')
-    refused('train.py', 'cfg.py', '--init_from=resume', says='raise max_steps', cwd=quick)
     assert snapshot(quick) == before
 
 
 def test_from_weights_of_another_run(quick):
     """
-    init_from a model takes its weights and architecture. The run resumes, also after a signal; another architecture is
-    ignored in a config file and refused on the command line.
+    init_from a model takes its weights and architecture, and prints where they differ from the settings. The same
+    command resumes, also after a signal.
     """
     (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\nnum_buckets = 512\n')
     args = ['--out_dir=b', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
-    command = ('train.py', 'cfg.py', 'three.py', *args)
-    refused(*command, '--init_from=out', '--num_layers=3', says='num_layers=3 (was 2)', cwd=quick)
-    assert not (quick / 'b').exists()
+    command = ('train.py', 'cfg.py', 'three.py', *args, '--init_from=out')
     stop = IN_FORWARD.format(n=3, do='os.kill(os.getpid(), signal.SIGINT)')
-    stopped = run(*command, '--init_from=out', cwd=quick, patch=stop)
+    stopped = run(*command, cwd=quick, patch=stop)
     assert stopped.returncode == 130 and 'Traceback' not in stopped.stderr
-    assert 'stopped by signal 2 at step 2; resume with --init_from=resume' in stopped.stderr
+    assert 'stopped by signal 2 at step 2; rerun the same command' in stopped.stderr
+    differing = (
+        'num_buckets=256 (the setting is 512), num_kv_heads=1 (the setting is 2), num_layers=2 (the setting is 3)'
+    )
+    assert f'model: out/ckpt.pt, step 24, with another architecture: {differing}\n' in stopped.stdout
     assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
-    says = 'num_layers=3 (was 2); undo the change'
-    refused(*command, '--init_from=resume', '--num_layers=3', says=says, cwd=quick)
-    done = ok(*command, '--init_from=out', '--auto_resume', '--max_steps=3', cwd=quick)
-    assert 'resumed at step 2' in done.stdout
+    shutil.move(quick / 'out', quick / 'moved')  # a resumed run does not read it
+    says = 'init_from=scratch (was out), num_layers=2 (was 3); undo the change'
+    refused(*command, '--init_from=scratch', '--num_layers=2', says=says, cwd=quick)
+    assert 'resumed at step 2' in ok(*command, '--max_steps=3', cwd=quick).stdout
     state = weights(quick, 'b')
-    assert state['model_config'] == weights(quick)['model_config'] and state['config']['num_buckets'] == 256
+    assert state['model_config'] == weights(quick, 'moved')['model_config'] and state['settings']['num_buckets'] == 512
 
 
 def test_one_run_in_an_out_dir(quick):
     """A second run in an out_dir ends in one line that names the first; a killed run does not block the next."""
     slow = IN_FORWARD.format(n=20, do="open('slow', 'w').close(); import time; time.sleep(60)")
-    command = ('train.py', 'cfg.py', '--out_dir=b', '--auto_resume')
+    command = ('train.py', 'cfg.py', '--out_dir=b')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
     refused(*command, says='b is in use by another process, which has locked b/.train.lock', cwd=quick)
@@ -416,7 +485,7 @@ MOMENTS = {
 
 def test_kill_train(quick):
     """A run killed at random moments of training, validation and writing ends with the bits of an uninterrupted one."""
-    command = ('train.py', 'cfg.py', '--eval_interval=2', '--auto_resume', '--out_dir=killed')
+    command = ('train.py', 'cfg.py', '--eval_interval=2', '--out_dir=killed')
     kills = []
     while len(kills) < int(os.environ.get('MHF_KILLS', 3)):
         moment, (functions, most) = list(MOMENTS.items())[len(kills) % 3]
@@ -425,8 +494,9 @@ def test_kill_train(quick):
         if done.returncode == 0:  # it ended before the n-th call
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
-        _, ckpt = resume(quick / 'killed') if find_checkpoints(quick / 'killed') else (None, dict(step=0))
-        kills.append(f'call {n} of {moment}: the newest checkpoint is of step {ckpt["step"]}')
+        paths = find_checkpoints(quick / 'killed')
+        step = read_checkpoint(paths[0])[1]['step'] if paths else 0
+        kills.append(f'call {n} of {moment}: the newest checkpoint is of step {step}')
     print(*kills, sep='\n')
     ok(*command, cwd=quick)
     for key in ('model', 'optimizer', 'step'):
@@ -446,9 +516,13 @@ def test_any_world_size_sees_the_same_batches(quick):
     port = rank_variables(2)['MASTER_PORT']
     nodes = ('torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', f'--master_port={port}')
     agents = [Forked(*nodes, f'--node_rank={k}', *short, '--out_dir=nodes', cwd=quick) for k in (0, 1)]
-    more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--auto_resume', '--out_dir=micro')
-    done = wait_all([*agents, *ranks(2, *short, '--out_dir=two', cwd=quick), *ranks(4, *more, cwd=quick)])
+    more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--out_dir=micro')
+    seed = IN_FORWARD.format(n=3, do="open(f'seed_{torch.initial_seed()}', 'w').close()")
+    two = ranks(2, *short, '--out_dir=two', cwd=quick, patch=seed)
+    done = wait_all([*agents, *two, *ranks(4, *more, cwd=quick)])
     assert [code for code, *_ in done] == 8 * [0], [errors for _, _, errors in done]
+    # the ranks draw different random numbers
+    assert sorted(path.name for path in quick.glob('seed_*')) == ['seed_44', 'seed_45']
     for out in ('micro', 'two', 'nodes'):
         for step, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
             assert step == pytest.approx(alone, rel=1e-4), out
@@ -467,7 +541,7 @@ def test_ranks_must_agree(quick, tmp_path):
     write_jsonl(other / 'docs.jsonl', [t[:1000] for t in real_documents()[10:14]])
     ok('prepare.py', 'cfg.py', cwd=other)
     before = snapshot(tmp_path)
-    args = ('train.py', 'cfg.py', '--auto_resume', '--max_steps=30', '--lr_decay_steps=24')
+    args = ('train.py', 'cfg.py', '--max_steps=30', '--lr_decay_steps=24')
     old = "import torch; torch.__version__ = '2.0.1'"
     for options, patch, differences in (
         ((), old, ('checkpoint step=16 (rank 0: 24)', 'torch version=2.0.1 (rank 0: ')),
@@ -492,7 +566,7 @@ def test_a_slow_write_is_not_a_failure(quick):
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
     """When a rank dies, the other ranks end, and torchrun --max-restarts resumes from the newest checkpoint."""
-    args = ('cfg.py', '--out_dir=b', '--auto_resume', '--max_steps=60', '--lr_decay_steps=60')
+    args = ('cfg.py', '--out_dir=b', '--max_steps=60', '--lr_decay_steps=60')
     command = (str(REPO / 'train.py'), *args)
     master, other = ranks(2, *command, cwd=quick)
     while not (quick / 'b/ckpt.pt').exists() and master.returncode is None:
