@@ -260,9 +260,9 @@ class MHFLM(TemplateLM):
         T = self.max_length
         try:
             options = normalize_gen_kwargs(gen_kwargs)
-            options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
-            options['top_k'] = int(options.get('top_k') or 0) or None
-            options['top_p'] = float(options.get('top_p') or 0) or None
+            options['temperature'] = options.get('temperature', 1.0) if options['do_sample'] else 0.0
+            options['top_k'] = options.get('top_k') or None
+            options['top_p'] = options.get('top_p') or None
             options['until'] = [str(stop) for stop in options['until'] if stop]
             check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
             # options set to 1 (such as num_beams) have no effect

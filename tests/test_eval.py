@@ -204,16 +204,6 @@ def test_results_are_strict_json(tmp_path, monkeypatch):
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == dict(model_name='m', correlation=None)
 
 
-def test_results_are_written_without_a_reader(few, tmp_path):
-    """The results file is written although the reader of stdout has ended and lm-eval prints."""
-    small_tasks(tmp_path)
-    # stdout is a pipe without a reader
-    patch = f'{NO_INDEX}\nimport os\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)'
-    args = ['--tasks=lambada_openai', f'--benchmark_dir={tmp_path}', f'--output_path={tmp_path}', '--device=cpu']
-    done = run('eval.py', *args, cwd=few, patch=patch)
-    assert list(tmp_path.rglob('results_*.json')) and 'Traceback' not in done.stderr, done.stderr
-
-
 def test_results_are_printed_on_a_full_disk(few, tmp_path):
     """The results are printed although their file cannot be written."""
     patch = "from pathlib import Path\ndef full(*args, **options): raise OSError(28, 'No space left')\n"

@@ -172,8 +172,8 @@ def test_sampling(lm):
         return lm.generate_until([instance('a', dict(until=[], max_gen_toks=6, do_sample=True) | options)] * 3)
 
     assert sample() == sample(temperature=1.0) and len(set(sample())) == 3
-    assert sample(temperature='0.7') == sample(temperature=0.7) != sample()
-    assert len(set(sample(top_k='1', top_p='0.9'))) == 1
+    assert sample(temperature=0.7) != sample()
+    assert len(set(sample(top_k=1, top_p=0.9))) == 1
     for options in (dict(temperature='hot'), dict(top_p=2), dict(top_k=[2]), dict(max_gen_toks=0)):
         with pytest.raises(InputError, match=next(iter(options))):
             sample(**options)
@@ -182,8 +182,6 @@ def test_sampling(lm):
 def test_truncation(lm, caplog):
     """A context that does not fit loses its start, with one warning, and a prompt always keeps some tokens."""
     warning_once.cache_clear()
-    with pytest.raises(InputError, match='max_gen_toks=24: must be from 1 to 23'):
-        lm.generate_until([instance('a', dict(until=[], max_gen_toks=24))])
     long = 'one two three four ' * 9
     scores = lm.loglikelihood([instance(start + long, ' a') for start in ('', 'other ')])
     assert scores[0] == scores[1]

@@ -77,9 +77,7 @@ FILES = [
     # names in a folder, and the number of rows that are read from it; 0: an error that names all files
     (['openbookqa_test.jsonl', 'openbookqa_test.jsonl.bak', 'openbookqa_test.jsonl~'], 1),
     (['openbookqa_test-00000-of-00002.jsonl', 'openbookqa_test-00001-of-00002.jsonl'], 2),
-    (['openbookqa_test_500.jsonl'], 1),
     (['openbookqa_test.jsonl', 'openbookqa_test_500.jsonl'], 0),
-    (['openbookqa_test.jsonl', 'openbookqa_test-00000-of-00001.jsonl'], 0),
     (['openbookqa_test-00000-of-00002.jsonl'], 0),
     (['openbookqa_test-00000-of-00002.jsonl', 'openbookqa_test-00001-of-00003.jsonl'], 0),
 ]
