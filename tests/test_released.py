@@ -392,6 +392,15 @@ def test_exports_that_transformers_refuses(tmp_path):
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
 
 
+def test_export_of_tied_parameters(tmp_path):
+    """Parameters that a fork ties are exported under each name."""
+    m = random_model(num_hashes=0, dtype=torch.float32)
+    m.layers[0].self_attn.k_norm.weight = m.layers[0].self_attn.q_norm.weight
+    save_pretrained(m, tmp_path / 'm', 'mistral')
+    ids = torch.tensor([[1, 7, 9]])
+    assert torch.equal(from_pretrained(tmp_path / 'm').log_probs(ids), m.log_probs(ids))
+
+
 def test_export_deletes_no_files(tmp_path):
     """An export changes nothing next to its folder, even if it fails; all its files have the usual permissions."""
     (tmp_path / 'm.tmp').mkdir()
