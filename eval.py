@@ -1,19 +1,18 @@
 """
-Evaluates a checkpoint or a released model and prints the paper's published numbers next to its own. P(w) is normalized
+Evaluates a trained model and prints the paper's published numbers next to its own. P(w) is normalized
 over the ids that have a token.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=folder --limit=100  # part of each, from local files
-    $ python eval.py --released=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
-    $ python eval.py --tasks=mmlu,gsm8k                                       # any tasks of lm-eval, as it defines them
+    $ python eval.py --out_dir=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
+    $ python eval.py --tasks=mmlu,gsm8k                                       # any tasks of lm-eval: lm-eval ls tasks
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --benchmark_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
-Writes results/<model>/results_<date>.json. Each process draws its own few-shot examples, so scores of the tasks with 5
-shots (ARC-E, OBQA, SIQA) depend on the number of processes. Bits per byte include the bos of each later document,
-unless contexts have no bos (see `bos`). lm-eval's own options (--num_fewshot, --log_samples ...): python -m
-mhf.lm run --help.
+Writes results/<model>/results_<date>.json, whose `samples` are the prompts and answers of lm-eval's tasks. Each process
+draws its own few-shot examples, so scores of the tasks with 5 shots (ARC-E, OBQA, SIQA) depend on the number of
+processes. Bits per byte include the bos of each later document, unless contexts have no bos (see `bos`).
 """
 
 import contextlib
@@ -38,14 +37,15 @@ from mhf.sources import read_documents
 from mhf.tokenizers import byte_lengths, warn_lost
 
 # model
-# an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below the working folder
+# a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
+# to two folders below
 out_dir = ''
-released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
 tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | card660 | names of lm-eval's tasks and groups; several are separated by commas
 tasks = 'paper'
 benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub; required by card660
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
+num_fewshot = None  # examples in the prompts of lm-eval's tasks; None: as each task defines
 limit = None  # documents per task of lm-eval, below 1 a fraction of them; None: all
 output_path = 'results'
 # evaluation
@@ -67,11 +67,10 @@ def check_settings():
     names = []
     for name in tasks.split(','):
         names += PAPER if name.strip() == 'paper' else [name.strip()]
-    if out_dir and released:
-        model = f'out_dir={out_dir} and released={released}'
-        raise InputError(f'{model}: name one model; --out_dir= overrides a config file')
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
         raise InputError(f'limit={limit}: must be a number above 0')
+    if num_fewshot is not None and not (isinstance(num_fewshot, int) and num_fewshot >= 0):
+        raise InputError(f'num_fewshot={num_fewshot}: must be an integer from 0 on')
     if bool(text) != ('bits_per_byte' in names):
         raise InputError(
             f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
@@ -291,13 +290,15 @@ def write_results(results):
 def evaluate():
     """Evaluates the model. Returns the results, those of lm-eval's tasks only on rank 0."""
     names = check_settings()
-    lm = open_lm(released or out_dir, tokenizer=tokenizer, bos=bos, device=device, dtype=dtype)
+    lm = open_lm(out_dir, tokenizer, bos, device, dtype)
     # read all data before scoring
     texts = {path: read_ids(path, lm) for path in text.split(',') if path}
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
     chosen = [name for name in names if name not in OTHER_TASKS]
-    loaded, notes = load_tasks(chosen, benchmark_dir) if chosen else ({}, {})
+    loaded, notes = load_tasks(chosen, benchmark_dir, num_fewshot) if chosen else ({}, {})
     create_output_folder()  # an error here loses nothing; scoring may take hours
+    if is_rank0():
+        print(lm.info['name'])
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
     results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}

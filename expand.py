@@ -37,7 +37,7 @@ from configurator import configure
 from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.errors import InputError
-from mhf.released import save_pretrained
+from mhf.export import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 

@@ -3,7 +3,7 @@ Samples text from a trained model and streams it to the terminal.
 
     $ python sample.py                                      # the newest checkpoint, up to two folders below
     $ python sample.py --out_dir=out/mhf_tiny --start="def main(" --temperature=0.8 --top_p=0.95
-    $ python sample.py --released=klein9692/hf_qwen3_100m-model_16384_4_0_64_twe@checkpoint-20000 --start=FILE:in.txt
+    $ python sample.py --out_dir=klein9692/hf_qwen3_100m-model_16384_4_0_64_twe@checkpoint-20000 --start=FILE:in.txt
 """
 
 import sys
@@ -20,8 +20,9 @@ from mhf.generate import Engine
 from mhf.runtime import pick_compile, pick_device, pick_dtype
 from model import check_sampling
 
-out_dir = ''  # an out_dir (its newest checkpoint) or a checkpoint *.pt; '': the newest one up to two folders below
-released = ''  # a model in the authors' format, instead of out_dir: a folder or a hub id[@revision]
+# a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
+# to two folders below
+out_dir = ''
 start = ''  # the prompt, or FILE:path; '' starts a new document
 num_samples = 3
 max_new_tokens = 200
@@ -38,8 +39,6 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 # model and prompt
 
-if out_dir and released:
-    raise InputError(f'out_dir={out_dir} and released={released}: name one model; --out_dir= overrides a config file')
 check_numbers(config, 'num_samples max_new_tokens', low=1)
 check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)
@@ -50,7 +49,7 @@ if start.startswith('FILE:'):
     except (OSError, RuntimeError) as e:  # RuntimeError: no such user in ~user
         raise InputError(f'--start={start}: {e}') from None
 start = start.encode(errors='replace').decode()  # a command line may contain bytes that are not UTF-8
-loaded = load(out_dir or released, tokenizer)
+loaded = load(out_dir, tokenizer)
 model = loaded.model
 tok = loaded.tok
 # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds

@@ -36,8 +36,9 @@ import model as model_module
 from hashing import fingerprint, signature_table
 from mhf import head
 from mhf.errors import InputError
+from mhf.export import save_pretrained
 from mhf.generate import Engine
-from mhf.released import from_pretrained, save_pretrained
+from mhf.released import from_pretrained
 from mhf.tokenizers import get_tokenizer
 from model import ABLATIONS, MHF, MHFConfig, sample_token, validate_table
 

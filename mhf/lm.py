@@ -1,26 +1,17 @@
 """
-lm-evaluation-harness (lm-eval) with this repository's models, and the paper's ten tasks.
-
-    $ python -m mhf.lm run --model_args path=out/mhf_1b --tasks gsm8k,mmlu --num_fewshot 5
-    $ python -m mhf.lm run --model_args path=klein9692/raw-3b@checkpoint-200000 --tasks paper
-    $ python -m mhf.lm run --help         # lm-eval's options: --limit, --log_samples, --output_path ...
-    $ python -m mhf.lm ls tasks           # lm-eval's tasks and those of eval_tasks/
-    $ torchrun --standalone --nproc_per_node=8 -m mhf.lm run --model_args path=out/mhf_1b --tasks mmlu
-
-This is lm-eval's command line with --model mhf and --include_path eval_tasks, unless it names others. model_args are
-path (the out_dir of a run, a folder in the released format, or a hub id[@revision]; default: the newest run under the
-working folder), tokenizer, bos, device and dtype. --batch_size is ignored: a batch has MAX_TOKENS, or fewer. With n
-processes, each evaluates every n-th document and draws its own few-shot examples. From Python:
+The model class for lm-evaluation-harness (lm-eval), and the paper's ten tasks, for eval.py. From Python:
 
     import lm_eval, mhf.lm
-    lm_eval.simple_evaluate('mhf', model_args='path=out/mhf_1b', tasks=['piqa'])
+    lm_eval.simple_evaluate(mhf.lm.open_lm('out/mhf_1b'), tasks=['gsm8k'], gen_kwargs='max_gen_toks=128')
+
+With n processes, each evaluates every n-th document and draws its own few-shot examples.
 """
 
 import csv
 import functools
-import inspect
 import logging
 import random
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -29,17 +20,16 @@ import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import Collator, chunks, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string, warning_once
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configurator import did_you_mean
 from mhf.checkpoint import load
-from mhf.errors import InputError, install_excepthook
+from mhf.errors import InputError
 from mhf.generate import Engine
-from mhf.runtime import all_gather_object, cleanup, init_distributed, is_rank0, pick_dtype
+from mhf.runtime import all_gather_object, init_distributed, is_rank0, pick_dtype
 from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
@@ -97,7 +87,6 @@ def decode_continuation(tok, prompt, new_ids):
 # lm-eval's model
 
 
-@register_model('mhf')
 class MHFLM(TemplateLM):
     """
     Log-likelihoods and generation for lm-eval.
@@ -123,27 +112,7 @@ class MHFLM(TemplateLM):
         self._device = model.embed.weight.device
         self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
-        # lm-eval writes it next to its results
-        self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict, additional_config=None):
-        """arg_dict: open_lm's arguments (--model_args); additional_config: lm-eval's batch_size and device."""
-        unknown = arg_dict.keys() - inspect.signature(open_lm).parameters
-        if unknown:
-            raise InputError(f'model_args: unknown {", ".join(unknown)}; use path, tokenizer, bos, device or dtype')
-        return open_lm(**dict(device=(additional_config or {}).get('device')) | arg_dict)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string, additional_config=None):
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    def get_model_info(self):
-        return self.info
-
-    def set_cache_hook(self, cache_hook):
-        """lm-eval's cache (--use_cache) finds a score by its text alone, also if another model computed it."""
-        raise InputError('--use_cache is not supported, because its scores may be those of another model; omit it')
+        self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)  # for the results
 
     # ---- communication, which lm-eval's evaluator calls if world_size > 1
 
@@ -287,13 +256,13 @@ class MHFLM(TemplateLM):
         return max(1, max_tokens // (len(ids) + options['max_gen_toks']))
 
     def parse_gen_kwargs(self, gen_kwargs):
-        """Returns a request's generation options (--gen_kwargs) with defaults. Raises InputError."""
+        """Returns a request's generation options with defaults. Raises InputError."""
         T = self.max_length
         try:
             options = normalize_gen_kwargs(gen_kwargs)
-            options['temperature'] = float(options.get('temperature', 1.0)) if options['do_sample'] else 0.0
-            options['top_k'] = int(options.get('top_k') or 0) or None
-            options['top_p'] = float(options.get('top_p') or 0) or None
+            options['temperature'] = options.get('temperature', 1.0) if options['do_sample'] else 0.0
+            options['top_k'] = options.get('top_k') or None
+            options['top_p'] = options.get('top_p') or None
             options['until'] = [str(stop) for stop in options['until'] if stop]
             check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
             # options set to 1 (such as num_beams) have no effect
@@ -301,7 +270,7 @@ class MHFLM(TemplateLM):
             if unknown:
                 raise ValueError(f'unknown {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
             if not 1 <= options['max_gen_toks'] < T:
-                fix = f'use python -m mhf.lm with --gen_kwargs max_gen_toks={T // 2}'
+                fix = "change generation_kwargs in a copy of the task's file in eval_tasks/"
                 raise ValueError(f'max_gen_toks={options["max_gen_toks"]}: must be from 1 to {T - 1}; {fix}')
         except (TypeError, ValueError, OverflowError) as e:
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
@@ -340,10 +309,10 @@ class MHFLM(TemplateLM):
 # a model from disk
 
 
-def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
+def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     """
-    Opens the model of a run (its out_dir; default: the newest up to two folders below), of a folder in the released
-    format, or of a hub id[@revision] -> MHFLM. Each process opens its own.
+    Opens the model of a run (out_dir; default: the newest up to two folders below), of a *.pt, of a folder in the
+    released format, or of a hub id[@revision] -> MHFLM. Each process opens its own.
 
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
@@ -355,7 +324,7 @@ def open_lm(path='', tokenizer='', bos=None, device=None, dtype=None):
     torch.set_float32_matmul_precision('highest')
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
-    opened = load(str(path), tokenizer)  # lm-eval reads path=7 as a number
+    opened = load(out_dir, tokenizer)
     add_bos = opened.add_bos if bos is None else bos
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
@@ -376,25 +345,38 @@ def read_table(name):
         return [{column: cell for column, cell in row.items() if cell} for row in csv.DictReader(f)]
 
 
-# {task: its metric and column in the paper's tables, the number of documents in the full split, the prefix of local
-# files, and, unless eval_tasks/ has a file for the task, the path of the task's file in lm-eval}
+# {task: its metric and column in the paper's tables, the documents in its full split, the examples in its prompts, the
+# prefix of its local files, and, unless eval_tasks/ has a file for the task, the path of its file in lm-eval}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
 # the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
 
 
+def find_files(folder, prefix):
+    """
+    Returns the files in a folder with the rows of a split, prefix*.jsonl, plain or compressed: one file, or all shards
+    *-00000-of-00002.jsonl of one. Raises InputError if there are others, except backups.
+    """
+    rows = re.compile(r'\.jsonl(\.(gz|bz2|xz|zst))?$')
+    shard = re.compile(r'-\d+-of-(\d+)(?=\.jsonl)')
+    paths = sorted(path for path in Path(folder).glob(f'{prefix}*') if rows.search(path.name))
+    names = {shard.sub(r'-of-\1', path.name) for path in paths}
+    counts = {int(count) for path in paths for count in shard.findall(path.name)} or {1}
+    if paths and (len(names) > 1 or counts != {len(paths)}):
+        found = ', '.join(path.name for path in paths)
+        raise InputError(f'{folder} contains {found}: expected one file or all shards of one; move the others away')
+    return [str(path.resolve()) for path in paths]
+
+
 def local_config(name, config, folder):
     """A task's lm-eval config -> the changes that make it read local files, [how these differ from the hub's]."""
     prefix = PAPER[name]['local']
-    files = {}
-    for split in ('train', 'validation', 'test'):
-        for file in sorted(Path(folder).glob(f'{prefix}_{split}*.jsonl*')):
-            files[split] = str(file.resolve())
+    files = {split: find_files(folder, f'{prefix}_{split}') for split in ('train', 'validation', 'test')}
     hub_split = config.get('test_split') or config['validation_split']
-    scored = next((split for split in (hub_split, 'validation', 'test', 'train') if split in files), None)
+    scored = next((split for split in (hub_split, 'validation', 'test', 'train') if files[split]), None)
     if scored is None:
         raise InputError(f'{folder} has no {prefix}_{hub_split}*.jsonl, which task {name} needs')
-    shots_from = 'train' if 'train' in files else scored
+    shots_from = 'train' if files['train'] else scored
     notes = []
     if scored != hub_split:
         notes.append(f'{scored} split instead of {hub_split}')
@@ -406,21 +388,21 @@ def local_config(name, config, folder):
     return changes, notes
 
 
-def paper_config(name, folder=''):
+def paper_config(name, folder, num_fewshot):
     """A task of the paper -> its lm-eval config, [how its data in a folder differ from the hub's]."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     file = PAPER[name].get('yaml')
     file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
-    group = load_yaml(EVAL_TASKS / 'paper.yaml')['task']
-    config = load_yaml(file) | next(task for task in group if task['task'] == name)
+    config = load_yaml(file) | dict(num_fewshot=int(PAPER[name]['shots']) if num_fewshot is None else num_fewshot)
     changes, notes = local_config(name, config, folder) if folder else ({}, [])
     return config | changes, notes
 
 
-def load_tasks(names, folder=''):
+def load_tasks(names, folder='', num_fewshot=None):
     """
     Loads tasks with their data: the paper's from the hub or from the files in a folder, others as lm-eval defines them.
+    num_fewshot replaces a task's own number of examples in the prompt.
 
     Returns lm-eval's dict of tasks and groups, and {task: [how its data differ from the paper's]}.
     """
@@ -440,14 +422,14 @@ def load_tasks(names, folder=''):
         specs = manager.match_tasks([name])
         fix = 'connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         if name in PAPER:
-            config, notes[name] = paper_config(name, folder)
+            config, notes[name] = paper_config(name, folder, num_fewshot)
             specs = [config]
         if name in PAPER and folder:
-            files = ', '.join(config['dataset_kwargs']['data_files'].values())
+            files = ', '.join(sum(config['dataset_kwargs']['data_files'].values(), []))
             fix = f'compare {files} with the data on the hub; files of --benchmark_dir need its field names'
         if not specs:
             near = did_you_mean(name, manager.all_tasks)
-            raise InputError(f"unknown task '{name}'{near}; list all tasks with: python -m mhf.lm ls tasks")
+            raise InputError(f"unknown task '{name}'{near}; list lm-eval's tasks with: lm-eval ls tasks")
         try:
             found = manager.load(specs)
         # no network; a truncated, empty or malformed file; a missing field; a missing package
@@ -457,15 +439,39 @@ def load_tasks(names, folder=''):
         for kind, items in found.items():
             loaded[kind] |= items
     for task in loaded['tasks'].values():
-        if task.config.num_fewshot is None:
-            task.set_config(key='num_fewshot', value=0)
+        if getattr(task, 'UNSAFE_CODE', False):
+            fix = 'use lm_eval.simple_evaluate (mhf/lm.py) with confirm_run_unsafe_code=True'
+            raise InputError(f'{task.config.task} runs code that the model generates; {fix}')
+        own = task.config.num_fewshot or 0
+        task.set_config(key='num_fewshot', value=own if num_fewshot is None else num_fewshot)
         task.set_fewshot_seed(1234)
     return loaded, notes
 
 
+def check_generation(lm, task):
+    """Lets a task check its generation options as soon as lm-eval builds its requests."""
+    build = task.build_all_requests
+
+    def build_and_check(**options):
+        build(**options)
+        for request in task.instances:
+            if request.request_type == 'generate_until':
+                lm.parse_gen_kwargs(request.args[1])
+
+    task.build_all_requests = build_and_check
+
+
 def run_tasks(lm, loaded, notes, limit=None):
-    """Scores loaded tasks -> lm-eval's results, with notes on differences from the paper; {} on ranks above 0."""
-    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
+    """
+    Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper; {} on ranks above 0.
+    All requests are checked before the first is scored.
+    """
+    for task in loaded['tasks'].values():
+        check_generation(lm, task)
+    # loglikelihood() checks its requests, so it comes first
+    choices = ('multiple_choice', 'loglikelihood')
+    tasks = sorted(loaded['tasks'].items(), key=lambda item: item[1].OUTPUT_TYPE not in choices)
+    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=1000)
     if results is None:
         return {}
     for task, count in results['n-samples'].items():
@@ -473,31 +479,3 @@ def run_tasks(lm, loaded, notes, limit=None):
         if count['effective'] != total:
             notes[task].append(f'{count["effective"]:,} of {total:,} documents')
     return results | dict(notes={task: note for task, note in notes.items() if note})
-
-
-# -----------------------------------------------------------------------------
-# lm-eval's command line
-
-
-def main():
-    """Runs lm-eval's command line with this model and the tasks of eval_tasks/."""
-    from lm_eval.__main__ import cli_evaluate
-
-    if len(sys.argv) > 2:
-        command = sys.argv[1] if sys.argv[1] in ('ls', 'validate') else 'run'
-        # argparse reads the last of several equal options: the user's
-        defaults = [f'--include_path={EVAL_TASKS}'] + ['--model=mhf'] * (command == 'run')
-        position = 2 if sys.argv[1] == command else 1
-        sys.argv[position:position] = defaults
-    try:
-        cli_evaluate()
-    except ValueError as e:
-        if not str(e).startswith('Tasks not found'):
-            raise
-        raise InputError(f'{e}; list all tasks with: python -m mhf.lm ls tasks') from None
-    cleanup()
-
-
-if __name__ == '__main__':
-    install_excepthook()
-    main()

@@ -74,6 +74,7 @@ class TiktokenTokenizer:
         special = {name.encode(): i for name, i in encoding._special_tokens.items()}
         for token, i in (*encoding._mergeable_ranks.items(), *special.items()):
             self.tokens[i] = token
+        self.special_ids = set(special.values())
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
 
     def encode(self, texts):
@@ -87,8 +88,7 @@ class TiktokenTokenizer:
         return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
 
     def decode(self, ids):
-        special = {self.bos, self.eos, self.pad}
-        return self.encoding.decode([int(i) for i in ids if int(i) not in special])
+        return self.encoding.decode([int(i) for i in ids if int(i) not in self.special_ids])
 
 
 LONGEST_PIECE = 1 << 18  # characters; tiktoken's regular expressions fail on runs of 1M spaces

@@ -136,9 +136,9 @@ BAD = [
     Bad(
         'resume with another tokenizer', RESUME + ' --tokenizer=tekken --data_dir=tek', 'tokenizer_sha256=', tekken_bins
     ),
-    # mhf/released.py
-    Bad('export to nowhere', 'mhf.released out', says='usage: python -m mhf.released OUT_DIR FOLDER'),
-    Bad('export over a folder', 'mhf.released out bins', says='bins already exists'),
+    # mhf/export.py
+    Bad('export to nowhere', 'mhf.export out', says='usage: python -m mhf.export OUT_DIR FOLDER'),
+    Bad('export over a folder', 'mhf.export out bins', says='bins already exists'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says='nowhere: no such folder'),
@@ -147,7 +147,6 @@ BAD = [
     Bad('top_k of another type', 'sample.py cfg.py --top_k=fifty', says='top_k=fifty: must be an integer'),
     Bad('top_p of another type', 'sample.py cfg.py --top_p=high', says='top_p=high: must be a number above 0'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
-    Bad('two models', 'sample.py --out_dir=out --released=x/y', says='out_dir=out and released=x/y: name one model'),
     Bad('no such user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says='start=FILE:~nobody-here/x'),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     # expand.py
@@ -163,7 +162,7 @@ BAD = [
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", smaller_mistral),
     # eval.py and bench.py
-    Bad('two models to evaluate', EVAL + '--released=x', says='out_dir=out and released=x: name one model'),
+    Bad('a negative number of examples', EVAL + '--num_fewshot=-1', says='num_fewshot=-1'),
     Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
     Bad('a missing text', TEXT + 'no.txt', says='no.txt: no such file, glob or data set'),

@@ -16,7 +16,8 @@ from configurator import read_config
 from hashing import signature_table
 from mhf.checkpoint import make_config, read_checkpoint
 from mhf.data import Bins
-from mhf.released import from_pretrained, save_pretrained
+from mhf.export import save_pretrained
+from mhf.released import from_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
 from model import MHF

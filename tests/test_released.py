@@ -1,4 +1,4 @@
-"""mhf/released.py: the authors' format in both directions, and what a folder declares about its model."""
+"""mhf/released.py and mhf/export.py: the authors' format in both directions."""
 
 import json
 from dataclasses import asdict
@@ -12,7 +12,7 @@ import tiktoken
 import tiktoken_ext.openai_public
 import tokenizers
 import torch
-from conftest import assert_same, ok, real_documents, weights
+from conftest import assert_same, ok, real_documents, snapshot, weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,8 +21,9 @@ import expand
 from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.errors import InputError
+from mhf.export import save_pretrained
 from mhf.lm import open_lm
-from mhf.released import from_pretrained, has_padding_from, save_pretrained
+from mhf.released import from_pretrained, has_padding_from
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
 from model import validate_table
@@ -37,7 +38,7 @@ def open_small(folder, **changes):
 
 def test_export_of_a_run(quick, mistral):
     """A run, its export and the model that expand.py grows from it add bos; a folder of the authors does not."""
-    done = ok('mhf.released', 'out', 'export', cwd=quick)
+    done = ok('mhf.export', 'out', 'export', cwd=quick)
     assert done.stdout == 'out/ckpt.pt, step 24 -> export\n' and not done.stderr
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
     assert load(str(quick / 'export')).tok.name == 'mistral'
@@ -52,9 +53,6 @@ def test_export_of_a_run(quick, mistral):
         del config['add_bos']
         (quick / name / 'config.json').write_text(json.dumps(config))
         assert not load(str(quick / name)).add_bos
-    # a model that is grown from one without bos
-    ok('expand.py', '--source_model=export', '--tokenizer=x.model', '--output_dir=grown_again', cwd=quick)
-    assert not load(str(quick / 'grown_again')).add_bos
 
 
 def test_stop_ids(tmp_path):
@@ -97,23 +95,13 @@ def test_released_models_that_are_refused(tmp_path):
     for key, value in dict(num_hidden_layers=3, hidden_size=16).items():
         with pytest.raises(InputError, match='cannot be loaded: .*size mismatch|cannot be loaded: .*Missing key'):
             from_pretrained(write_released(tmp_path / key, m, **{key: value}))
-    file = write_released(tmp_path / 'untied', m) / 'model.safetensors'
+    file = write_released(tmp_path / 'damaged', m) / 'model.safetensors'
     weights = load_file(file)
-    save_file(weights | {'lm_head.weight': weights['model.embed_tokens.weight'] + 1}, file)
-    with pytest.raises(InputError, match='lm_head'):
-        from_pretrained(file.parent)
-    tied = weights | {'lm_head.weight': weights['model.embed_tokens.weight'].clone()}
-    save_file(tied, file)
-    from_pretrained(file.parent)
-    del tied['model.embed_tokens.weight']  # as safetensors.torch.save_model writes
-    save_file(tied, file)
-    embed = from_pretrained(file.parent).embed.weight
-    assert torch.equal(embed, weights['model.embed_tokens.weight'].float())
     save_file(weights | {'model.hash_map': -weights['model.hash_map']}, file)
     with pytest.raises(InputError, match='hash_map contains bucket -'):
         from_pretrained(file.parent)
     file.write_bytes(b'not safetensors')
-    with pytest.raises(InputError, match='untied cannot be loaded: .*header'):
+    with pytest.raises(InputError, match='damaged cannot be loaded: .*header'):
         from_pretrained(file.parent)
     for name in ('model.safetensors', 'config.json'):
         (file.parent / name).unlink()
@@ -121,24 +109,55 @@ def test_released_models_that_are_refused(tmp_path):
             from_pretrained(file.parent)
 
 
-@pytest.mark.parametrize('shards, others', [(1, ['model_ema', 'model-00001-of-00002']), (3, ['model', 'model-00004'])])
-def test_the_index_decides_which_files_are_read(tmp_path, shards, others):
-    """Weights are the files that the index names, or model.safetensors alone; other files next to them are ignored."""
-    m = random_model(dtype=torch.float32)
-    folder = write_released(tmp_path / 'm', m, shards)
-    first = min(folder.glob('*.safetensors'))
-    for name in others:
-        save_file({name: tensor + 1 for name, tensor in load_file(first).items()}, folder / f'{name}.safetensors')
-    # a shard, too, may contain tensors that the index assigns to another one
-    if shards > 1:
-        tensors = load_file(first)
-        save_file({'model.norm.weight': torch.zeros(m.config.hidden_size)} | tensors, first)
-    ids = torch.randint(0, 300, (2, 7))
-    assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
-    if shards > 1:
-        save_file({}, first)
-        with pytest.raises(InputError, match='Missing key|no model.hash_map'):
+@pytest.mark.parametrize('H', [3, 0])
+def test_the_head_is_the_embedding(tmp_path, H):
+    """
+    lm_head.weight may be absent or equal to the embedding. It may be absent from a Standard model only if its
+    config.json says that the two are tied; false is the default of transformers.
+    """
+    m = random_model(num_hashes=H, dtype=torch.float32)
+    for tied in (False, None):
+        folder = write_released(tmp_path / str(tied), m, tie_word_embeddings=tied)
+        if H:
             from_pretrained(folder)
+        else:
+            with pytest.raises(InputError, match='tie_word_embeddings .* lm_head.weight'):
+                from_pretrained(folder)
+    file = folder / 'model.safetensors'
+    weights = load_file(file)
+    E = weights['model.embed_tokens.weight']
+    save_file(weights | {'lm_head.weight': E.clone()}, file)
+    assert torch.equal(from_pretrained(folder).embed.weight, E)
+    # as safetensors.torch.save_model writes
+    save_file({name: w for name, w in weights.items() if w is not E} | {'lm_head.weight': E}, file)
+    assert torch.equal(from_pretrained(folder).embed.weight, E)
+    save_file(weights | {'lm_head.weight': E + 1}, file)
+    with pytest.raises(InputError, match='lm_head.weight differs'):
+        from_pretrained(folder)
+
+
+def test_which_files_have_the_weights(tmp_path):
+    """
+    Weights are model.safetensors, as in transformers, or without it the shards that the index names. Other files are
+    ignored.
+    """
+    m, smaller = (random_model(num_layers=layers, dtype=torch.float32) for layers in (2, 1))
+    ids = torch.randint(0, 300, (2, 7))
+    folder = write_released(tmp_path / 'm', m, shards=3)
+    first = min(folder.glob('*.safetensors'))
+    tensors = load_file(first)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / 'model-00004.safetensors')
+    # a shard, too, may contain tensors that the index assigns to another one
+    save_file({'model.norm.weight': torch.zeros(m.config.hidden_size)} | tensors, first)
+    assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
+    # another model, saved into the same folder
+    write_released(folder, smaller)
+    assert torch.equal(from_pretrained(folder).log_probs(ids), smaller.log_probs(ids))
+    write_released(folder, m, shards=3)
+    (folder / 'model.safetensors').unlink()
+    save_file({}, first)
+    with pytest.raises(InputError, match='Missing key|no model.hash_map'):
+        from_pretrained(folder)
 
 
 @pytest.mark.parametrize('H, single_id', [(1, False), (3, True), (3, False)])
@@ -236,6 +255,9 @@ def test_transformers_reads_an_export(tmp_path, kind, add_bos):
     assert (model(x).logits.log_softmax(-1) - m.log_probs(x)).abs().max() < 1e-5
     opened = load(str(folder))
     assert opened.tok.encode(TEXTS) == ids and torch.equal(opened.model.log_probs(x), m.log_probs(x))
+    # an export of the export has the same files
+    save_pretrained(opened.model, tmp_path / 'again', opened.tok.name, opened.add_bos, opened.eos_ids)
+    assert snapshot(tmp_path / 'again') == snapshot(folder)
 
 
 SENTENCEPIECE = [
@@ -370,6 +392,15 @@ def test_exports_that_transformers_refuses(tmp_path):
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
 
 
+def test_export_of_tied_parameters(tmp_path):
+    """Parameters that a fork ties are exported under each name."""
+    m = random_model(num_hashes=0, dtype=torch.float32)
+    m.layers[0].self_attn.k_norm.weight = m.layers[0].self_attn.q_norm.weight
+    save_pretrained(m, tmp_path / 'm', 'mistral')
+    ids = torch.tensor([[1, 7, 9]])
+    assert torch.equal(from_pretrained(tmp_path / 'm').log_probs(ids), m.log_probs(ids))
+
+
 def test_export_deletes_no_files(tmp_path):
     """An export changes nothing next to its folder, even if it fails; all its files have the usual permissions."""
     (tmp_path / 'm.tmp').mkdir()
@@ -399,36 +430,42 @@ def test_export_deletes_no_files(tmp_path):
 YARN = dict(rope_type='yarn', rope_theta=1e6, factor=4.0)
 PARTIAL = dict(rope_type='default', rope_theta=1e6, partial_rotary_factor=0.5)
 REFUSED = [
-    dict(rope_scaling=YARN), dict(rope_scaling=dict(type='linear', factor=2.0)), dict(rope_parameters=YARN),
-    dict(rope_parameters=PARTIAL), dict(rope_parameters=dict(full_attention=YARN)), dict(partial_rotary_factor=0.5),
-    dict(use_sliding_window=True, sliding_window=64), dict(layer_types=['full_attention', 'sliding_attention']),
-    dict(attention_bias=True), dict(hidden_act='gelu'), dict(model_type='qwen3_moe'), dict(lsh_only_embed=True),
-    dict(quantization_config=dict(quant_method='fp8')), dict(final_logit_softcapping=30.0), dict(logits_scaling=8),
-    dict(attention=dict(qkv_bias=True)), dict(scale_embedding=True),
-    # a number for a boolean
-    dict(attention_bias=1), dict(use_sliding_window=1),
+    # another computation
+    ('rope_scaling/rope_type="yarn"', dict(rope_scaling=YARN)), ('rope_type="yarn"', dict(rope_parameters=YARN)),
+    ('type="linear"', dict(rope_scaling=dict(type='linear'))), ('rope_scaling', dict(rope_scaling='yarn')),
+    ('partial_rotary', dict(rope_parameters=PARTIAL)), ('full', dict(rope_parameters=dict(full_attention=YARN))),
+    ('rope_theta', dict(rope_theta=None)),
+    ('use_sliding_window', dict(use_sliding_window=True, sliding_window=64)), ('hidden_act', dict(hidden_act='gelu')),
+    ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
+    ('attention_bias', dict(attention_bias=True)), ('model_type', dict(model_type='qwen3_moe')),
+    ('lsh_only_embed', dict(lsh_only_embed=True)), ('tie_word_embeddings', dict(tie_word_embeddings='yes')),
+    # unknown keys
+    ('quantization_config', dict(quantization_config=dict(bits=8))), ('logits_scaling', dict(logits_scaling=8)),
+    # a number for a boolean, and sizes that are not integers
+    ('attention_bias', dict(attention_bias=1)), ('hidden_size', dict(hidden_size='32')),
+    ('num_hidden_layers', dict(num_hidden_layers=2.0)), ('rms_norm_eps', dict(rms_norm_eps='1e-6')),
     # the signature of pad must be the zero row
-    dict(pad_token_id=-1), dict(pad_token_id=5), dict(pad_token_id=99999),
-    dict(rope_theta=None), dict(num_lsh=-1), dict(num_lsh=4),
+    ('pad_token_id', dict(pad_token_id=-1)), ('pad_token_id', dict(pad_token_id=5)), ('num_lsh', dict(num_lsh=4)),
+    ('pad_token_id', dict(pad_token_id=99999)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize('changes', REFUSED, ids=str)
-def test_config_that_is_refused(tmp_path, changes):
-    """A field of config.json that changes the computation, or has no sensible value, is refused by its name."""
+@pytest.mark.parametrize('key, changes', REFUSED, ids=str)
+def test_config_that_is_refused(tmp_path, key, changes):
+    """A key of config.json that is unknown, or whose value is not supported, is named in one line."""
     folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
-    with pytest.raises(InputError, match='|'.join(changes)):
+    with pytest.raises(InputError, match=key):
         from_pretrained(folder)
 
 
-# fields that leave the computation unchanged, such as those that transformers 5 writes
+# keys that leave the computation unchanged, such as those that transformers 5 writes
 ACCEPTED = dict(
-    rope_theta=None, rope_parameters=dict(rope_type='default', rope_theta=1e4), rope_scaling=None,
+    rope_theta=None, rope_parameters=dict(rope_type='default', rope_theta=1e4), rope_scaling=dict(rope_type='default'),
     sliding_window=4096, use_sliding_window=False, layer_types=['full_attention'] * 2, max_window_layers=28,
     attention_dropout=0.1, initializer_range=0.02, pad_token_id=None, use_cache=False, dtype='bfloat16',
-    unused_ids=None, lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, embedding_multiplier=1.0,
+    unused_ids=None, lsh_only_embed=False, use_conditional_prob=True, fused_decoding=True, quantization_config=None,
     # the pad of a tokenizer without one is the eos whose signature is all zero
-    eos_token_id=[7, 2], attention_bias=0, scale_embedding=False, extra=dict(mlp_bias=False, kind=['any']),
+    eos_token_id=[7, 2],
 )  # fmt: skip
 
 
@@ -446,3 +483,9 @@ def test_config_that_is_accepted(tmp_path, shards, changes):
     ids = torch.randint(0, 300, (2, 7))
     assert torch.equal(bucket_logits(loaded, ids), bucket_logits(m.float(), ids))
     assert torch.equal(loaded.log_probs(ids), m.log_probs(ids))
+
+
+def test_pad_of_a_standard_model(tmp_path):
+    """A Standard model needs no pad: its pad_token_id may be -1."""
+    m = random_model(num_hashes=0, dtype=torch.float32)
+    assert from_pretrained(write_released(tmp_path, m, pad_token_id=-1, eos_token_id=7)).config.pad_id == 7

@@ -43,7 +43,7 @@ def test_a_sample_ends_with_its_document(trained, tmp_path, mistral):
         assert sample_ids([4000, 4001, end, 4002], '--out_dir=out', '--start=x', cwd=trained) == expected
     model, _ = read_checkpoint(trained / 'out/ckpt.pt')
     write_released(tmp_path / 'r', model, eos_token_id=[2, 5000], pad_token_id=2)
-    assert sample_ids([4000, 4001, 5000, 4002], '--released=r', '--start=x', cwd=tmp_path) == expected
+    assert sample_ids([4000, 4001, 5000, 4002], '--out_dir=r', '--start=x', cwd=tmp_path) == expected
 
 
 def test_characters_are_complete(trained, mistral):

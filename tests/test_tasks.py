@@ -13,17 +13,23 @@ from conftest import REPO, small_tasks, write_rows
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
-from test_lm import NO_INDEX
 
 from mhf import lm as tasks
 from mhf.errors import InputError
 from mhf.lm import MHFLM, PAPER
 from test_mhf import random_model
 
+# lm-eval does not read its own 14,000 task files, which takes 6 seconds
+NO_INDEX = """
+from pathlib import Path
+from lm_eval.tasks._index import TaskIndex
+build = TaskIndex.build
+TaskIndex.build = staticmethod(lambda paths, **options: build(paths[1:], **options))
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch):
-    """lm-eval does not read its own 14,000 task files, which takes 6 seconds."""
     monkeypatch.setattr(TaskIndex, 'build', TaskIndex.build)
     exec(NO_INDEX, {})
 
@@ -53,6 +59,61 @@ def test_known_answers(tmp_path, mistral):
     assert got['versions']['race_v2'] == 2
     assert got['notes']['sciq'] == ['validation split instead of test', '4 of 1,000 documents']
     assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
+
+
+def test_num_fewshot(tmp_path):
+    """num_fewshot replaces the number of examples in the prompts of every task."""
+    small_tasks(tmp_path)
+    for number in (0, 2):
+        loaded, notes = tasks.load_tasks(['arc_easy', 'piqa'], str(tmp_path), number)
+        for name, task in loaded['tasks'].items():
+            task.build_all_requests()
+            prompts = [instance.args[0] for instance in task.instances]
+            assert {prompt.count('Question:') for prompt in prompts} == {number + 1}, name
+        assert bool(notes['piqa']) == bool(number)  # it has no train split, so its examples come from validation
+
+
+FILES = [
+    # names in a folder, and the number of rows that are read from it; 0: an error that names all files
+    (['openbookqa_test.jsonl', 'openbookqa_test.jsonl.bak', 'openbookqa_test.jsonl~'], 1),
+    (['openbookqa_test-00000-of-00002.jsonl', 'openbookqa_test-00001-of-00002.jsonl'], 2),
+    (['openbookqa_test.jsonl', 'openbookqa_test_500.jsonl'], 0),
+    (['openbookqa_test-00000-of-00002.jsonl'], 0),
+    (['openbookqa_test-00000-of-00002.jsonl', 'openbookqa_test-00001-of-00003.jsonl'], 0),
+]
+
+
+@pytest.mark.parametrize('names, rows', FILES)
+def test_which_files_have_the_rows(tmp_path, names, rows):
+    """A split is one file or all shards of one. Backups are not read, and other combinations are an error."""
+    choices = dict(text=['a', 'b'], label=['A', 'B'])
+    for k, name in enumerate(names):
+        write_rows(tmp_path / name, [dict(question_stem=f'It is {k}', choices=choices, answerKey='A', id=str(k))])
+    if not rows:
+        with pytest.raises(InputError, match='.*'.join(sorted(names))):
+            tasks.load_tasks(['openbookqa'], str(tmp_path))
+        return
+    loaded, _ = tasks.load_tasks(['openbookqa'], str(tmp_path), num_fewshot=0)
+    assert len(loaded['tasks']['openbookqa'].eval_docs) == rows
+
+
+def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
+    """A request of any task that does not fit the context is an error before the first is scored."""
+    write_rows(tmp_path / 'rows.jsonl', [dict(question='1 + 1 is', answer='two')])
+    config = dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(tmp_path / 'rows.jsonl'))))
+    config |= dict(test_split='test', doc_to_text='{{question}}', doc_to_target=' {{answer}}')
+    ends = dict(config, task='ends', output_type='loglikelihood', metric_list=[dict(metric='acc')])
+    answers = dict(config, task='answers', output_type='generate_until', generation_kwargs=dict(until=['x']))
+    fits = dict(answers, generation_kwargs=dict(until=['x'], max_gen_toks=4))
+    # a choice of more tokens than the context
+    long = dict(ends, doc_to_target=' a' * 99)
+    # max_gen_toks is 256 by default
+    for configs, says in (([ends, answers], 'max_gen_toks=256: must be from 1 to 23'), ([fits, long], '99 tokens')):
+        lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
+        monkeypatch.setattr(lm.model, 'hidden_states', Mock(side_effect=AssertionError('scored')))
+        loaded = TaskManager(include_defaults=False).load(configs)
+        with pytest.raises(InputError, match=says):
+            tasks.run_tasks(lm, loaded, {})
 
 
 def test_mubench_files(tmp_path, mistral):

@@ -102,9 +102,10 @@ def test_roles_of_a_json(tmp_path, mistral):
 
 
 def test_roles_of_other_tokenizers(mistral, tmp_path):
-    """Tekken names its bos, eos and pad; a SentencePiece model without bos or eos is refused."""
+    """Tekken names its special tokens, which are not decoded; a SentencePiece model without bos or eos is refused."""
     tekken = get_tokenizer('tekken')
     assert [tekken.tokens[i] for i in (tekken.bos, tekken.eos, tekken.pad)] == [b'<s>', b'</s>', b'<pad>']
+    assert tekken.decode([tekken.tokens.index(b'[INST]'), *tekken.encode(['a <s> b'])[0], 720]) == 'a <s> b'
     for role, number in (('bos', 1), ('eos', 2)):
         model = ModelProto.FromString(mistral.sp.serialized_model_proto())
         model.pieces[number].piece = '<other>'
@@ -178,11 +179,11 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
     token_mask = weights(folder, 'grown')['model']['token_mask']
     assert token_mask[:V].all() and not token_mask[V:].any() and len(token_mask) > V
-    ok('mhf.released', 'grown', 'out_given', cwd=folder)
+    ok('mhf.export', 'grown', 'out_given', cwd=folder)
     assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
     for name in ('tok.json', 'tokenizer_config.json'):
         (folder / name).unlink()
     tok = load(folder / 'out_given').tok
     assert tok.tokens == larger.tokens and tok.bos == 3
-    done = ok('sample.py', '--released=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
+    done = ok('sample.py', '--out_dir=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
     assert 'sample 1 of 1' in done.stdout
