@@ -51,8 +51,7 @@ config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
-SAMPLE_TEXTS = 16  # of each batch, are decoded to count what the tokenizer changes
-SAMPLE_CHARS = 1000  # of each of them
+SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to count what changes
 FLUSH_TOKENS = 1 << 20  # per write to a shard
 DIGEST_BYTES = 1 << 16  # of each end of an input file
 
@@ -208,7 +207,8 @@ def encode(job, texts):
     """Yields each text with its token ids. Updates job.changes."""
     # a thread reads the next batch while the tokenizer's threads encode this one
     for batch in data.prefetch(batches(texts)):
-        sample = [text[:SAMPLE_CHARS].rstrip() for text in batch[:: len(batch) // SAMPLE_TEXTS + 1]]
+        step = sum(map(len, batch)) // SAMPLE_CHARS + 1
+        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
         for text, ids in zip(sample, job.tok.encode(sample), strict=True):
             job.changes.add(text, ids)
         yield from zip(batch, job.tok.encode(batch), strict=True)

@@ -268,6 +268,7 @@ def split_last(dataset, text, counts, val_fraction, val_bytes):
     cuts = (text.find('\n', start), text.find(' ', start), text.rfind('\n'), text.rfind(' '))
     cut = next((cut for cut in cuts if cut > 0), None)
     if cut is None:
-        found = f'{counts["documents"]} documents, and the last one has no line break or space to split it at'
-        raise InputError(f'{dataset}: too little text to hold some out: {found}; use more or a larger val_fraction')
+        few = f'{counts["documents"]} documents are too few to hold out one in {round(1 / val_fraction):,}'
+        fix = 'use more documents, or prepare.py with a larger --val_fraction'
+        raise InputError(f'{dataset}: {few}, and the last has no line break or space to split it at; {fix}')
     return text[:cut].rstrip(), text[cut:].lstrip()

@@ -233,13 +233,13 @@ class Changes:
         self.tok = tok
         self.texts = 0
         self.changed_texts = 0
-        self.characters = 0  # without white space, in a decomposed form
+        self.characters = 0  # without white space
         self.lost_characters = 0
         self.example = ''
 
     def add(self, text, ids):
         decoded = self.tok.decode([i for i in ids if i != self.tok.unk])
-        before, after = (len(''.join(unicodedata.normalize('NFKD', t).split())) for t in (text, decoded))
+        before, after = (len(''.join(unicodedata.normalize('NFKC', t).split())) for t in (text, decoded))
         self.texts += 1
         self.changed_texts += decoded != text
         self.characters += before
@@ -251,7 +251,7 @@ class Changes:
     def warn(self):
         """Prints both counts if a text was changed."""
         if self.changed_texts:
-            changed = f'{self.changed_texts:,} of {self.texts:,} sampled texts ({self.example})'
+            changed = f'{self.changed_texts:,} of {self.texts:,} compared texts ({self.example})'
             lost = f'{self.lost_characters / max(1, self.characters):.2%} of their characters'
             print(f"warning: tokenizer '{self.tok.name}' changes {changed} and loses {lost}", file=sys.stderr)
 
