@@ -34,7 +34,7 @@ from mhf.tokenizers import Changes, get_tokenizer, tokenizer_facts
 # .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-# mistral | tekken | a tiktoken encoding such as gpt2 | a file *.model or tokenizer.json | a hub id user/name[@revision]
+# mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
 # looks up signatures of any num_hashes and num_buckets. num_hashes=0 (Standard) always writes ids

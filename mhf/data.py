@@ -267,7 +267,7 @@ def build_table(config, tokens, pad_id):
 def check_tokenizer(folder, meta, tok):
     """Raises InputError if a folder was prepared with another tokenizer. Its contents decide, not its name."""
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
-        differs = f"tokenizer '{meta['tokenizer']}', which has other tokens than '{tok.name}'"
+        differs = f"another tokenizer ('{meta['tokenizer']}') than '{tok.name}'"
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
 
 

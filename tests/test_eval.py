@@ -71,7 +71,7 @@ def test_text_formats(tmp_path, mistral):
     drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, decode=lambda ids: '')
     drops.encode = lambda texts: [[] for _ in texts]
     nothing = 'no text in it that the tokenizer can encode'
-    for name, tok, says in (('d', other, 'has other tokens'), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
+    for name, tok, says in (('d', other, 'another tokenizer'), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
         with pytest.raises(InputError, match=says):
             evaluation.read_ids(tmp_path / name, types.SimpleNamespace(tok=tok, bos=tok.bos))
     # a .txt is one document

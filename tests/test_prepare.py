@@ -139,52 +139,49 @@ def test_a_single_text_file(tmp_path, mistral):
     assert '\n'.join(texts) == text.strip() and 20 <= len(texts[1]) < 200
 
 
-def byte_level(normalizer=None, added=()):
-    """Returns a byte-level tokenizer without merges."""
-    ids = {word: i for i, word in enumerate(['<e>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tok = tokenizers.Tokenizer(models.BPE(ids, []))
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    tok.add_tokens(list(added))
-    if normalizer:
-        tok.normalizer = normalizer
-    return tok
-
-
-def ascii_tokenizer(kind, decoder):
-    """Returns a tokenizer of single ASCII characters, whose unknown token is '<e>', which is also bos, or '[UNK]'."""
-    letters = '0123456789abcdefghijklmnopqrstuvwxyz'
-    if kind == 'Unigram':
-        pieces = [('<e>', 0.0), ('[UNK]', -9.0), *((letter, -2.0) for letter in '▁' + letters)]
-        tok = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=1))
-        tok.pre_tokenizer = pre_tokenizers.Metaspace()
-    else:
-        inner = '##{}' if kind == 'WordPiece' else '{}</w>'
-        words = ['<e>', '[UNK]', *letters, *(inner.format(letter) for letter in letters)]
-        ids = {word: i for i, word in enumerate(words)}
-        unknown = dict(unk_token='[UNK]') if kind == 'WordPiece' else dict(unk_token='<e>', end_of_word_suffix='</w>')
-        tok = tokenizers.Tokenizer(getattr(models, kind)(ids, *[[]] * (kind == 'BPE'), **unknown))
-        tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def json_tokenizer(model, pre_tokenizer, decoder, normalizer=None):
+    tok = tokenizers.Tokenizer(model)
+    tok.pre_tokenizer = pre_tokenizer
     tok.decoder = decoder
+    tok.normalizer = normalizer
     return tok
 
 
+def byte_level(normalizer=None, merges=(), add_prefix_space=False):
+    ids = {token: i for i, token in enumerate(['<e>', 'ab', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    return json_tokenizer(models.BPE(ids, list(merges)), pre_tokenizer, decoders.ByteLevel(), normalizer)
+
+
+LETTERS = '0123456789abcdefghijklmnopqrstuvwxyz'
+PIECES = [('<e>', 0.0), ('[UNK]', -9.0), *((letter, -2.0) for letter in '▁' + LETTERS)]
+WORDS, ENDS = (
+    {token: i for i, token in enumerate(['<e>', '[UNK]', *LETTERS, *map(kind.format, LETTERS)])}
+    for kind in ('##{}', '{}</w>')
+)
+ADDED = byte_level()
+ADDED.add_tokens(['ёлка', 'друг'])
+UNIGRAM = json_tokenizer(models.Unigram(PIECES, unk_id=1), pre_tokenizers.Metaspace(), decoders.Metaspace())
+SPLIT = pre_tokenizers.WhitespaceSplit()
+WORD_PIECE = json_tokenizer(models.WordPiece(WORDS, unk_token='[UNK]'), SPLIT, decoders.WordPiece())
+# eos is also bos and the unknown token
+END_OF_WORD = models.BPE(ENDS, [], unk_token='<e>', end_of_word_suffix='</w>')
+END_OF_WORD = json_tokenizer(END_OF_WORD, SPLIT, decoders.BPEDecoder())
 ENGLISH = [f'{k} plain words' + ' ыыы' * (k % 4 == 0) for k in range(40)]
 UNKNOWN = 30 / sum(len(text.replace(' ', '')) for text in ENGLISH)
 VIETNAMESE = [f'{k} mọi người đều được tự do' for k in range(40)]
 YO = [f'{k} ёлка и друг' for k in range(40)]
-CHANGES = [
-    ('lossless', byte_level(), YO, 0, 0),
-    ('added tokens', byte_level(added=['ёлка', 'друг']), YO, 0, 0),
-    ('NFD', byte_level(normalizers.NFD()), VIETNAMESE, 40, 0),
-    ('Replace', byte_level(normalizers.Replace('ё', 'е')), YO, 40, 0),
-    ('Unigram', ascii_tokenizer('Unigram', decoders.Metaspace()), ENGLISH, 10, UNKNOWN),
-    ('WordPiece', ascii_tokenizer('WordPiece', decoders.WordPiece()), ENGLISH, 10, UNKNOWN),
-    ('end of word', ascii_tokenizer('BPE', decoders.BPEDecoder()), ENGLISH, 10, UNKNOWN),
-]
+CHANGES = dict(
+    added_tokens=(ADDED, YO, 0, 0),
+    decomposed=(byte_level(normalizers.NFD()), VIETNAMESE, 40, 0),
+    replaced=(byte_level(normalizers.Replace('ё', 'е')), YO, 40, 0),
+    unigram=(UNIGRAM, ENGLISH, 10, UNKNOWN),
+    word_piece=(WORD_PIECE, ENGLISH, 10, UNKNOWN),
+    end_of_word=(END_OF_WORD, ENGLISH, 10, UNKNOWN),
+)
 
 
-@pytest.mark.parametrize('tok, texts, changed, lost', [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
+@pytest.mark.parametrize('tok, texts, changed, lost', CHANGES.values(), ids=CHANGES)
 def test_text_that_the_tokenizer_changes(tmp_path, capsys, tok, texts, changed, lost):
     """A warning says how many texts a tokenizer changes and how many characters it loses, by decoding a sample."""
     write_jsonl(tmp_path / 'docs.jsonl', texts)
@@ -238,15 +235,7 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in ('**/*.txt', 'a.txt,*.txt,self/b.txt', f'{tmp_path}/*.txt,b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
-    for other in (
-        '*.txt',
-        'a.txt',
-        f'{tmp_path}/[ab].txt',
-        'self/a.txt',
-        'c.txt',
-        'e.txt',
-        f'../{tmp_path.name}/a.txt',
-    ):
+    for other in ('*.txt', f'{tmp_path}/[ab].txt', 'self/a.txt', 'c.txt', 'e.txt', f'../{tmp_path.name}/a.txt'):
         with pytest.raises(InputError, match='both contain .*; name each file once'):
             prepared('d', dataset=f'*.txt@1e6,{other}@1e6')
     (tmp_path / 'd.txt').symlink_to('nowhere')
@@ -472,7 +461,7 @@ def test_other_settings_or_files(tmp_path):
     prepared('d')
     for change, message in (
         (dict(val_fraction=0.2), 'val_fraction=0.1, now it is 0.2'),
-        (dict(tokenizer='tekken'), "tokenizer 'mistral', which has other tokens than 'tekken'"),
+        (dict(tokenizer='tekken'), "another tokenizer .'mistral'. than 'tekken'"),
         (dict(data_format='signatures'), 'data_format=ids, now it is signatures'),
         (dict(dataset='a.jsonl'), 'dataset='),
     ):
@@ -498,6 +487,26 @@ def test_other_settings_or_files(tmp_path):
         with pytest.raises(InputError, match=f'{name} {message}'):
             prepared(folder)
         assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize('change', ['normalizer', 'merges', 'pre_tokenizer', 'bos_token'])
+def test_another_tokenizer_of_the_same_name(tmp_path, monkeypatch, change):
+    """An incomplete folder is refused if the tokenizer has the same tokens and encodes text differently."""
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
+    write_texts(tmp_path, 2)
+    roles = dict(eos_token='<e>')
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(roles))
+    byte_level().save('tok.json')
+    prepared('d', tokenizer='tok.json')
+    (tmp_path / 'd/000001.json').unlink()
+    changes = dict(normalizer=normalizers.Lowercase(), merges=[('a', 'b')], pre_tokenizer=True, bos_token='ab')
+    if change == 'bos_token':
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(roles | dict(bos_token='ab')))
+    else:
+        name = 'add_prefix_space' if change == 'pre_tokenizer' else change
+        byte_level(**{name: changes[change]}).save('tok.json')
+    with pytest.raises(InputError, match='d was prepared with another tokenizer'):
+        prepared('d', tokenizer='tok.json')
 
 
 def test_damaged_files_of_a_unit(tmp_path):
@@ -567,17 +576,6 @@ def test_a_poor_file_system(tmp_path, monkeypatch):
     assert '90 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
     monkeypatch.setattr('mmap.mmap', MagicMock(side_effect=OSError))
     assert (Bins('poor', 'train')[:99] == Bins('good', 'train')[:99]).all()
-
-
-def test_a_full_disk(tmp_path):
-    """A first run that cannot write meta.json says why in one line and leaves no files."""
-    write_jsonl(tmp_path / 'a.jsonl', ['word ' * 300] * 2)
-    patch = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
-    patch += 'resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))'
-    before = snapshot(tmp_path)
-    says = 'd cannot be written ([Errno'
-    refused('prepare.py', '--dataset=a.jsonl', '--data_dir=d', says=says, cwd=tmp_path, patch=patch)
-    assert snapshot(tmp_path) == before
 
 
 def test_output_on_a_full_disk(tmp_path):
