@@ -16,10 +16,10 @@ the corpus, and the best are appended to the base tokenizer. Their merges have t
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
 An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
-Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
-training data must not contain these documents: prepare.py also holds them out if each corpus is one of at most 10
-sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in
-config/expand_*.py.
+Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
+fewer documents, the end of the last. The training data must not contain this text: prepare.py also holds it out if each
+corpus is one of at most 10 sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default
+val_bytes, as in config/expand_*.py.
 """
 
 import io

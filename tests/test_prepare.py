@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import eval as evaluation
+import expand
 import prepare
 from hashing import fingerprint, signature_table
 from mhf import data, sources
@@ -311,6 +312,10 @@ def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes):
         with pytest.raises(InputError, match='too few to hold out one in 100'):
             prepared('few', dataset=dataset, val_fraction=0.01)
     assert not (tmp_path / 'few').exists()
+    # expand.py holds out the same text
+    (tmp_path / 'one.text.txt').write_text('some words\n' * 900)
+    splits = prepared('one', dataset='one.text.txt', val_fraction=expand.HELD_OUT)
+    assert [decoded(ids, mistral) for ids in splits] == list(expand.read_corpus('one.text.txt'))
 
 
 def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
