@@ -261,14 +261,15 @@ def is_held_out(counts, val_fraction, val_bytes):
 
 def split_last(dataset, text, counts, val_fraction, val_bytes):
     """
-    Splits the last document of a source that has too few documents for is_held_out, at a line break, else at a space.
-    Returns (training text, held-out text); the second is about val_fraction of the source. Raises InputError.
+    Splits the last document of a source that has too few for is_held_out, in its second half, at a line break, else at
+    a space. Returns (training text, held-out text); the second is about val_fraction of the source. Raises InputError.
     """
-    start = len(text) - min(int(counts['characters'] * val_fraction), val_bytes, len(text))
-    cuts = (text.find('\n', start), text.find(' ', start), text.rfind('\n'), text.rfind(' '))
+    half = len(text) // 2
+    start = len(text) - min(int(counts['characters'] * val_fraction), val_bytes, half)
+    cuts = (text.find('\n', start), text.rfind('\n', half), text.find(' ', start), text.rfind(' ', half))
     cut = next((cut for cut in cuts if cut > 0), None)
     if cut is None:
         few = f'{counts["documents"]} documents are too few to hold out one in {round(1 / val_fraction):,}'
         fix = 'use more documents, or prepare.py with a larger --val_fraction'
-        raise InputError(f'{dataset}: {few}, and the last has no line break or space to split it at; {fix}')
+        raise InputError(f'{dataset}: {few}, and the last has no line break or space where it could be split; {fix}')
     return text[:cut].rstrip(), text[cut:].lstrip()
