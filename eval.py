@@ -34,7 +34,7 @@ from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
 from mhf.runtime import all_gather_object, cleanup, is_rank0
 from mhf.sources import read_documents
-from mhf.tokenizers import byte_lengths, warn_lost
+from mhf.tokenizers import Changes
 
 # model
 # a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
@@ -90,11 +90,13 @@ def read_ids(path, lm):
     else:
         ids = []
         num_bytes = 0
+        changes = Changes(tok)
         for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
             num_bytes += len(document.encode())
-            ids += [tok.bos, *tok.encode([document])[0]]
-        lengths = byte_lengths(tok)
-        warn_lost(tok, num_bytes - sum(lengths[i] for i in ids), num_bytes)
+            document_ids = tok.encode([document])[0]
+            changes.add(document, document_ids)
+            ids += [tok.bos, *document_ids]
+        changes.warn()
     if lm.bos is None:
         ids = [i for i in ids if i != tok.bos]
         # the first token follows nothing, so it is not scored

@@ -16,10 +16,10 @@ the corpus, and the best are appended to the base tokenizer. Their merges have t
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
 An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
 
-Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py. The
-training data must not contain these documents: prepare.py also holds them out if each corpus is one of at most 10
-sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05, the default val_bytes and without --part, as in
-config/expand_*.py.
+Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
+fewer documents, the end of the last. The training data must not contain this text: prepare.py also holds it out if each
+corpus is one of at most 10 sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default
+val_bytes, as in config/expand_*.py.
 """
 
 import io
@@ -38,7 +38,7 @@ from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.errors import InputError
 from mhf.export import save_pretrained
-from mhf.sources import HELD_OUT, HELD_OUT_BYTES, initial_counts, read_documents, split_holdout
+from mhf.sources import HELD_OUT, HELD_OUT_BYTES, is_held_out, read_documents, split_last
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
 # tokenizer
@@ -80,16 +80,23 @@ def read_corpus(corpus):
     documents = []
     held_out = []
     size = 0
-    holdout_counts = initial_counts(read_documents(corpus), HELD_OUT)
-    for pieces in split_holdout(read_documents(corpus), HELD_OUT, HELD_OUT_BYTES, holdout_counts):
-        for text, is_held_out in pieces:
-            if is_held_out:
-                held_out.append(text)
-            else:
-                documents.append(text)
-                size += len(text.encode())
+    counts = dict(documents=0, characters=0, held_out_bytes=0)
+    for text in read_documents(corpus):
+        if is_held_out(counts, HELD_OUT, HELD_OUT_BYTES):
+            held_out.append(text)
+            counts['held_out_bytes'] += len(text.encode())
+        else:
+            documents.append(text)
+            size += len(text.encode())
+        counts['documents'] += 1
+        counts['characters'] += len(text)
         if size >= max_bytes_per_language:
             break
+    if documents and not held_out and size < max_bytes_per_language:
+        # fewer than 20 documents
+        learned_from, end = split_last(corpus, documents.pop(), counts, HELD_OUT, HELD_OUT_BYTES)
+        documents.append(learned_from)
+        held_out.append(end)
     if not documents or not held_out:
         found = f'{len(documents):,} documents to learn from, {len(held_out)} held out'
         raise InputError(f'{corpus}: too little text: {found}; use more text, or raise max_bytes_per_language')

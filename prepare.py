@@ -6,7 +6,6 @@ interruption; the output is identical.
     $ python prepare.py                                         # FineWeb-Edu sample-10BT
     $ python prepare.py --dataset='books/*.jsonl.xz' --tokenizer=tekken
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
-    $ python prepare.py config/mhf_1b.py --part=0/4             # on the first of four machines
 
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
 skips finished units and starts an interrupted one over; split a very large file to lose less. mhf/data.py describes
@@ -17,7 +16,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import sys
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +28,13 @@ from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.errors import InputError
-from mhf.tokenizers import byte_lengths, get_tokenizer, tokenizer_facts, warn_lost
+from mhf.tokenizers import Changes, get_tokenizer, tokenizer_facts
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs of .txt,
 # .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
-# mistral | tekken | a tiktoken encoding such as gpt2 | a file *.model or tokenizer.json | a hub id user/name[@revision]
+# mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
 # looks up signatures of any num_hashes and num_buckets. num_hashes=0 (Standard) always writes ids
@@ -45,15 +43,15 @@ num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; with fewer than n, the tail of each
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; with fewer than n, the end of the last
 val_fraction = 0.005
 val_bytes = 4000000
-part = ''  # i/n: prepares every n-th file, starting at file i (from 0); parts may run at the same time
 
 config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
+SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to count what changes
 FLUSH_TOKENS = 1 << 20  # per write to a shard
 DIGEST_BYTES = 1 << 16  # of each end of an input file
 
@@ -69,16 +67,13 @@ def file_digest(path):
         return hashlib.sha256(start + file.read(DIGEST_BYTES)).hexdigest()[:16]
 
 
-def group_files(files, parts):
-    """
-    Groups {path: size} into units. A unit is a list of [path, size, digest], without the digest for a file of the hub.
-    With several parts each file is a unit.
-    """
+def group_files(files):
+    """Groups {path: size} into units. A unit is a list of [path, size, digest], without the digest for a hub file."""
     units = []
     total = 0
     for path, size in files.items():
         total += size
-        if not units or parts > 1 or total > UNIT_BYTES:
+        if not units or total > UNIT_BYTES:
             units.append([])
             total = size
         digest = [] if path.startswith('hf://') else [file_digest(path)]
@@ -86,7 +81,7 @@ def group_files(files, parts):
     return units
 
 
-def describe_sources(config, parts, existing):
+def describe_sources(config, existing):
     """Returns each source of the mixture and its units. Hub data sets keep the commit in the `existing` meta.json."""
     previous = existing['sources'] if existing else []
     pinned = {s['dataset']: s['units'] for s in previous if sources.hub_folder(s['dataset'])}
@@ -94,26 +89,24 @@ def describe_sources(config, parts, existing):
     first_unit = 0
     source_by_file = {}
     for name, limit in sources.parse_mixture(config['dataset']):
-        units = pinned.get(name) or group_files(sources.input_files(name), parts)
-        if len(units) < parts:
-            raise InputError(f"part={config['part']}: '{name}' has {len(units)} file(s); use at most that many parts")
+        units = pinned.get(name) or group_files(sources.input_files(name))
         for path, *_ in itertools.chain(*units):
             file = path if path.startswith('hf://') else sources.file_id(path)
             other_unit, other = source_by_file.setdefault(file, (first_unit, name))
             if other_unit != first_unit:
                 raise InputError(f"'{other}' and '{name}' both contain {path}; name each file once")
-        described.append(dict(dataset=name, limit=limit and limit // parts, first_unit=first_unit, units=units))
+        described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
         first_unit += len(units)
     return described
 
 
-def describe(config, parts, tok, table, existing):
+def describe(config, tok, table, existing):
     """Returns the contents of meta.json: the settings, tokenizer facts and files that determine the shards."""
     meta = {key: config[key] for key in ('dataset', 'tokenizer', 'val_fraction', 'val_bytes')}
-    meta |= dict(parts=parts, data_format='ids' if table is None else 'signatures')
+    meta['data_format'] = 'ids' if table is None else 'signatures'
     if table is not None:
         meta |= {key: config[key] for key in data.SIGNATURE_SETTINGS} | dict(table_sha256=fingerprint(table))
-    return meta | tokenizer_facts(tok) | dict(sources=describe_sources(config, parts, existing))
+    return meta | tokenizer_facts(tok) | dict(sources=describe_sources(config, existing))
 
 
 def check_same(folder, existing, meta, tok):
@@ -126,8 +119,7 @@ def check_same(folder, existing, meta, tok):
             raise InputError(f'{folder} was prepared with {values}; {change}')
     before, now = ({f[0]: f[1:] for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
     for path in sorted(before | now):
-        # zip() ignores the digest if meta.json is of an earlier version, which has only sizes
-        if any(a != b for a, b in zip(before.get(path, [None]), now.get(path, [None]), strict=False)):
+        if before.get(path) != now.get(path):
             raise InputError(f'{folder}: the input file {path} is new, missing or has other contents; {change}')
 
 
@@ -141,11 +133,10 @@ class Job:
 
     folder: Path
     meta: dict
-    part: int
     tok: object  # from get_tokenizer
     table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
-    byte_lengths: np.ndarray  # of the text of each id, (V,)
     bar: tqdm
+    changes: Changes  # of a sample of the texts
 
 
 class ShardWriter:
@@ -160,7 +151,6 @@ class ShardWriter:
         self.tokens = 0
         self.documents = 0
         self.bytes = 0  # of text
-        self.kept_bytes = 0  # of the text that the ids encode
         self.file = open(self.temporary, 'wb')
         self.file.seek(data.HEADER)  # close() writes the header, which contains the number of tokens
 
@@ -176,7 +166,6 @@ class ShardWriter:
 
     def flush(self):
         ids = np.asarray(self.ids)
-        self.kept_bytes += int(self.job.byte_lengths[ids].sum())
         tokens = ids if self.job.table is None else self.job.table[ids]
         self.file.write(np.ascontiguousarray(tokens, self.dtype.base))
         self.ids = array('I')
@@ -192,8 +181,7 @@ class ShardWriter:
         with open(self.path, 'rb') as f:
             sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
         counts = dict(tokens=self.tokens, documents=self.documents, bytes=self.bytes)
-        lost_bytes = max(0, self.bytes - self.kept_bytes)
-        return dict(file=self.path.name, **counts, lost_bytes=lost_bytes, sha256=sha256)
+        return dict(file=self.path.name, **counts, sha256=sha256)
 
     def discard(self):
         """Deletes the file unless close() has renamed it."""
@@ -201,13 +189,13 @@ class ShardWriter:
         self.file.close()  # raises an error on a full disk if its buffer is not empty
 
 
-def batches(documents):
-    """Groups documents, each a list of its pieces (text, is_held_out), into lists of about BATCH_CHARS characters."""
+def batches(texts):
+    """Groups texts into lists of about BATCH_CHARS characters."""
     batch = []
     size = 0
-    for pieces in documents:
-        batch.append(pieces)
-        size += sum(len(text) for text, _ in pieces)
+    for text in texts:
+        batch.append(text)
+        size += len(text)
         if size >= BATCH_CHARS:
             yield batch
             batch = []
@@ -215,77 +203,64 @@ def batches(documents):
     yield batch
 
 
-def encode(tok, documents):
-    """Yields each document as a list of its pieces (text, token ids, is_held_out)."""
+def encode(job, texts):
+    """Yields each text with its token ids. Updates job.changes."""
     # a thread reads the next batch while the tokenizer's threads encode this one
-    for batch in data.prefetch(batches(documents)):
-        encoded = iter(tok.encode([text for pieces in batch for text, _ in pieces]))
-        for pieces in batch:
-            yield [(text, next(encoded), is_held_out) for text, is_held_out in pieces]
-        del encoded  # frees the ids before the next batch
+    for batch in data.prefetch(batches(texts)):
+        step = sum(map(len, batch)) // SAMPLE_CHARS + 1
+        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
+        for text, ids in zip(sample, job.tok.encode(sample), strict=True):
+            job.changes.add(text, ids)
+        yield from zip(batch, job.tok.encode(batch), strict=True)
 
 
-def prepare_unit(job, source, number, unit, counts):
+def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
-    meta = job.meta
-    val_bytes = meta['val_bytes'] // (meta['parts'] * len(meta['sources']))
+    unit = source['units'][number - source['first_unit']]
     texts = sources.read_files(path for path, *_ in unit)
-    documents = sources.split_holdout(texts, meta['val_fraction'], val_bytes, counts)
-    writers = {}
+    holdout = job.meta['val_fraction'], job.meta['val_bytes'] // len(job.meta['sources'])
     with contextlib.ExitStack() as cleanup:
+        writers = {}
         for split in SPLITS:
             writers[split] = ShardWriter(job, job.folder / f'{split}_{number:06}.bin')
             cleanup.callback(writers[split].discard)
-        # the thread of prefetch() updates counts; closing() waits for it
-        with contextlib.closing(encode(job.tok, documents)) as encoded:
-            for pieces in encoded:
-                for text, ids, is_held_out in pieces:
-                    writers['val' if is_held_out else 'train'].add(text, ids)
-                    if not is_held_out:
-                        counts['tokens'] += 1 + len(ids)
-                        job.bar.update(1 + len(ids))
-                if data.reached_limit(counts, source):
-                    break
+        last = None  # a training document is written after the next one is read, because the last may be split
+        for text, ids in encode(job, texts):
+            is_held_out = sources.is_held_out(counts, *holdout)
+            counts['documents'] += 1
+            counts['characters'] += len(text)
+            if is_held_out:
+                counts['held_out_bytes'] += len(text.encode())
+                writers['val'].add(text, ids)
+                continue
+            if last:
+                writers['train'].add(*last)
+            last = text, ids
+            counts['tokens'] += 1 + len(ids)
+            job.bar.update(1 + len(ids))
+            if data.reached_limit(counts, source):
+                break
+        is_last_unit = unit is source['units'][-1] or data.reached_limit(counts, source)
+        if is_last_unit and not counts['held_out_bytes']:
+            pieces = sources.split_last(source['dataset'], last[0] if last else '', counts, *holdout)
+            for split, text, ids in zip(SPLITS, pieces, job.tok.encode(pieces), strict=True):
+                writers[split].add(text, ids)
+        elif last:
+            writers['train'].add(*last)
         summary = {split: writer.close() for split, writer in writers.items()}
-        data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts), job.part)
+        data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts))
 
 
-def own_units(job, source):
-    """Returns [(number, unit)] of a source that belong to this part."""
-    return list(enumerate(source['units'], source['first_unit']))[job.part :: job.meta['parts']]
-
-
-def read_source(job, source):
-    """Yields the documents of a source that belong to this part."""
-    return sources.read_files(path for _, unit in own_units(job, source) for path, *_ in unit)
-
-
-def start_counts(job, source):
-    """
-    Returns the counts before the first unit of a source that belongs to this part, None if that unit is finished.
-    Prints a warning if the source can reach its limit of tokens before its first held-out document.
-    """
-    number, _ = own_units(job, source)[0]
-    if data.read_unit(job.folder, number):
-        return None
-    counts = sources.initial_counts(read_source(job, source), job.meta['val_fraction']) | dict(tokens=0)
-    if source['limit'] is not None and not counts['hold_out_tails']:
-        before = itertools.islice(read_source(job, source), round(1 / job.meta['val_fraction']) - 1)
-        if source['limit'] <= sum(len(text.encode()) for text in before):  # a token is at least one byte
-            name = f'{source["dataset"]}@{source["limit"]}'
-            fix = 'use more tokens or a larger --val_fraction'
-            print(f'warning: {name} may end before its first held-out document; {fix}', file=sys.stderr)
-    return counts
-
-
-def prepare_source(job, source, counts):
-    """Prepares the units of a source that belong to this part and are not finished."""
-    for number, unit in own_units(job, source):
+def prepare_source(job, source):
+    """Prepares the units of a source that are not finished."""
+    # tokens: of the training documents, before the last is split
+    counts = dict(documents=0, characters=0, held_out_bytes=0, tokens=0)
+    for number in range(source['first_unit'], source['first_unit'] + len(source['units'])):
         if finished := data.read_unit(job.folder, number):
             counts = finished['counts']
             job.bar.update(finished['train']['tokens'])
         else:
-            prepare_unit(job, source, number, unit, counts)
+            prepare_unit(job, source, number, counts)
         if data.reached_limit(counts, source):
             break
     if source['limit'] is not None:
@@ -296,72 +271,49 @@ def prepare_source(job, source, counts):
 # the run
 
 
-def parse_part(text):
-    """'1/4' -> (1, 4). No part, '', -> (0, 1). Raises InputError."""
-    i, _, n = (text or '0/1').partition('/')
-    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
-        raise InputError(f"part='{text}': must be like 0/4, the first of four parts, up to 3/4")
-    return int(i), int(n)
-
-
 @contextlib.contextmanager
-def locked(folder, meta, part):
+def locked(folder, meta):
     """
-    Locks the part in a folder against another prepare.py, and creates meta.json. A run without --part that fails before
-    its first unit is finished leaves no files. Raises InputError.
+    Locks a folder against another prepare.py, and creates meta.json. A run that fails before its first unit is finished
+    leaves no files. Raises InputError.
     """
-    with data.lock_folder(folder, f'.part_{part}.lock'):
+    with data.lock_folder(folder, '.prepare.lock'):
         creates_meta = not (folder / 'meta.json').exists()
+        if creates_meta and (shards := sorted(folder.glob('*_[0-9]*.bin*'))):
+            raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
         try:
             if creates_meta:
-                data.write_json(folder / 'meta.json', meta, part)
+                data.write_json(folder / 'meta.json', meta)
             yield
         except OSError as e:
             raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
         finally:
-            if creates_meta and meta['parts'] == 1 and not data.read_units(folder, meta)[0]:
+            if creates_meta and not data.read_units(folder, meta)[0]:
                 for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
                     (folder / name).unlink(missing_ok=True)
 
 
-def report(job):
-    """Prints the totals of both splits, and what the tokenizer drops or changes."""
-    units, incomplete = data.read_units(job.folder, job.meta)
-    entries = [unit[split] for unit in units.values() for split in SPLITS]
-    warn_lost(job.tok, sum(entry['lost_bytes'] for entry in entries), sum(entry['bytes'] for entry in entries))
-    if incomplete:
-        print(f'{job.folder}: this part is complete, other parts are not')
-        return
-    for split in SPLITS:
-        bins = data.Bins(job.folder, split)
-        totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
-        print(f'{split}: {totals} -> {job.folder}/{split}_*.bin')
-
-
 def main(config):
-    """Prepares the part of the data set that the config names. Raises InputError."""
-    part, parts = parse_part(config['part'])
+    """Prepares the data set that the config names. Raises InputError."""
     check_numbers(config, 'num_hashes')
     check_numbers(config, 'val_fraction', low=1e-9, below=1)
-    check_numbers(config, 'val_bytes', low=parts * len(sources.parse_mixture(config['dataset'])))
+    check_numbers(config, 'val_bytes', low=len(sources.parse_mixture(config['dataset'])))
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
-    # list shards before reading meta.json, because a part that starts in between writes meta.json first
-    shards = list(folder.glob('*_[0-9]*.bin*'))
-    existing = data.read_meta(folder)
-    if shards and not existing:
-        raise InputError(f'{min(shards)} could be overwritten, because {folder} has no meta.json; change --data_dir')
-    meta = describe(config, parts, tok, table, existing)
+    meta = describe(config, tok, table, data.read_meta(folder))
     total = sum(source['limit'] or 0 for source in meta['sources']) or None
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
-    with locked(folder, meta, part), bar:
+    job = Job(folder, meta, tok, table, bar, Changes(tok))
+    with locked(folder, meta), bar:
         check_same(folder, data.read_meta(folder), meta, tok)
-        job = Job(folder, meta, part, tok, table, np.array(byte_lengths(tok)), bar)
-        counts = [start_counts(job, source) for source in meta['sources']]
-        for source, source_counts in zip(meta['sources'], counts, strict=True):
-            prepare_source(job, source, source_counts)
-    report(job)
+        for source in meta['sources']:
+            prepare_source(job, source)
+    job.changes.warn()
+    for split in SPLITS:
+        bins = data.Bins(folder, split)
+        totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
+        print(f'{split}: {totals} -> {folder}/{split}_*.bin')
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ It contains these files, three for each unit:
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
                       written last
 
-A folder is complete when, for each source and part, every unit's json exists or the part has reached its token limit.
+A folder is complete when, for each source, every unit's json exists or the source has reached its token limit.
 """
 
 import contextlib
@@ -94,9 +94,9 @@ def replace_durably(temporary, path):
             os.close(folder)
 
 
-def write_json(path, value, part):
-    """Writes a JSON file that is complete once it exists. Each part has its own temporary file."""
-    temporary = path.with_name(f'{path.name}.tmp{part}')
+def write_json(path, value):
+    """Writes a JSON file that is complete once it exists."""
+    temporary = path.with_name(f'{path.name}.tmp')
     try:
         temporary.write_text(json.dumps(value, indent=1))
         replace_durably(temporary, path)
@@ -158,25 +158,21 @@ def lock_folder(folder, name):
 
 
 def read_units(folder, meta):
-    """Returns the finished units, {number: contents of the unit's json}, and the set of incomplete parts."""
+    """Returns the finished units, {number: contents of the unit's json}, and whether they are complete."""
     finished = {}
-    incomplete = set()
     for source in meta['sources']:
-        first = source['first_unit']
-        for part in range(meta['parts']):
-            for number in range(first + part, first + len(source['units']), meta['parts']):
-                unit = read_unit(folder, number)
-                if unit is None:
-                    incomplete.add(part)
-                    break
-                finished[number] = unit
-                if reached_limit(unit['counts'], source):
-                    break
-    return dict(sorted(finished.items())), incomplete
+        for number in range(source['first_unit'], source['first_unit'] + len(source['units'])):
+            unit = read_unit(folder, number)
+            if unit is None:
+                return finished, False
+            finished[number] = unit
+            if reached_limit(unit['counts'], source):
+                break
+    return finished, True
 
 
 def reached_limit(counts, source):
-    """Returns whether a part has reached its limit of training tokens of a source."""
+    """Returns whether a source has reached its limit of training tokens."""
     return source['limit'] is not None and counts['tokens'] >= source['limit']
 
 
@@ -199,10 +195,9 @@ class Bins:
         self.meta = read_meta(folder)
         if self.meta is None:
             raise InputError(f'{folder} has no prepared data (meta.json); run prepare.py with the same settings')
-        units, incomplete = read_units(folder, self.meta)
-        if incomplete:
-            part = f' --part={min(incomplete)}/{self.meta["parts"]}' if self.meta['parts'] > 1 else ''
-            raise InputError(f'{folder} is incomplete; rerun prepare.py{part} to resume')
+        units, are_complete = read_units(folder, self.meta)
+        if not are_complete:
+            raise InputError(f'{folder} is incomplete; rerun prepare.py to resume')
         shards = [unit[split] for unit in units.values()]
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
@@ -272,7 +267,7 @@ def build_table(config, tokens, pad_id):
 def check_tokenizer(folder, meta, tok):
     """Raises InputError if a folder was prepared with another tokenizer. Its contents decide, not its name."""
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
-        differs = f"tokenizer '{meta['tokenizer']}', which has other tokens than '{tok.name}'"
+        differs = f"another tokenizer ('{meta['tokenizer']}') than '{tok.name}'"
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
 
 

@@ -37,9 +37,8 @@ HUB = {
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 COMPRESSED = ('.gz', '.xz', '.zst')
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
-LOOKAHEAD_CHARS = 1 << 26  # maximum read by initial_counts
-# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py without --part holds out at least
-# these documents if val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
+# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out at least these documents
+# if val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
 HELD_OUT = 0.05
 HELD_OUT_BYTES = 400_000
 
@@ -83,6 +82,8 @@ def input_files(dataset):
     for pattern in [dataset] if os.path.isfile(dataset) else dataset.split(','):
         paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
+        if not paths and os.path.isdir(pattern):
+            raise InputError(f"{pattern} is a folder; name its files, like '{pattern.rstrip('/')}/*.parquet'")
         if not paths and (pattern == 'stdlib' or hub_folder(pattern)):
             raise InputError(f"dataset '{dataset}': to mix data sets, append @ and a token count, like {pattern}@2e9")
         if not paths:
@@ -169,20 +170,58 @@ def read_text(path):
     import pyarrow
 
     # each reader raises an error if the end of the compressed file is missing
-    readers = {'.gz': gzip.open, '.xz': lzma.open, '.zst': lambda path: pyarrow.input_stream(path, compression='zstd')}
+    readers = {
+        '.gz': gzip.open,
+        '.xz': lambda path: io.BufferedReader(XzFile(path)),
+        '.zst': lambda path: pyarrow.input_stream(path, compression='zstd'),
+    }
     file = readers.get(Path(path).suffix, lambda path: open(path, 'rb'))(path)
+    # numbers are not used; int() refuses more than 4,300 digits
+    decode = json.JSONDecoder(parse_int=float).decode
     with io.TextIOWrapper(file, encoding='utf-8-sig') as lines:
         if not re.search(r'\.jsonl(\.\w+)?$', path):
             yield lines.read()
             return
         for line in lines:
             line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
-            row = json.loads(line or '{"text": null}')
+            try:
+                row = decode(line or '{"text": null}')
+            except RecursionError:
+                raise InputError('its fields are nested too deeply; delete this row, or all fields but text') from None
             if not isinstance(row, dict) or 'text' not in row:
                 raise InputError(f"expected an object with the field 'text', not {line:.80}")
             text = row['text']
             # an unpaired surrogate becomes a question mark
             yield text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
+
+
+class XzFile(io.RawIOBase):
+    """The contents of a .xz file. lzma.open() would drop the rest of a file whose second stream is damaged."""
+
+    def __init__(self, path):
+        self.file = open(path, 'rb')
+        self.stream = lzma.LZMADecompressor()
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = b''
+        while not data:
+            if self.stream.eof:
+                chunk = self.stream.unused_data.lstrip(b'\0')  # without padding between streams
+                while not chunk and (read := self.file.read(len(buffer))):
+                    chunk = read.lstrip(b'\0')
+                if not chunk:
+                    return 0
+                self.stream = lzma.LZMADecompressor()
+            else:
+                chunk = self.file.read(len(buffer)) if self.stream.needs_input else b''
+                if not chunk and self.stream.needs_input:
+                    raise EOFError('the end of the file is missing')
+            data = self.stream.decompress(chunk, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def read_parquet(path):
@@ -212,35 +251,25 @@ def split_long_text(text):
 # held-out text
 
 
-def initial_counts(texts, val_fraction):
+def is_held_out(counts, val_fraction, val_bytes):
     """
-    Returns the initial counts of a source with these documents: documents, held_out_bytes, and hold_out_tails, whether
-    the first LOOKAHEAD_CHARS characters of `texts` contain fewer than 1 / val_fraction documents.
+    Returns whether the next document of a source is held out: every n-th one, n = round(1 / val_fraction), until
+    val_bytes. counts: the documents and held_out_bytes before it.
     """
-    every = round(1 / val_fraction)
-    chars = 0
-    documents = 0
-    for text in texts:
-        chars += len(text)
-        documents += 1
-        if documents == every or chars > LOOKAHEAD_CHARS:
-            break
-    return dict(documents=0, held_out_bytes=0, hold_out_tails=documents < every)
+    return (counts['documents'] + 1) % round(1 / val_fraction) == 0 and counts['held_out_bytes'] < val_bytes
 
 
-def split_holdout(texts, val_fraction, val_bytes, counts):
+def split_last(dataset, text, counts, val_fraction, val_bytes):
     """
-    Yields the pieces of each document of a source: [(text, is_held_out)]. Every round(1 / val_fraction)-th document is
-    held out until val_bytes are reached, or the tail of each document if counts['hold_out_tails']. Updates `counts`,
-    which come from initial_counts or from the source's previous unit.
+    Splits the last document of a source that has too few for is_held_out, in its second half, at a line break, else at
+    a space. Returns (training text, held-out text); the second is about val_fraction of the source. Raises InputError.
     """
-    every = round(1 / val_fraction)
-    for text in texts:
-        counts['documents'] += 1
-        pieces = [(text, counts['documents'] % every == 0 and counts['held_out_bytes'] < val_bytes)]
-        if counts['hold_out_tails'] and counts['held_out_bytes'] < val_bytes:
-            cut = int(len(text) * (1 - val_fraction))
-            cut = text.find('\n', cut) + 1 or cut  # at a line end if there is one
-            pieces = [(text[:cut].strip(), False), (text[cut:].strip(), True)]
-        counts['held_out_bytes'] += sum(len(piece.encode()) for piece, is_held_out in pieces if is_held_out)
-        yield [(piece, is_held_out) for piece, is_held_out in pieces if piece]
+    half = len(text) // 2
+    start = len(text) - min(int(counts['characters'] * val_fraction), val_bytes, half)
+    cuts = (text.find('\n', start), text.rfind('\n', half), text.find(' ', start), text.rfind(' ', half))
+    cut = next((cut for cut in cuts if cut > 0), None)
+    if cut is None:
+        few = f'{counts["documents"]} documents are too few to hold out one in {round(1 / val_fraction):,}'
+        fix = 'use more documents, or prepare.py with a larger --val_fraction'
+        raise InputError(f'{dataset}: {few}, and the last has no line break or space where it could be split; {fix}')
+    return text[:cut].rstrip(), text[cut:].lstrip()

@@ -9,19 +9,17 @@ Each tokenizer has
     tokens         V strings in id order: str or bytes, None for an id without a token
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
-    normalizes     whether it may change a text before it encodes it
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
 
 import base64
-import contextlib
 import hashlib
 import itertools
 import json
 import os
-import re
 import sys
+import unicodedata
 from pathlib import Path
 
 from configurator import did_you_mean
@@ -40,7 +38,6 @@ class SentencePieceTokenizer:
         self.bos = self.sp.bos_id()
         self.eos = self.sp.eos_id()
         self.unk = self.sp.unk_id()
-        self.normalizes = True
         if min(self.bos, self.eos) < 0:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
@@ -69,7 +66,6 @@ class TiktokenTokenizer:
         self.name = name
         self.encoding = encoding
         self.unk = None
-        self.normalizes = False
         self.tokens = [None] * encoding.n_vocab
         special = {name.encode(): i for name, i in encoding._special_tokens.items()}
         for token, i in (*encoding._mergeable_ranks.items(), *special.items()):
@@ -138,9 +134,8 @@ class JsonTokenizer:
                 problem = f'it has no {role}' if token is None else f"it has no token '{token}'"
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
-        self.unk = ids.get(getattr(self.json.model, 'unk_token', '<unk>'))
-        self.normalizes = self.json.normalizer is not None
-        self.byte_level = 'ByteLevel' in f'{self.json.pre_tokenizer} {self.json.decoder}'
+        model = json.loads(self.json.to_str())['model']
+        self.unk = model.get('unk_id', ids.get(model.get('unk_token')))  # Unigram has an id
 
     def encode(self, texts):
         try:
@@ -174,16 +169,16 @@ def download_from_hub(name, files):
 def get_tokenizer(name):
     """
     Returns the tokenizer `name`: 'mistral' (Mistral-7B-v0.3, 32,768 token ids, the paper's), 'tekken' (131,072), any
-    tiktoken encoding ('gpt2', 'o200k_base'), a SentencePiece file *.model, or a tokenizer.json, also by its hub id
-    user/name[@revision]. Encodings of tiktoken and the hub are downloaded at first use. Raises InputError.
+    tiktoken encoding ('gpt2', 'o200k_base'), a SentencePiece file *.model, or a tokenizer.json, also by its folder or
+    its hub id user/name[@revision]. Encodings of tiktoken and the hub are downloaded at first use. Raises InputError.
     """
     import mistral_common
     import tiktoken
 
     folder = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    file = name
-    if name not in known and not name.endswith(('.model', '.json')):
+    file = Path(name, JSON_FILES[0]) if os.path.isdir(name) else name
+    if name not in known and not name.endswith(('.model', '.json')) and file == name:
         if '/' not in name:
             choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
@@ -231,36 +226,34 @@ def tokenizer_fingerprint(tok):
     return digest.hexdigest()
 
 
-def byte_lengths(tok):
-    """
-    Returns the number of bytes of text of each id, (V,); 0 for unk. That of bos is 0, or -1 if encode() puts a space
-    before each text.
-    """
-    lengths = []
-    for token in tok.tokens:
-        if isinstance(token, str) and not getattr(tok, 'byte_level', False):
-            token = b'?' if re.fullmatch('<0x[0-9A-F]{2}>', token) else token.replace('▁', ' ').encode()
-        lengths.append(len(token or ''))
-    for i in {tok.bos, tok.unk} - {None}:
-        lengths[i] = 0
-    with contextlib.suppress(InputError):  # a tokenizer of words that does not know this one
-        first = tok.encode(['a'])[0][:1]
-        if first and str(tok.tokens[first[0]]).startswith(('▁', 'Ġ')):
-            lengths[tok.bos] = -1
-    return lengths
+class Changes:
+    """Counts what a tokenizer changes in a sample of texts: each is compared with its decoded ids."""
 
+    def __init__(self, tok):
+        self.tok = tok
+        self.texts = 0
+        self.changed_texts = 0
+        self.characters = 0  # without white space
+        self.lost_characters = 0
+        self.example = ''
 
-def warn_lost(tok, lost_bytes, num_bytes):
-    """Prints the share of a text's bytes that a tokenizer drops, if above 0.01 %, and whether it normalizes text."""
-    if lost_bytes > 1e-4 * num_bytes:
-        share = f'{lost_bytes / num_bytes:.2%}'
-        print(f"warning: tokenizer '{tok.name}' drops {share} of the text's bytes", file=sys.stderr)
-    example = 'One\ttwo\n  three ４'
-    changed = example
-    with contextlib.suppress(InputError):  # a tokenizer that does not know these characters
-        changed = tok.decode(tok.encode([example])[0]) if tok.normalizes else example
-    if changed != example:
-        print(f"warning: tokenizer '{tok.name}' changes text: {example!r} becomes {changed!r}", file=sys.stderr)
+    def add(self, text, ids):
+        decoded = self.tok.decode([i for i in ids if i != self.tok.unk])
+        before, after = (len(''.join(unicodedata.normalize('NFKC', t).split())) for t in (text, decoded))
+        self.texts += 1
+        self.changed_texts += decoded != text
+        self.characters += before
+        self.lost_characters += max(0, before - after)
+        if decoded != text and not self.example:
+            start = len(os.path.commonprefix([text, decoded]))
+            self.example = f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
+
+    def warn(self):
+        """Prints both counts if a text was changed."""
+        if self.changed_texts:
+            changed = f'{self.changed_texts:,} of {self.texts:,} compared texts ({self.example})'
+            lost = f'{self.lost_characters / max(1, self.characters):.2%} of their characters'
+            print(f"warning: tokenizer '{self.tok.name}' changes {changed} and loses {lost}", file=sys.stderr)
 
 
 def tokenizer_facts(tok):

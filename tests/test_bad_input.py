@@ -94,6 +94,7 @@ BAD = [
     Bad('hub out of reach', PREPARE + '--dataset=fineweb-edu:sample-10BT', says='HuggingFaceFW/fineweb-edu'),
     Bad('a mixture without @', PREPARE + '--dataset=stdlib,docs.jsonl', says='append @ and a token count, like stdlib'),
     Bad('val_bytes below the sources', PREPARE + '--dataset=a.txt@9,b.txt@9 --val_bytes=1', says='val_bytes=1: must'),
+    Bad('a folder', PREPARE + '--dataset=bins', says="bins is a folder; name its files, like 'bins/*.parquet'"),
     Bad('unknown kind of file', PREPARE + '--dataset=e.pdf', 'e.pdf', file('e.pdf', b'%PDF')),
     Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
     Bad('too small a val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=1e-320', says='val_fraction=1e-320'),
@@ -102,7 +103,7 @@ BAD = [
     Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
     # train.py
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
-    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="prepared with tokenizer 'mistral'"),
+    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='of another table (num_hashes=3, num_buckets=256'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),

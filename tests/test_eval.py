@@ -68,10 +68,10 @@ def test_text_formats(tmp_path, mistral):
         assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first')), name
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
     other = types.SimpleNamespace(name='other', bos=1, tokens=mistral.tokens[:-1])
-    drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, normalizes=False)
+    drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, decode=lambda ids: '')
     drops.encode = lambda texts: [[] for _ in texts]
     nothing = 'no text in it that the tokenizer can encode'
-    for name, tok, says in (('d', other, 'has other tokens'), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
+    for name, tok, says in (('d', other, 'another tokenizer'), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
         with pytest.raises(InputError, match=says):
             evaluation.read_ids(tmp_path / name, types.SimpleNamespace(tok=tok, bos=tok.bos))
     # a .txt is one document

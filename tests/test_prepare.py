@@ -24,9 +24,10 @@ from conftest import Forked, default_settings, library_texts, ok, real_documents
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import eval as evaluation
+import expand
 import prepare
 from hashing import fingerprint, signature_table
 from mhf import data, sources
@@ -41,11 +42,11 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def prepared(folder, **changes):
+def prepared(data_dir, **changes):
     """Runs prepare.py on all .jsonl files with these settings; returns the ids of both splits."""
     defaults = prepare.config | dict(val_fraction=0.1, data_format='ids', dataset='*.jsonl')
-    prepare.main(defaults | dict(data_dir=str(folder)) | changes)
-    return [Bins(folder, split)[:].tolist() for split in data.SPLITS]
+    prepare.main(defaults | dict(data_dir=data_dir) | changes)
+    return [Bins(data_dir, split)[:].tolist() for split in data.SPLITS]
 
 
 def decoded(ids, tok):
@@ -77,7 +78,7 @@ def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
         assert path.stat().st_size == data.HEADER + ids.nbytes
         assert unit[split] == dict(
             file=path.name, tokens=len(ids), documents=len(texts), bytes=sum(len(t.encode()) for t in texts),
-            lost_bytes=0, sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+            sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         )  # fmt: skip
     before = snapshot(tmp_path)
     prepared('d')
@@ -110,8 +111,8 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     write_jsonl(tmp_path / 'a.jsonl', docs)
     raw = (tmp_path / 'a.jsonl').read_bytes()
     (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
-    (tmp_path / 'a.jsonl.xz').write_bytes(lzma.compress(raw))
-    # two frames, as pigz-like tools write them
+    # two streams or frames, as pigz-like tools write them, and legal padding
+    (tmp_path / 'a.jsonl.xz').write_bytes(lzma.compress(raw[:9999]) + bytes(8) + lzma.compress(raw[9999:]) + bytes(4))
     (tmp_path / 'a.jsonl.zst').write_bytes(zstandard.compress(raw[:9999]) + zstandard.compress(raw[9999:]))
     pq.write_table(pa.table(dict(text=pa.array([None] * 3, pa.null()))), 'p0.parquet')
     pq.write_table(pa.table(dict(text=docs[:15], score=[3.5] * 15)), 'p1.parquet', row_group_size=4)
@@ -124,6 +125,10 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     assert prepared('units', dataset='*.txt') == expected
     assert len(snapshot(tmp_path / 'units')) == 1 + 3 * 30
+    bins = Bins('units', 'train')
+    first, last = bins.starts[1], bins.starts[4]
+    for a, b in [(0, first + 1), (first, last), (first - 1, last + 2), (len(bins) - 9, len(bins) + 9)]:
+        assert bins[a:b].tolist() == expected[0][a:b]
 
 
 def test_a_single_text_file(tmp_path, mistral):
@@ -132,32 +137,71 @@ def test_a_single_text_file(tmp_path, mistral):
     same = dict(dataset='in[1]::put*,@1.txt', val_fraction=0.005)
     (tmp_path / same['dataset']).write_bytes(b'\xef\xbb\xbf' + text.replace('\n', '\r\n').encode())
     texts = [mistral.decode(ids) for ids in prepared('d', **same)]
-    assert '\n'.join(texts) == text.strip() and 20 < len(texts[1]) < 200
+    assert '\n'.join(texts) == text.strip() and 20 <= len(texts[1]) < 200
 
 
-def test_text_that_the_tokenizer_drops(tmp_path, capsys):
-    """A warning states the share of the text's bytes that the tokenizer drops: unknown or skipped characters."""
-    latin = [f'{k} plain words' for k in range(40)]
-    texts = [text + 'ы' * (k % 2 * 30) for k, text in enumerate(latin)]
+def json_tokenizer(model, pre_tokenizer, decoder, normalizer=None):
+    tok = tokenizers.Tokenizer(model)
+    tok.pre_tokenizer = pre_tokenizer
+    tok.decoder = decoder
+    tok.normalizer = normalizer
+    return tok
+
+
+def byte_level(normalizer=None, merges=(), add_prefix_space=False):
+    ids = {token: i for i, token in enumerate(['<e>', 'ab', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    return json_tokenizer(models.BPE(ids, list(merges)), pre_tokenizer, decoders.ByteLevel(), normalizer)
+
+
+LETTERS = '0123456789abcdefghijklmnopqrstuvwxyz'
+PIECES = [('<e>', 0.0), ('[UNK]', -9.0), *((letter, -2.0) for letter in '▁' + LETTERS)]
+WORDS, ENDS = (
+    {token: i for i, token in enumerate(['<e>', '[UNK]', *LETTERS, *map(kind.format, LETTERS)])}
+    for kind in ('##{}', '{}</w>')
+)
+ADDED = byte_level()
+ADDED.add_tokens(['ёлка', 'друг'])
+UNIGRAM = json_tokenizer(models.Unigram(PIECES, unk_id=1), pre_tokenizers.Metaspace(), decoders.Metaspace())
+SPLIT = pre_tokenizers.WhitespaceSplit()
+WORD_PIECE = json_tokenizer(models.WordPiece(WORDS, unk_token='[UNK]'), SPLIT, decoders.WordPiece())
+# eos is also bos and the unknown token
+END_OF_WORD = models.BPE(ENDS, [], unk_token='<e>', end_of_word_suffix='</w>')
+END_OF_WORD = json_tokenizer(END_OF_WORD, SPLIT, decoders.BPEDecoder())
+ENGLISH = [f'{k} plain words' + ' ыыы' * (k % 4 == 0) for k in range(40)]
+UNKNOWN = 30 / sum(len(text.replace(' ', '')) for text in ENGLISH)
+VIETNAMESE = [f'{k} mọi người đều được tự do' for k in range(40)]
+YO = [f'{k} ёлка и друг' for k in range(40)]
+CHANGES = dict(
+    added_tokens=(ADDED, YO, 0, 0),
+    decomposed=(byte_level(normalizers.NFD()), VIETNAMESE, 40, 0),
+    replaced=(byte_level(normalizers.Replace('ё', 'е')), YO, 40, 0),
+    unigram=(UNIGRAM, ENGLISH, 10, UNKNOWN),
+    word_piece=(WORD_PIECE, ENGLISH, 10, UNKNOWN),
+    end_of_word=(END_OF_WORD, ENGLISH, 10, UNKNOWN),
+)
+
+
+@pytest.mark.parametrize('tok, texts, changed, lost', CHANGES.values(), ids=CHANGES)
+def test_text_that_the_tokenizer_changes(tmp_path, capsys, tok, texts, changed, lost):
+    """A warning says how many texts a tokenizer changes and how many characters it loses, by decoding a sample."""
     write_jsonl(tmp_path / 'docs.jsonl', texts)
-    share = 1 - sum(map(len, latin)) / sum(len(text.encode()) for text in texts)
-    (tmp_path / 'tokenizer_config.json').write_text('{"bos_token": "words", "eos_token": "words"}')
-    ascii_ids = {word: i for i, word in enumerate(['words', '?', '▁', *'0123456789', *'abcdefghijklmnopqrstuvwxyz'])}
-    bytes_ids = {word: i for i, word in enumerate(['words', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    prefix = pre_tokenizers.Metaspace(prepend_scheme='always')  # one more byte for each document
-    for folder, model, pre_tokenizer, lost in (
-        ('unk', models.BPE(ascii_ids, [], unk_token='?'), pre_tokenizers.Metaspace(prepend_scheme='never'), share),
-        ('prefix', models.BPE(ascii_ids, []), prefix, share),
-        ('bytes', models.BPE(bytes_ids, []), pre_tokenizers.ByteLevel(add_prefix_space=False), 0),
-    ):
-        tok = tokenizers.Tokenizer(model)
-        tok.pre_tokenizer = pre_tokenizer
-        tok.save('tok.json')
-        prepared(folder, tokenizer='tok.json')
-        tok = get_tokenizer('tok.json')
-        evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))
-        warning = f"warning: tokenizer 'tok.json' drops {lost:.2%} of the text's bytes\n"
-        assert capsys.readouterr().err == (2 * warning if lost else '')
+    (tmp_path / 'tok').mkdir()
+    tok.save('tok/tokenizer.json')
+    (tmp_path / 'tok/tokenizer_config.json').write_text('{"eos_token": "<e>"}')
+    prepared('d', tokenizer='tok')
+    tok = get_tokenizer('tok')
+    evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 * bool(changed)
+    for line in lines:
+        assert f' changes {changed} of 40 ' in line and f' loses {lost:.2%} ' in line
+
+
+def test_an_unknown_word(tmp_path):
+    """A tokenizer without an unknown token is an error that names the text."""
+    write_jsonl(tmp_path / 'docs.jsonl', ENGLISH)
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "words"}')
     tokenizers.Tokenizer(models.WordLevel({'words': 0}, unk_token='<unk>')).save('tok.json')
     with pytest.raises(InputError, match=r"tok.json' cannot encode '0 plain .*Missing \[UNK\] token"):
         prepared('d', tokenizer='tok.json')
@@ -179,7 +223,8 @@ def test_other_fields_do_not_matter(tmp_path):
     # a byte order mark before each row: files that were joined
     (tmp_path / 'a.jsonl').write_text(''.join(f'\ufeff{line}\n\n' for line in lines[:2]), encoding='utf-8')
     (tmp_path / 'b.jsonl').write_text('\r\n'.join(lines[2:]), newline='')
-    assert list(sources.read_documents('a.jsonl,b.jsonl')) == ['2020-01-01', 'b', 'c?']
+    (tmp_path / 'c.jsonl').write_text('{"n": %s, "text": "d"}\n' % ('1' * 5000))
+    assert list(sources.read_documents('a.jsonl,b.jsonl,c.jsonl')) == ['2020-01-01', 'b', 'c?', 'd']
 
 
 def test_a_file_is_read_once(tmp_path):
@@ -191,15 +236,7 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'e.txt').symlink_to('c.txt')
     for dataset in ('**/*.txt', 'a.txt,*.txt,self/b.txt', f'{tmp_path}/*.txt,b.txt'):
         assert list(sources.read_documents(dataset)) == ['a', 'b']
-    for other in (
-        '*.txt',
-        'a.txt',
-        f'{tmp_path}/[ab].txt',
-        'self/a.txt',
-        'c.txt',
-        'e.txt',
-        f'../{tmp_path.name}/a.txt',
-    ):
+    for other in ('*.txt', f'{tmp_path}/[ab].txt', 'self/a.txt', 'c.txt', 'e.txt', f'../{tmp_path.name}/a.txt'):
         with pytest.raises(InputError, match='both contain .*; name each file once'):
             prepared('d', dataset=f'*.txt@1e6,{other}@1e6')
     (tmp_path / 'd.txt').symlink_to('nowhere')
@@ -216,7 +253,10 @@ BAD_FILES = [
     # the second frame lacks its end
     ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(NOISE.hex().encode())[:-1], 'Truncated'),
     ('a.txt.zst', LONG, 'too much memory.*compress it again'),
-    ('a.txt.xz', lzma.compress(b'good\n') + bytes(8), 'compress it again'),  # legal padding
+    # the second stream has a damaged header, or lacks its end
+    ('a.txt.xz', lzma.compress(b'good\n') + b'x' + lzma.compress(b'lost')[1:], 'LZMAError.*compress it again'),
+    ('a.txt.xz', lzma.compress(b'good\n') + lzma.compress(NOISE)[:-1], 'compress it again'),
+    ('a.jsonl', b'{"text": "x"}\n{"text": "y", "tree": %s1%s}\n' % (b'[' * 99999, b']' * 99999), 'row 2: .*nested'),
     ('a.jsonl.gz', b'', 'is truncated: it has 0 bytes'),
     # text after the end of a stream
     ('a.txt.gz', gzip.compress(b'good\n') + b'damaged header' + gzip.compress(b'lost'), 'BadGzipFile'),
@@ -235,45 +275,54 @@ def test_a_bad_file_stops(tmp_path, name, raw, culprit):
     assert snapshot(tmp_path) == before
 
 
-def test_held_out_documents(tmp_path, mistral, monkeypatch, capsys):
-    """Every k-th document of a source is held out, up to val_bytes; with few documents, the tail of each is."""
-    texts = [f'{i} ' + 'word ' * (i * 37 % 90) for i in range(60)]
-    parts = list(sources.split_holdout(texts, 0.1, 900, sources.initial_counts(texts, 0.1)))
-    held_out = [part[0][0] for part in parts if part[0][1]]
-    assert [part[0][0] for part in parts] == texts and held_out == texts[9::10][: len(held_out)]
-    assert 900 <= sum(map(len, held_out)) < 900 + 500
-    few = list(sources.split_holdout(texts, 0.01, 50, sources.initial_counts(texts, 0.01)))
-    assert all([is_held_out for _, is_held_out in part] == [False, True] for part in few if len(part) == 2)
-    assert 50 <= sum(len(part[1][0]) for part in few if len(part) == 2) < 100
-
-    # a unit per file: the source has enough documents, although its first unit has one
+def test_held_out_documents(tmp_path, mistral, monkeypatch):
+    """Every n-th document of a source is held out, up to val_bytes, in one unit or many."""
+    texts = [f'{i} ' + 'word ' * (i * 37 % 90) + '.' for i in range(60)]
+    write_jsonl(tmp_path / 'texts.jsonl', texts)
+    train, val = prepared('d', val_bytes=900)
+    held_out = decoded(val, mistral)
+    assert held_out == texts[9::10][: len(held_out)] and 900 <= sum(map(len, held_out)) < 900 + 500
+    assert decoded(train, mistral) == [text for text in texts if text not in held_out]
     monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     for i, text in enumerate(texts):
         (tmp_path / f'{i:02}.txt').write_text(text)
-    _, val = prepared('many', dataset='*.txt')
-    assert decoded(val, mistral) == [text.strip() for text in texts[9::10]]
-    # the limit of a source may come before its first held-out document, which is known before the first unit
-    tokens = sum(1 + len(ids) for ids in mistral.encode([text.strip() for text in texts[:9]]))
-    _, val = prepared('one', dataset=f'*.txt@{tokens + 1}')
-    assert decoded(val, mistral) == [texts[9].strip()]
-    write_jsonl(tmp_path / 'texts.jsonl', texts)
-    unit = MagicMock(side_effect=InputError('the first unit'))
-    for dataset, warned in (('*.txt@1e6', False), (f'*.txt@1e6,texts.jsonl@{tokens}', True)):
-        capsys.readouterr()
-        with monkeypatch.context() as patch, pytest.raises(InputError, match='the first unit'):
-            patch.setattr(prepare, 'prepare_unit', unit)
-            prepared('none', dataset=dataset)
-        errors = capsys.readouterr().err
-        assert errors.startswith(f'warning: texts.jsonl@{tokens} may end before its first held-out') or not warned
-        assert errors.count('\n') == warned
-    # documents so long that LOOKAHEAD_CHARS contain few
-    monkeypatch.setattr(sources, 'LOOKAHEAD_CHARS', 200)
-    train, val = prepared('long', dataset='*.txt')
-    assert len(decoded(train, mistral)) > 40 and len(decoded(val, mistral)) > 50
+    assert prepared('many', dataset='*.txt', val_bytes=900) == [train, val]
+
+
+@pytest.mark.parametrize('unit_bytes', [1, 10**9])
+def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes):
+    """
+    With too few documents to hold one out, the last one is split once, at a line break, else at a space, also at the
+    token limit of a source; nothing else is held out, and no text is lost. Without either, one line says so.
+    """
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', unit_bytes)
+    for separator in ' \n':
+        texts = [separator.join([f'text-{i}', *['fifteen-letters'] * 12]) for i in range(30)]
+        for i, text in enumerate(texts):
+            (tmp_path / f'{i:02}.txt').write_text(text)
+        for limit in ('', '@1e3'):
+            settings = dict(dataset=f'*.txt{limit}', val_fraction=0.015, data_dir=f'{ord(separator)}{limit}')
+            train, val = (decoded(ids, mistral) for ids in prepared(**settings))
+            assert (len(train) == 30) == (not limit) and len(val) == 1
+            assert train[:-1] + [train[-1] + separator + val[0]] == texts[: len(train)]
+            assert limit or 60 < len(val[0]) <= 0.015 * sum(map(len, texts))
+    write_jsonl(tmp_path / 'zh.jsonl', ['中文' * 50] * 9)
+    (tmp_path / 'empty.jsonl').write_text('')
+    for dataset in ('zh.jsonl', 'zh.jsonl@9', 'empty.jsonl'):
+        with pytest.raises(InputError, match='too few to hold out one in 100'):
+            prepared('few', dataset=dataset, val_fraction=0.01)
+    assert not (tmp_path / 'few').exists()
+    # complete lines, unless they are more than half of the document
+    for text, held_out in (('word ' * 20 + '\na last line', 'a last line'), ('title\n' + 'word ' * 20 + 'end', 'end')):
+        assert sources.split_last('', text, dict(documents=1, characters=200), 0.02, 99)[1] == held_out
+    # expand.py holds out the same text
+    (tmp_path / 'one.text.txt').write_text('some words\n' * 900)
+    splits = prepared('one', dataset='one.text.txt', val_fraction=expand.HELD_OUT)
+    assert [decoded(ids, mistral) for ids in splits] == list(expand.read_corpus('one.text.txt'))
 
 
 def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
-    """A source ends with the document, including its tail, that reaches its token limit; later text is not read."""
+    """A source ends with the document that reaches its token limit; later text is not read."""
     monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
     texts = write_texts(tmp_path, 3)
@@ -291,39 +340,6 @@ def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
     for bad in ('a.jsonl@1e3,b.jsonl', 'a.jsonl@many,b.jsonl@5', '@5', 'a.jsonl@nan', 'a.jsonl@1e999'):
         with pytest.raises(InputError, match='number of tokens'):
             prepared('n', dataset=bad)
-    # few documents: the tail of each is held out, including the last document
-    for name in 'xy':
-        (tmp_path / f'{name}.txt').write_text(f'{name} is a word.\n' * 900)
-    _, val = prepared('tails', dataset='x.txt@1e3,y.txt@1e3')
-    assert [text[0] for text in decoded(val, mistral)] == ['x', 'y']
-
-
-def test_parts(tmp_path, mistral):
-    """Parts prepared in any order, or at the same time, together contain every document."""
-    texts = write_texts(tmp_path, 5)
-    with pytest.raises(InputError, match=r'is incomplete; rerun prepare.py --part=0/2'):
-        prepared('d', part='1/2')
-    with pytest.raises(InputError, match='parts=2, now it is 1'):
-        prepared('d')
-    train, val = prepared('d', part='0/2')
-    expected = sorted(filter(None, map(str.strip, texts)))
-    assert sorted(decoded(train, mistral) + decoded(val, mistral)) == expected
-    for split in data.SPLITS:
-        bins = Bins('d', split)
-        joined = np.concatenate([np.load(f'd/{split}_{number:06}.bin') for number in range(5)])
-        assert len(bins.paths) == 5 and len(bins) == bins.tokens == len(joined) and (bins[:] == joined).all()
-        first, last = bins.starts[1], bins.starts[4]
-        spans = [(0, first + 1), (first, last), (first - 1, last + 2), (len(bins) - 9, len(bins) + 9)]
-        assert all((bins[a:b] == joined[a:b]).all() for a, b in spans)
-    # the counts of a part continue from its previous unit
-    documents = [json.loads((tmp_path / f'd/00000{i}.json').read_text())['counts']['documents'] for i in range(5)]
-    assert documents[0] < documents[2] < documents[4] and documents[1] < documents[3]
-    with pytest.raises(InputError, match=r'part=0/9: .* has 5 file\(s\); use at most'):
-        prepared('e', part='0/9')
-    args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1', '--data_dir=f')
-    processes = [Forked('prepare.py', *args, f'--part={i}/2', cwd=tmp_path) for i in range(2)]
-    assert [process.communicate().returncode for process in processes] == [0, 0]
-    assert snapshot(tmp_path / 'f') == snapshot(tmp_path / 'd')
 
 
 def test_hub(tmp_path, mistral, monkeypatch):
@@ -381,7 +397,9 @@ def test_names_of_data_folders():
     assert [str(data_folder(defaults | changes)) for changes in NAMES.values()] == [f'data/{name}' for name in NAMES]
 
 
-# batches of a few documents, so that a unit takes a while
+# each file is a unit, because it is reported as larger
+UNITS = 'import os; size = os.path.getsize; os.path.getsize = lambda path: size(path) + 10**9\n'
+# a unit takes a while
 SLOW = 'from mhf import sources; import time; split = sources.split_long_text\n'
 SLOW += 'sources.split_long_text = lambda text: (time.sleep(0.002), split(text))[1]'
 
@@ -391,17 +409,16 @@ def test_kills(tmp_path):
     kills = int(os.environ.get('MHF_KILLS', 3))
     texts = library_texts(2e6)
     texts.insert(3, ''.join(texts[:40]))  # longer than a piece
-    for i in range(24):
-        write_jsonl(tmp_path / f'{i:02}.jsonl', texts[i::24])
-    # parts, because other small files are one unit
-    args = ['--dataset=*.jsonl', '--val_fraction=0.03', '--part=0/2']
-    ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path)
+    for i in range(12):
+        write_jsonl(tmp_path / f'{i:02}.jsonl', texts[i::12])
+    args = ['--dataset=*.jsonl', '--val_fraction=0.03']
+    ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path, patch=UNITS)
     expected = snapshot(tmp_path / 'straight')
     assert len(expected) == 1 + 3 * 12
     killed = tmp_path / 'killed'
     while kills:
         units = len(list(killed.glob('0*.json'))) + random.randrange(4)
-        process = Forked('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=SLOW)
+        process = Forked('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=UNITS + SLOW)
         while process.returncode is None and len(list(killed.glob('0*.json'))) < units:
             time.sleep(0.002)
         time.sleep(random.uniform(0, 0.1))
@@ -414,7 +431,7 @@ def test_kills(tmp_path):
             # it finished: from the start again
             assert process.returncode == 0 and snapshot(killed) == expected
             shutil.rmtree(killed)
-    ok('prepare.py', *args, '--data_dir=killed', cwd=tmp_path)
+    ok('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=UNITS)
     assert snapshot(killed) == expected
 
 
@@ -425,8 +442,8 @@ def test_stopped_runs(tmp_path, monkeypatch):
         write_jsonl(tmp_path / f'{i}.jsonl', texts.tolist())
     prepared('good')
     (tmp_path / 'd').mkdir()
-    (tmp_path / 'd/meta.json.tmp0').write_text('{"dataset"')  # killed while it wrote meta.json
-    with FileLock('d/.part_0.lock'), pytest.raises(InputError, match='d is in use by another process'):
+    (tmp_path / 'd/meta.json.tmp').write_text('{"dataset"')  # killed while it wrote meta.json
+    with FileLock('d/.prepare.lock'), pytest.raises(InputError, match='d is in use by another process'):
         prepared('d')
     flush = prepare.ShardWriter.flush
     room = 0
@@ -452,7 +469,7 @@ def test_other_settings_or_files(tmp_path):
     prepared('d')
     for change, message in (
         (dict(val_fraction=0.2), 'val_fraction=0.1, now it is 0.2'),
-        (dict(tokenizer='tekken'), "tokenizer 'mistral', which has other tokens than 'tekken'"),
+        (dict(tokenizer='tekken'), "another tokenizer .'mistral'. than 'tekken'"),
         (dict(data_format='signatures'), 'data_format=ids, now it is signatures'),
         (dict(dataset='a.jsonl'), 'dataset='),
     ):
@@ -461,20 +478,13 @@ def test_other_settings_or_files(tmp_path):
     raw = (tmp_path / 'a.jsonl').read_bytes()
     os.utime('a.jsonl', (1, 1))  # a copy
     prepared('d')
-    # a folder of d585c03 has no digests
-    shutil.copytree('d', 'old')
-    meta = json.loads(Path('d/meta.json').read_bytes())
-    meta['sources'][0]['units'][0][0].pop()
-    Path('old/meta.json').write_text(json.dumps(meta))
     (tmp_path / 'a.jsonl').write_bytes(raw[:-20] + raw[-20:].replace(b'}', b' '))
-    prepared('old')
     with pytest.raises(InputError, match='input file a.jsonl is new, missing or has other contents; delete'):
         prepared('d')
     (tmp_path / 'a.jsonl').write_bytes(raw)
     write_jsonl(tmp_path / 'b.jsonl', ['more'])
-    for folder in ('d', 'old'):
-        with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
-            prepared(folder)
+    with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
+        prepared('d')
     foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '', 'is empty or damaged')]
     foreign += [('meta.json', '{"version": 1}', "is empty or damaged .*'sources'")]
     for number, (name, content, message) in enumerate(foreign):
@@ -485,6 +495,27 @@ def test_other_settings_or_files(tmp_path):
         with pytest.raises(InputError, match=f'{name} {message}'):
             prepared(folder)
         assert snapshot(folder) == before
+
+
+@pytest.mark.xfail(strict=True, reason='tokenizer_fingerprint covers only the strings of the tokens')
+@pytest.mark.parametrize('change', ['normalizer', 'merges', 'pre_tokenizer', 'bos_token'])
+def test_another_tokenizer_of_the_same_name(tmp_path, monkeypatch, change):
+    """An incomplete folder is refused if the tokenizer has the same tokens and encodes text differently."""
+    monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
+    write_texts(tmp_path, 2)
+    roles = dict(eos_token='<e>')
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(roles))
+    byte_level().save('tok.json')
+    prepared('d', tokenizer='tok.json')
+    (tmp_path / 'd/000001.json').unlink()
+    changes = dict(normalizer=normalizers.Lowercase(), merges=[('a', 'b')], pre_tokenizer=True, bos_token='ab')
+    if change == 'bos_token':
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps(roles | dict(bos_token='ab')))
+    else:
+        name = 'add_prefix_space' if change == 'pre_tokenizer' else change
+        byte_level(**{name: changes[change]}).save('tok.json')
+    with pytest.raises(InputError, match='d was prepared with another tokenizer'):
+        prepared('d', tokenizer='tok.json')
 
 
 def test_damaged_files_of_a_unit(tmp_path):
@@ -545,29 +576,15 @@ def test_a_poor_file_system(tmp_path, monkeypatch):
     Without fsync of folders, locks and mmap, and with more shards than open files, prepare.py ends with the same bytes
     and one warning.
     """
-    for i, text in enumerate(real_documents() * 5):
+    for i, text in enumerate(real_documents() * 3):
         write_jsonl(tmp_path / f'{i:03}.jsonl', [text[:100]] * 10)
-    args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1')  # each file of a part is a unit
-    poor = dict(cwd=tmp_path, patch=POOR)
-    for part in ('--part=0/2', '--part=1/2'):
-        ok('prepare.py', *args, part, '--data_dir=good', cwd=tmp_path)
-        done = ok('prepare.py', *args, part, '--data_dir=poor', **poor)
-        assert len(done.stderr.splitlines()) == 1 and 'poor has no lock service' in done.stderr
-    assert '150 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
+    args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1')
+    ok('prepare.py', *args, '--data_dir=good', cwd=tmp_path, patch=UNITS)
+    done = ok('prepare.py', *args, '--data_dir=poor', cwd=tmp_path, patch=UNITS + POOR)
+    assert len(done.stderr.splitlines()) == 1 and 'poor has no lock service' in done.stderr
+    assert '90 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
     monkeypatch.setattr('mmap.mmap', MagicMock(side_effect=OSError))
     assert (Bins('poor', 'train')[:99] == Bins('good', 'train')[:99]).all()
-
-
-@pytest.mark.parametrize('size', [100, 1200])
-def test_a_full_disk(tmp_path, size):
-    """A first run that cannot write meta.json, or a shard, says why in one line and leaves no files."""
-    write_jsonl(tmp_path / 'a.jsonl', ['word ' * 300] * 2)  # 600 tokens, 8 bytes of each
-    patch = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
-    patch += f'resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))'
-    before = snapshot(tmp_path)
-    says = 'd cannot be written ([Errno'
-    refused('prepare.py', '--dataset=a.jsonl', '--data_dir=d', says=says, cwd=tmp_path, patch=patch)
-    assert snapshot(tmp_path) == before
 
 
 def test_output_on_a_full_disk(tmp_path):
