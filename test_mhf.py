@@ -539,7 +539,7 @@ def test_an_edit_of_token_logits(edit, monkeypatch):
 
 
 def test_an_edit_of_cross_entropy(monkeypatch):
-    """If cross_entropy differs from its formula, the first call raises an error. Standard trains edited token logits."""
+    """If cross_entropy is not its formula, the first call raises an error. Standard trains edited token logits."""
 
     def smoothed(o, y):
         def formula(o, y):
