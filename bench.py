@@ -25,11 +25,11 @@ from functools import partial
 import torch
 
 from configurator import check_numbers, configure, did_you_mean
+from mhf import head
 from mhf.checkpoint import make_config
 from mhf.data import build_table
 from mhf.errors import InputError
 from mhf.generate import Engine
-from mhf.head import chunk_size, has_kernels, log_normalizer_in_columns
 from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
@@ -250,25 +250,24 @@ def bench_infer(configs, tok):
 
 
 def bench_head(configs, tok):
-    """Prints the time of log_normalizer for one chunk, with and without its gradient. Returns {name: seconds}."""
+    """Prints the time of -log P(y) for one chunk, with and without its gradient. Returns {name: seconds}."""
     c = next((c for c in configs.values() if c.num_hashes), None)
     if c is None:
         raise InputError('benchmarks=head: needs a MultiHashFormer; add exact to variants')
-    model = random_model(c, tok)
-    n = chunk_size(device_type, c)
+    index = list(random_model(c, tok).index.tensors())
+    n = head.chunk_size(device_type, c)
     o = [torch.randn(n, c.num_buckets, device=device, dtype=getattr(torch, dtype)) for _ in range(c.num_hashes)]
-    ways = dict(columns=log_normalizer_in_columns)
-    if has_kernels(o[0].device):
-        from mhf.kernels import log_normalizer  # needs the package triton
-
-        ways = dict(kernels=log_normalizer) | ways
+    y = torch.zeros(n, c.num_hashes, dtype=torch.int64, device=device)
+    ways = dict(columns=head.in_columns)
+    if head.has_kernels(o[0].device):
+        ways = dict(kernels=head.operator) | ways
     functions = {}
     for way, function in ways.items():
         for gradient in (True, False):
-            name = f'{way}, {"normalizer and gradient" if gradient else "normalizer"}'
-            functions[name] = partial(function, o, model.index, gradient)
+            name = f'{way}, {"-log P and gradient" if gradient else "-log P"}'
+            functions[name] = partial(function, o, y, index if way == 'kernels' else head.Index(*index), gradient)
     medians = benchmark_interleaved(functions)
-    print(f'\nlog_normalizer, {n:,} positions, H={c.num_hashes}, B={c.num_buckets:,}, V={c.vocab_size:,}')
+    print(f'\n-log P, {n:,} positions, H={c.num_hashes}, B={c.num_buckets:,}, V={c.vocab_size:,}')
     for name, seconds in medians.items():
         print(f'{name:<36}{seconds * 1e3:>10.2f} ms')
     return medians

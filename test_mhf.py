@@ -168,8 +168,10 @@ class PlainMHF(MHF):
         h = self.hidden_states(x).flatten(0, 1)
         return self.head_loss(h, y.flatten(0, 1), self.head_matrices()) / len(h)
 
-    def log_normalizer(self, o):
-        return self.token_logits(o).logsumexp(dim=1)
+    def negative_log_likelihood(self, o, y):
+        logits = self.token_logits(o)
+        o = o if self.config.num_hashes else [logits]
+        return logits.logsumexp(dim=1) - sum(o_i.gather(1, y_i[:, None])[:, 0] for o_i, y_i in zip(o, y.T, strict=True))
 
 
 def random_model(seed=0, dtype=torch.float64, **changes):
@@ -516,8 +518,8 @@ def a_bias_of_tokens(patch):
 @pytest.mark.parametrize('edit', [another_sum, clamped_logits, a_bias_of_tokens])
 def test_an_edit_of_token_logits(edit, monkeypatch):
     """
-    If log_normalizer is not that of an edited token_logits, the first call raises an error, also compiled. The formula
-    in its place trains the edit. The check draws no random numbers.
+    If negative_log_likelihood is not that of an edited token_logits, the first call raises an error, also compiled. The
+    formula in its place trains the edit. The check draws no random numbers.
     """
     unedited = random_model(dtype=torch.float32)
     x, y, ids = sequences(unedited)
@@ -531,11 +533,33 @@ def test_an_edit_of_token_logits(edit, monkeypatch):
         torch.nn.init.zeros_(m.bias)
     calls = [lambda: m(x, y), lambda: m.compile(backend='eager')]
     for call in calls + [lambda: m.token_losses(x, y)] * (edit != a_bias_of_tokens):
-        with pytest.raises(RuntimeError, match='log_normalizer .* differs'):
+        with pytest.raises(RuntimeError, match='negative_log_likelihood .* differs'):
             call()
-    monkeypatch.setattr(MHF, 'log_normalizer', PlainMHF.log_normalizer)
+    monkeypatch.setattr(MHF, 'negative_log_likelihood', PlainMHF.negative_log_likelihood)
     m = random_model()
     assert not differing(loss_and_gradients(m, m(x, y)), plain_loss_and_gradients(m, x, y))
+
+
+def test_an_edit_of_cross_entropy(monkeypatch):
+    """If cross_entropy is not its formula, the first call raises an error. Standard trains edited token logits."""
+
+    def smoothed(o, y):
+        def formula(o, y):
+            return torch.nn.functional.cross_entropy(o, y, reduction='none', label_smoothing=0.1)
+
+        return head.cross_entropy(o, y, formula)
+
+    standard = random_model(num_hashes=0)
+    x, y, _ = sequences(standard)
+    formula = MHF.token_logits
+    monkeypatch.setattr(MHF, 'token_logits', lambda self, o: 30 * (formula(self, o) / 30).tanh())
+    expected = plain_loss_and_gradients(standard, x, y)
+    assert not differing(loss_and_gradients(standard, standard(x, y)), expected)
+    monkeypatch.setattr(model_module, 'cross_entropy', smoothed)
+    for m in (standard, random_model(loss='product')):
+        x, y, _ = sequences(m)
+        with pytest.raises(RuntimeError, match='cross_entropy .* differs'):
+            m(x, y)
 
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
@@ -590,9 +614,9 @@ def test_first_derivatives_only():
         loss.backward()
     with pytest.raises(RuntimeError, match='second derivative'):
         torch.autograd.grad(m(x, y), m.norm.weight, create_graph=True)
-    o = [torch.randn(4, 40, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    o = [torch.randn(5, 40, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     with pytest.raises(RuntimeError, match='second derivative'):
-        torch.autograd.grad(m.log_normalizer(o).sum(), o, create_graph=True)
+        torch.autograd.grad(m.negative_log_likelihood(o, y[0]).sum(), o, create_graph=True)
 
 
 @pytest.mark.parametrize('H', [0, 3])

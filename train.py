@@ -279,7 +279,7 @@ groups = [
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 start.restore_optimizer(optimizer, raw_model)
 gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
-if compile and cuda_graph and raw_model.signatures.is_cuda and world_size == 1:
+if compile and cuda_graph and not activation_checkpointing and raw_model.signatures.is_cuda and world_size == 1:
     example = get_batch(train_bins, [0] * micro_batch_size, raw_model.signatures)
     gradients = runtime.capture_all(gradients[:accumulation], *example)
 

@@ -1,5 +1,5 @@
 """
-MHF.log_normalizer as Triton kernels, for mhf/head.py; model.py has the formula.
+The logsumexp of the token logits as Triton kernels, for mhf/head.py.
 
     transpose    copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
     logsumexp    computes the token logits sum_i o_i[s_i(w)] of every token id w, and their logsumexp

@@ -30,6 +30,6 @@ def test_bench(trained):
         assert row['tokens_per_s'] == pytest.approx(4 * 16 / row['seconds']) and row['peak_memory'] is None
         assert row['gemm_share'] == pytest.approx(row['flops_per_token'] * row['tokens_per_s'] / r['gemm_flops'])
     assert done.stderr.count('Self CPU time total') == 3
-    assert set(r['head']) == {'columns, normalizer', 'columns, normalizer and gradient'}
+    assert set(r['head']) == {'columns, -log P', 'columns, -log P and gradient'}
     assert set(r['infer']) == {'MHF', 'Standard'}
     assert all(row['tokens_per_s'] > 0 and row['seconds'] > 0 for row in r['infer'].values())

@@ -80,14 +80,15 @@ def random_logits(V, H, B, n, dtype):
 @on_a_gpu
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance, monkeypatch):
-    """The normalizer and its gradient by the kernels equal those in columns, and repeat to the bit."""
+    """-log P and its gradient by the kernels equal those in columns, and repeat to the bit."""
     m, o = random_logits(32768, 4, 16384, 4096, dtype)
-    normalizer, *gradient = value_and_gradient(m.log_normalizer, o)
-    again, *gradient_again = value_and_gradient(m.log_normalizer, o)
-    assert torch.equal(normalizer, again) and all(map(torch.equal, gradient, gradient_again))
+    y = m.signatures[:4096]
+    loss, *gradient = value_and_gradient(m.negative_log_likelihood, o, y)
+    again, *gradient_again = value_and_gradient(m.negative_log_likelihood, o, y)
+    assert torch.equal(loss, again) and all(map(torch.equal, gradient, gradient_again))
     monkeypatch.setattr(head, 'has_kernels', lambda device: False)
-    expected, *in_columns = value_and_gradient(m.log_normalizer, o)
-    assert (normalizer - expected).abs().max() < 1e-5
+    expected, *in_columns = value_and_gradient(m.negative_log_likelihood, o, y)
+    assert (loss - expected).abs().max() < 1e-5
     assert distance(torch.cat(gradient), torch.cat(in_columns)) < tolerance
 
 
@@ -96,10 +97,10 @@ def test_memory_of_the_kernels():
     """The kernels allocate at most 1.1 x the memory of the transposed bucket logits and the token logits."""
     m, o = random_logits(32768, 4, 16384, 4096, torch.bfloat16)
     o = [o_i.requires_grad_() for o_i in o]
-    m.log_normalizer([o_i[:1] for o_i in o])
+    m.negative_log_likelihood([o_i[:1] for o_i in o], m.signatures[:1])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    m.log_normalizer(o)
+    m.negative_log_likelihood(o, m.signatures[:4096])
     token_logits = 4 * 4096 * 32768
     assert torch.cuda.max_memory_allocated() - before < 1.1 * (sum(o_i.nbytes for o_i in o) + token_logits)
 

@@ -146,7 +146,7 @@ from model import MHF, Block, MHFConfig
 forward = Block.forward
 Block.forward = lambda self, *args: F.dropout(forward(self, *args), 0.2, self.training)
 MHFConfig.__post_init__ = lambda self: None
-MHF.loss_per_position = lambda self, o, y, loss: {'third': 3}[loss] * self.nll(o, y)
+MHF.loss_per_position = lambda self, o, y, loss: {'third': 3}[loss] * self.negative_log_likelihood(o, y)
 """
 
 
