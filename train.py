@@ -41,10 +41,12 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from configurator import check_numbers, command_line_names, configure
+from hashing import frequency_table
 from mhf import runtime
 from mhf.checkpoint import find_checkpoints, load, lock, make_config, resume, save
-from mhf.data import block_indices, check_tokenizer, data_folder, get_table, open_bins, prefetch
+from mhf.data import block_indices, check_tokenizer, count_tokens, data_folder, get_table, open_bins, prefetch
 from mhf.errors import InputError, Output
+from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
 
 # output
@@ -80,6 +82,8 @@ single_id = False
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
 encoder_init = 'normal'  # initialization of W_s (HashEncoder.out): normal, std 0.02 | orthogonal
+# a folder of prepared ids: a new model's signatures depend on how often a token occurs in it (hashing.frequency_table)
+counts_from = ''
 embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
 # optimizer: AdamW, linear warm-up, cosine decay to 0
 learning_rate = 5e-4  # the maximum
@@ -200,7 +204,12 @@ changes = describe_changes(fixed, config | data)
 if changes:
     fix = 'undo the change, or start a new run with another --out_dir' if ckpt else 'undo the change'
     raise InputError(f'{source} was trained with other settings: {changes}; {fix}')
-if model and table is not None and (model.signatures[: len(table)].numpy() != table).any():
+if (
+    model
+    and table is not None
+    and not model.config.frequency_ranges
+    and (model.signatures[: len(table)].numpy() != table).any()
+):
     raise InputError(f"{source}: its table is not that of tokenizer '{meta['tokenizer']}'; change --data_dir")
 if ckpt and not ckpt['optimizer']['state']:
     fix = f'start a new run with --init_from={source} and another --out_dir'
@@ -215,6 +224,12 @@ if model:
 else:
     torch.manual_seed(seed)
     model_config = make_config(run_config, vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
+    if counts_from:
+        tok = get_tokenizer(tokenizer)
+        counts = count_tokens(counts_from, tok)
+        table, model_config.frequency_ranges = frequency_table(
+            tok.tokens, counts, num_hashes, num_buckets, meta['pad_id']
+        )
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         model = MHF(model_config, table, meta['unused_ids'])
         model.init_weights()

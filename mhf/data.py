@@ -39,6 +39,7 @@ from mhf.errors import InputError
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
+COUNTED_TOKENS = 2**24  # read at a time by count_tokens
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
 SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
@@ -296,6 +297,18 @@ def get_table(config, meta):
         table = build_table(config, tok.tokens, meta['pad_id'])
     check_table(folder, meta, table)
     return table
+
+
+def count_tokens(folder, tok):
+    """Returns how often each token id occurs in the training split of a folder of ids, (V,) int64. Raises InputError."""
+    train = Bins(folder, 'train')
+    check_tokenizer(folder, train.meta, tok)
+    if train.meta['data_format'] != 'ids':
+        raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids to count its tokens')
+    counts = np.zeros(len(tok.tokens), np.int64)
+    for start in range(0, len(train), COUNTED_TOKENS):
+        counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
+    return counts
 
 
 def held_out_ids(folder, tok):
