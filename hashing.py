@@ -6,6 +6,10 @@ Signatures: the hash ids of a token string (section 3 of the paper).
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
     signatures = table[ids]                                                               # (n, H) uint16
+
+The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its two halves,
+so the ids of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a multiple of
+8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
 """
 
 import hashlib
@@ -143,7 +147,7 @@ def range_sizes(counts, num_hashes, num_buckets):
     if smallest.sum() > num_buckets - 1:
         raise InputError(f'num_buckets={num_buckets}: must be above {smallest.sum()} for {len(n)} frequency ranges')
     low = 0.0
-    high = (n / weights).max()
+    high = 2 * (n / weights).max()  # every class has n buckets
     for _ in range(100):  # bisection of the buckets per weight
         factor = (low + high) / 2
         sizes = np.clip(factor * weights, smallest, n).astype(int)
