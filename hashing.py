@@ -7,7 +7,7 @@ Signatures: the hash ids of a token string (section 3 of the paper).
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
     signatures = table[ids]                                                               # (n, H) uint16
 
-The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its two halves,
+The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its halves,
 so the ids of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a multiple of
 8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
 """

@@ -300,7 +300,7 @@ def get_table(config, meta):
 
 
 def count_tokens(folder, tok):
-    """Returns how often each token id occurs in the training split of a folder of ids, (V,) int64. Raises InputError."""
+    """Counts each token id in the training split of a folder of ids. Returns (V,) int64. Raises InputError."""
     train = Bins(folder, 'train')
     check_tokenizer(folder, train.meta, tok)
     if train.meta['data_format'] != 'ids':
