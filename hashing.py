@@ -6,10 +6,15 @@ Signatures: the hash ids of a token string (section 3 of the paper).
     tok = get_tokenizer('mistral')
     table = signature_table(tok.tokens, num_hashes=4, num_buckets=16384, pad_id=tok.pad)   # (V, H) uint16
     signatures = table[ids]                                                               # (n, H) uint16
+
+The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its halves,
+so the ids of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a multiple of
+8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
 """
 
 import hashlib
 import itertools
+import math
 
 import mmh3
 import numpy as np
@@ -19,6 +24,7 @@ from mhf.errors import InputError
 MAX_BUCKETS = 65536  # a bucket id must fit in uint16
 TRIGRAM_ROWS = 16000  # rows of the LSH projection
 LSH_BITS = 512  # signs per LSH function
+RANGE_EXPONENT = 0.75  # buckets of a frequency range: proportional to the sum of (count + 0.5) to this power
 
 
 def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, unique=True):
@@ -89,6 +95,103 @@ def rehash_collisions(table, tokens, registered, B):
             table[i, -1] = last
         taken.add(key)
         prefix_counts[prefix] = prefix_counts.get(prefix, 0) + 1
+
+
+# -----------------------------------------------------------------------------
+# frequency ranges: an alternative to the paper's table
+
+
+def frequency_table(tokens, counts, num_hashes, num_buckets, pad_id=None):
+    """
+    Computes signatures in which a bucket is shared by tokens of similar frequency only. Tokens are divided into classes
+    int(2 ln(count + 1)). In every coordinate a class owns a range of buckets. Its tokens, sorted by a hash of their
+    string, take these buckets in turn.
+
+    Args: tokens, num_hashes, num_buckets, pad_id as in signature_table; counts (V,), how often each token id occurs in
+        a sample of the training data.
+
+    Returns the table (V, H) uint16, and the ranges, a list of [lower, offset, size], rarest class first: the smallest
+    relative frequency of the class, its first bucket and its number of buckets. Raises InputError if there are too few
+    buckets.
+    """
+    used = np.array([w is not None and i != pad_id for i, w in enumerate(tokens)])
+    classes = np.where(used, 2 * np.log1p(counts), -1).astype(int)
+    members = [np.flatnonzero(used & (classes == k)) for k in np.unique(classes[used])]
+    sizes = range_sizes([counts[ids] for ids in members], num_hashes, num_buckets)
+    table = np.zeros((len(tokens), num_hashes), np.uint16)
+    ranges = []
+    offset = 1  # bucket 0 is padding
+    for ids, size in zip(members, sizes, strict=True):
+        words = np.array([hash_words(tokens[i], num_hashes) for i in ids])  # (n, H)
+        ranks = words.argsort(axis=0, kind='stable').argsort(axis=0)
+        table[ids] = offset + ranks % size
+        lower = counts[ids].min() / counts.sum() if ranges else 0.0  # a token that is added later may be rarer than all
+        ranges.append([float(lower), offset, int(size)])
+        offset += int(size)
+    taken = set()
+    for i in np.flatnonzero(used):
+        if table[i].tobytes() in taken:
+            table[i] = free_signature(tokens[i], counts[i] / counts.sum(), ranges, num_hashes, taken)
+        taken.add(table[i].tobytes())
+    return table, ranges
+
+
+def range_sizes(counts, num_hashes, num_buckets):
+    """
+    Token counts of each class, a list of (n,) -> buckets of each class, proportional to the sum of
+    (count + 0.5)^RANGE_EXPONENT, at most n, and large enough for n signatures. Raises InputError if there are too few.
+    """
+    n = np.array([len(c) for c in counts])
+    weights = np.array([((c + 0.5) ** RANGE_EXPONENT).sum() for c in counts])
+    smallest = np.minimum(n, np.maximum(8, np.ceil(2 * n ** (1 / num_hashes)))).astype(int)
+    if smallest.sum() > num_buckets - 1:
+        raise InputError(f'num_buckets={num_buckets}: must be above {smallest.sum()} for {len(n)} frequency ranges')
+    low = 0.0
+    high = 2 * (n / weights).max()  # every class has n buckets
+    for _ in range(100):  # bisection of the buckets per weight
+        factor = (low + high) / 2
+        sizes = np.clip(factor * weights, smallest, n).astype(int)
+        if sizes.sum() < num_buckets:
+            low = factor
+        else:
+            high = factor
+    return np.clip(low * weights, smallest, n).astype(int)
+
+
+def free_signature(token, frequency, ranges, num_hashes, taken):
+    """
+    Hashes a token into the range of its relative frequency, or of the next rarer class that has a free signature.
+
+    Args: token (str or bytes); ranges, from frequency_table; taken, the set of the signatures in use, as bytes.
+
+    Returns (H,) uint16. Raises InputError if no signature is free.
+    """
+    own = sum(frequency >= lower for lower, _, _ in ranges)
+    for _, offset, size in reversed(ranges[:own]):
+        for attempt in range(1, 1000):
+            row = np.array(hash_words(token, num_hashes, attempt)) % size + offset
+            row = row.astype(np.uint16)
+            if row.tobytes() not in taken:
+                return row
+    raise InputError(
+        f'token {token!r}: all signatures of its frequency range are taken; raise num_buckets or num_hashes'
+    )
+
+
+def hash_words(token, num_hashes, attempt=0):
+    """
+    Returns H independent 32-bit hashes of a token (str or bytes): the words of 128-bit hashes. Hashes with consecutive
+    seeds, as in signature_table, are not independent.
+    """
+    words = []
+    for k in range(math.ceil(num_hashes / 4)):
+        value = mmh3.hash128(token, attempt * 16 + k)
+        words += [value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
+    return words[:num_hashes]
+
+
+# -----------------------------------------------------------------------------
+# LSH, an ablation
 
 
 def lsh_coordinates(strings, num_lsh, B):

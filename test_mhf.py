@@ -18,11 +18,12 @@ from pathlib import Path
 # kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
 os.environ.setdefault('TRITON_INTERPRET', '1')
 
+import mmh3
 import numpy as np
 import pytest
 import tiktoken
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._dynamo.backends.common import aot_autograd
@@ -33,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
-from hashing import fingerprint, signature_table
+from hashing import fingerprint, free_signature, frequency_table, hash_words, signature_table
 from mhf import head
 from mhf.errors import InputError
 from mhf.export import save_pretrained
@@ -115,6 +116,83 @@ def test_a_prefix_fills_to_the_last_place():
     assert sorted(signature_table(tokens[:39], 1, 40)[:, 0]) == list(range(1, 40))
     with pytest.raises(InputError, match='prefix .* is full'):
         signature_table(tokens, 1, 40)
+
+
+def test_first_rehash_seed(monkeypatch):
+    """A taken signature is rehashed with seed H first. With H - 1, the first try would repeat the collision."""
+    seeds = []
+    real = mmh3.hash128
+
+    def record(token, seed):
+        seeds.append(seed)
+        return real(token, seed)
+
+    monkeypatch.setattr(mmh3, 'hash128', record)
+    signature_table(['a', 'a'], 3, 1000)
+    assert seeds[6:] == [3]  # after two tokens with three hashes each
+
+
+def test_seeds_are_not_independent_hashes():
+    """Seeds 0 and 1 agree modulo 33, a divisor of 2^65 + 1, 7 x as often as by chance; the words of a hash do not."""
+    strings = [f'w{i}' for i in range(5000)]
+
+    def agreement(hash_pair, modulus):
+        return np.mean([a % modulus == b % modulus for a, b in map(hash_pair, strings)])
+
+    seeds = lambda w: (mmh3.hash128(w, 0), mmh3.hash128(w, 1))  # noqa: E731
+    assert (2**65 + 1) % 33 == 0 and agreement(seeds, 33) > 0.2
+    assert agreement(seeds, 23) < 0.06
+    assert agreement(lambda w: hash_words(w, 2), 33) < 0.05
+
+
+counted = st.lists(st.tuples(word, st.integers(0, 10**6)), min_size=1, max_size=60)
+
+
+@settings(max_examples=30, deadline=None)
+@given(counted, st.integers(2, 5), st.sampled_from([300, 65536]))
+def test_frequency_table(tokens_and_counts, H, B):
+    """Signatures are unique, each is in the range of its token's class in all coordinates, and bucket 0 is unused."""
+    tokens, counts = zip(*tokens_and_counts, strict=True)
+    counts = np.array(counts)
+    used = [i for i, w in enumerate(tokens) if w is not None and i]
+    assume(used and counts.any())
+    table, ranges = frequency_table(tokens, counts, H, B, pad_id=0)
+    assert len(set(map(tuple, table[used].tolist()))) == len(used)
+    assert table.sum() == table[used].sum() and table.max() < B
+    classes = np.log1p(counts) * 2 // 1
+    rarest_first = sorted(set(classes[used]))
+    assert len(ranges) == len(rarest_first)
+    for i in used:
+        lower, offset, size = ranges[rarest_first.index(classes[i])]
+        assert (offset <= table[i]).all() and (table[i] < offset + size).all()
+        assert counts[i] / counts.sum() >= lower
+
+
+def test_frequent_tokens_have_buckets_of_their_own():
+    """With buckets for all, no token shares a bucket; with fewer, the rare ones share, and each bucket evenly."""
+    tokens = [str(i) for i in range(1000)]
+    counts = np.repeat([0, 1000], [900, 100])
+    table, _ = frequency_table(tokens, counts, 3, 1001)
+    assert all(len(set(column)) == 1000 for column in table.T)
+    table, ranges = frequency_table(tokens, counts, 3, 401)
+    assert all(len(set(column)) == 100 for column in table[900:].T)
+    _, _, size = ranges[0]
+    for column in table[:900].T:
+        assert np.ptp(np.unique(column, return_counts=True)[1]) <= 1 and len(set(column)) == size
+
+
+def test_a_token_of_a_full_range():
+    """A token that is added later gets a signature of its class, or of a rarer one if none is free."""
+    ranges = [(0.0, 1, 8), (0.5, 9, 2)]
+    taken = set()
+    rows = []
+    for i in range(6):
+        rows.append(free_signature(f'new{i}', 0.6, ranges, 2, taken))
+        taken.add(rows[-1].tobytes())
+    assert sorted(map(tuple, rows[:4])) == [(9, 9), (9, 10), (10, 9), (10, 10)]
+    assert all(row.max() < 9 for row in rows[4:])
+    with pytest.raises(InputError):
+        free_signature('w', 0.6, [(0.0, 1, 1)], 2, {np.ones(2, np.uint16).tobytes()})
 
 
 SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', 'हिन्दी भाषा',

@@ -39,8 +39,9 @@ from tqdm import tqdm
 from configurator import check_numbers, configure
 from mhf import runtime
 from mhf.checkpoint import lock, make_config, open_start, save
-from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
+from mhf.data import block_indices, count_tokens, data_folder, get_table, open_bins, prefetch
 from mhf.errors import InputError, Output
+from mhf.tokenizers import get_tokenizer
 from model import MHF
 
 # output
@@ -71,6 +72,8 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B; a multiple of 8 is faster on a GPU
 num_lsh = 0
 single_id = False
+# a folder of ids: only tokens that occur about as often in it share buckets (hashing.frequency_table); '': any tokens do
+counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
 encoder_init = 'normal'  # initialization of W_s (HashEncoder.out): normal, std 0.02 | orthogonal
@@ -106,6 +109,9 @@ check_numbers(config, 'num_hashes embedding_scale unfrozen_end_layers')
 check_numbers(config, 'beta1 beta2', below=1)
 check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
+if counts_from and (not num_hashes or num_lsh or single_id):
+    fix = 'set num_hashes above 0, num_lsh=0 and single_id=False'
+    raise InputError(f'counts_from={counts_from}: frequency ranges need MurmurHash3 signatures; {fix}')
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
 
@@ -252,7 +258,8 @@ if start.model:
     raw_model.config.block_size = block_size
     raw_model.config.loss = loss
 else:
-    table = get_table(config, meta)
+    counts = count_tokens(counts_from, get_tokenizer(tokenizer)) if counts_from and master else None
+    table, model_config.frequency_ranges = get_table(config, meta, runtime.all_gather_object(counts)[0])
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])

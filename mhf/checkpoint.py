@@ -121,7 +121,7 @@ def read_checkpoint(path):
 # the start of a run
 
 # what a resumed run may not change: it decides which model is trained, with which loss and on which data
-FIXED = {*MHFConfig.__annotations__, 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'}
+FIXED = {*MHFConfig.__annotations__, 'counts_from', 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'}
 FIXED |= {'tokenizer_sha256', 'train_sha256', 'val_sha256'}
 
 

@@ -34,11 +34,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from configurator import command_line_names
-from hashing import fingerprint, signature_table
+from hashing import fingerprint, frequency_table, signature_table
 from mhf.errors import InputError
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
+COUNTED_TOKENS = 2**24  # read at a time by count_tokens
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
 SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
@@ -268,7 +269,7 @@ def check_tokenizer(folder, meta, tok):
     """Raises InputError if a folder was prepared with another tokenizer. Its contents decide, not its name."""
     if meta['tokenizer_sha256'] != tokenizer_fingerprint(tok):
         differs = f"another tokenizer ('{meta['tokenizer']}') than '{tok.name}'"
-        raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or --data_dir')
+        raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or the folder')
 
 
 def check_table(folder, meta, table):
@@ -278,19 +279,37 @@ def check_table(folder, meta, table):
         raise InputError(f'{folder} contains signatures of another table ({other}); prepare with --data_format=ids')
 
 
-def get_table(config, meta):
+def get_table(config, meta, counts=None):
     """
-    Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model. Raises InputError if
-    the data were prepared with another tokenizer or table.
+    Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
+    ranges, [] without the counts of the tokens (V,). Raises InputError if the data were prepared with another tokenizer
+    or table.
     """
     folder = data_folder(config)
     table = None
+    ranges = []
     if config['num_hashes']:
         tok = get_tokenizer(config['tokenizer'])
         check_tokenizer(folder, meta, tok)
-        table = build_table(config, tok.tokens, meta['pad_id'])
+        if counts is None:
+            table = build_table(config, tok.tokens, meta['pad_id'])
+        else:
+            sizes = (config['num_hashes'], config['num_buckets'])
+            table, ranges = frequency_table(tok.tokens, counts, *sizes, meta['pad_id'])
     check_table(folder, meta, table)
-    return table
+    return table, ranges
+
+
+def count_tokens(folder, tok):
+    """Counts each token id in the training split of a folder of ids. Returns (V,) int64. Raises InputError."""
+    train = Bins(folder, 'train')
+    check_tokenizer(folder, train.meta, tok)
+    if train.meta['data_format'] != 'ids':
+        raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids to count its tokens')
+    counts = np.zeros(len(tok.tokens), np.int64)
+    for start in range(0, len(train), COUNTED_TOKENS):
+        counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
+    return counts
 
 
 def held_out_ids(folder, tok):

@@ -2,17 +2,23 @@
 A large vocabulary, tekken's 131,072 tokens; 3.07 M tokens of english_edu, read in shuffled order.
 
 Both held-out corpora are those of study/english.py. All models are tuned: lr 1e-3, embedding lr x4, beta2 0.99.
-`orthogonal` initializes W_s to 8 times an orthogonal matrix; `scale 4` multiplies Standard's input embeddings by 4.
+`orthogonal` initializes W_s to 8 times an orthogonal matrix; `scale 4` multiplies Standard's input embeddings by 4;
+`ranges` are hashing.frequency_table's.
 """
 
 _ENGLISH = 'data/large_vocabulary'
 _FINEWEB = 'data/large_vocabulary_fineweb'
+_SAMPLE = 'data/large_vocabulary_3.07e6'
 DATA = {
     _ENGLISH: dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
     ),
     # every document is held out, up to val_bytes; no run trains on the rest
     _FINEWEB: dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000, tokenizer='tekken'),
+    # a sample as large as a run reads: counts of the complete corpus contain frequencies that a run could not learn
+    _SAMPLE: dict(
+        dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
+    ),
 }
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB))
 _COMMON |= dict(
@@ -28,6 +34,10 @@ _H4 = _COMMON | dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', 
 RUNS = [
     _STANDARD | dict(name='Standard, scale 4', label='Standard, tuned, scale 4'),
     _H4 | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4 B7,966, tuned, orthogonal'),
+    _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4 B7,966, frequency ranges', counts_from=_SAMPLE),
+    _H4
+    | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4 B7,966, frequency ranges, counts of 39.5 M tokens')
+    | dict(counts_from=_ENGLISH),
     # takes about as long as MHF
     _STANDARD
     | dict(name='Standard, scale 4, half the tokens', label='Standard, tuned, scale 4, after 1.54 M of the tokens')

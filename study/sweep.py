@@ -118,6 +118,7 @@ class Study:
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
         corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
         settings |= dict(train=self.data[entry['train']], corpora=corpora, source=entry.get('source'))
+        settings['counts_from'] = self.data.get(settings['counts_from'], '')
         return json.loads(json.dumps(settings, sort_keys=True))
 
     def key(self, entry, learning_rate, seed):

@@ -6,6 +6,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import REPO, ok, run, snapshot, weights
 
@@ -16,6 +17,7 @@ from study import report
 from study import sweep as sweep_module
 from study.rows import read_csv, read_rows, values, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
+from study.unigram_fit import fit
 
 LIST = """
 DATA = {'data': dict(dataset='docs.jsonl', val_fraction=0.25)}
@@ -347,3 +349,14 @@ def test_a_wrong_list(folder, right, wrong, says):
     with pytest.raises(InputError, match=says):
         sweep(Study('runs.py'), 1, 'none')
     assert not (folder / 'runs.csv').exists()
+
+
+def test_unigram_fit():
+    """A bucket per token fits any frequencies; two buckets for four tokens of different frequencies do not."""
+    counts = np.array([1000, 100, 10, 1])
+    used = np.ones(4, bool)
+    kl, decrease = fit(np.arange(4)[:, None], counts, used)
+    assert abs(kl) < 3e-4 and abs(decrease) < 1e-6
+    kl, _ = fit(np.array([[0], [1], [0], [1]]), counts, used)
+    shared = np.array([505, 50.5, 505, 50.5]) / 1111
+    assert kl == pytest.approx((counts / 1111 * np.log(counts / 1111 / shared)).sum())

@@ -1,0 +1,96 @@
+"""
+How well signatures can express token frequencies: a tool to choose H, B and the vocabulary without training.
+
+    $ python prepare.py --dataset=my.jsonl --tokenizer=tekken --data_format=ids --data_dir=data/my
+    $ python -m study.unigram_fit data/my --num_hashes=4 --num_buckets=7966
+
+A token's logit is a sum of H bucket logits. The tool fits these H x B numbers to the unigram frequencies of the
+training split by maximum likelihood, which is convex (L-BFGS, float64), once for the paper's table and once for
+frequency ranges. It prints the remaining KL divergence in nats: above 0.1, expect a loss on rare tokens. This is an
+indicator, not a bound, since a model has other bucket logits in every context. The decrease over the last 100
+iterations tells whether the fit has converged. The load of a bucket is the number of tokens that share it.
+"""
+
+import argparse
+
+import numpy as np
+import torch
+
+from hashing import frequency_table, signature_table
+from mhf.data import count_tokens, read_meta
+from mhf.errors import InputError, install_excepthook
+from mhf.tokenizers import get_tokenizer
+
+
+def fit(table, counts, used, iterations=1500):
+    """
+    Fits bucket logits to token counts.
+
+    Args: table (V, H) integers; counts (V,); used (V,) bool, the ids that have a token.
+
+    Returns the KL divergence of the frequencies from the fit in nats, and its decrease over the last 100 iterations.
+    """
+    s = torch.tensor(table.astype(np.int64))
+    used = torch.tensor(used)
+    p = torch.tensor(counts, dtype=torch.float64) * used
+    p /= p.sum()
+    o = torch.zeros(s.shape[1], int(s.max()) + 1, dtype=torch.float64, requires_grad=True)
+    options = dict(history_size=20, line_search_fn='strong_wolfe', tolerance_grad=1e-10, tolerance_change=1e-13)
+    optimizer = torch.optim.LBFGS([o], max_iter=iterations - 100, **options)
+
+    def cross_entropy():
+        logits = sum(o_i[s_i] for o_i, s_i in zip(o, s.T, strict=True))
+        return logits[used].logsumexp(0) - p @ logits
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy()
+        loss.backward()
+        return loss
+
+    entropy = torch.special.entr(p).sum()
+    optimizer.step(closure)
+    before = cross_entropy().item()
+    optimizer.param_groups[0]['max_iter'] = 100
+    optimizer.step(closure)
+    after = cross_entropy().item()
+    return after - entropy.item(), before - after
+
+
+def describe_load(table, used):
+    """Describes how many tokens share a bucket in the first coordinate: 'median 4, maximum 12'."""
+    load = np.bincount(table[used, 0])
+    load = load[load > 0]
+    return f'median {np.median(load):.0f}, maximum {load.max()}'
+
+
+def main():
+    install_excepthook()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data_dir', help='a folder of token ids from prepare.py')
+    parser.add_argument('--num_hashes', type=int, default=4)
+    parser.add_argument('--num_buckets', type=int, default=16384)
+    parser.add_argument('--iterations', type=int, default=1500)
+    args = parser.parse_args()
+    meta = read_meta(args.data_dir)
+    if meta is None:
+        raise InputError(f'{args.data_dir} has no prepared data (meta.json); run prepare.py with --data_format=ids')
+    tok = get_tokenizer(meta['tokenizer'])
+    counts = count_tokens(args.data_dir, tok)
+    used = np.array([token is not None for token in tok.tokens])
+    sizes = (args.num_hashes, args.num_buckets)
+    tables = {
+        "the paper's": signature_table(tok.tokens, *sizes, pad_id=tok.pad),
+        'frequency ranges': frequency_table(tok.tokens, counts, *sizes, pad_id=tok.pad)[0],
+    }
+    print(
+        f'{used.sum():,} tokens, H={args.num_hashes}, B={args.num_buckets}, {counts.sum():,} counted in {args.data_dir}'
+    )
+    for name, table in tables.items():
+        kl, decrease = fit(table, counts, used, args.iterations)
+        load = describe_load(table, used)
+        print(f'{name}: KL {kl:.4f} nats (decreased by {decrease:.4f} in the last 100 iterations); load: {load}')
+
+
+if __name__ == '__main__':
+    main()
