@@ -72,7 +72,7 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384  # B; a multiple of 8 is faster on a GPU
 num_lsh = 0
 single_id = False
-# a folder of ids: only tokens that occur about as often in it share buckets (hashing.frequency_table); '': any tokens do
+# a folder of ids: tokens share buckets only if they occur about as often in it (hashing.py); '': the paper's signatures
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)

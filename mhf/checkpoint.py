@@ -265,9 +265,9 @@ def load(source='', tokenizer=None):
     if paths:
         model, ckpt = read_checkpoint(paths[0])
         name = f'{paths[0]}, step {ckpt["step"]}'
-        facts = dict(tokenizer=ckpt['data']['tokenizer'], add_bos=ckpt['add_bos'], eos_ids=[])
         # a checkpoint of commit 76650e7 has no settings, and another kind of fingerprint
         sha256 = ckpt['data']['tokenizer_sha256'] if 'settings' in ckpt else None
+        facts = dict(tokenizer=ckpt['data']['tokenizer'], tokenizer_sha256=sha256, add_bos=ckpt['add_bos'], eos_ids=[])
     else:
         folder = resolve_path(source)
         if not (folder / 'config.json').exists():
@@ -275,10 +275,9 @@ def load(source='', tokenizer=None):
         model = from_pretrained(folder)
         name = str(source)
         facts = read_facts(folder)
-        sha256 = None
     own_tokenizer = facts.pop('tokenizer')
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
-    mismatch = find_mismatch(model, tok, sha256)
+    mismatch = find_mismatch(model, tok, facts.pop('tokenizer_sha256'))
     if mismatch:
         its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
         fix = "name the model's tokenizer"
@@ -294,10 +293,10 @@ def find_mismatch(model, tok, sha256):
     None if its files have none.
     """
     V = len(tok.tokens)
-    if sha256:
-        return '' if tokenizer_fingerprint(tok) == sha256 else 'other tokens'
     if V > len(model.token_mask) or not has_padding_from(model, V):
         return f'{V} tokens, expected {model.config.vocab_size}'
+    if sha256:
+        return '' if tokenizer_fingerprint(tok) == sha256 else 'it gives other ids'
     if model.config.num_hashes and not has_signatures_of(model, tok.tokens):
         return 'its table is not that of these tokens'
     return ''

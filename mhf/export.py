@@ -22,7 +22,7 @@ from mhf.checkpoint import load
 from mhf.errors import InputError, install_excepthook
 from mhf.released import FIELDS, RELEASED_NAMES, hash_tokenizer_files, rename
 from mhf.tokenizer_json import write_pretty_json, write_tokenizer
-from mhf.tokenizers import get_tokenizer
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 
 def released_config(model):
@@ -84,6 +84,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
             save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
             config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
             config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
+            config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
             write_pretty_json(complete / 'generation_config.json', generation_config)
             write_pretty_json(complete / 'config.json', config)
             # safetensors creates its file readable for the owner only

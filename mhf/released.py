@@ -39,7 +39,7 @@ IGNORED = {
     '_attn_implementation_autoset', '_name_or_path', 'architectures', 'attention_dropout', 'bos_token_id', 'dtype',
     'eos_token_id', 'initializer_range', 'max_window_layers', 'sliding_window', 'torch_dtype', 'transformers_version',
     'use_cache', 'fused_decoding', 'use_conditional_prob', 'add_bos', 'tokenizer', 'tokenizer_files_sha256',
-    'unused_ids',
+    'tokenizer_sha256', 'unused_ids',
 }  # fmt: skip
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
@@ -206,15 +206,17 @@ def convert_state_dict(config, weights, config_json):
 
 def find_tokenizer(folder, config_json):
     """
-    Returns the name of the tokenizer of a released folder, None if it is unknown: that of an export if the files of the
-    tokenizer are unchanged or absent, else the folder's own file, to which transformers may have added tokens.
+    Returns the name and the fingerprint of the tokenizer of a released folder, None where unknown: those of an export
+    if the files of the tokenizer are unchanged or absent, else the name of the folder's own file, to which transformers
+    may have added tokens.
     """
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
     exported_sha256 = config_json.get('tokenizer_files_sha256')
     if exported_sha256 and (not own or exported_sha256 == hash_tokenizer_files(folder)):
         named = config_json['tokenizer']
-        return own.get(named) if named.endswith(('.model', '.json')) else named
-    return next(iter(own.values()), None)
+        name = own.get(named) if named.endswith(('.model', '.json')) else named
+        return name, config_json.get('tokenizer_sha256')
+    return next(iter(own.values()), None), None
 
 
 def hash_tokenizer_files(folder):
@@ -238,9 +240,11 @@ def has_padding_from(model, V):
 def has_signatures_of(model, tokens):
     """
     Returns whether the signature table of a released MultiHashFormer is that of these token strings. One hash tells it:
-    the first that is not LSH.
+    the first that is not LSH. With frequency ranges it cannot be told, because the table also depends on counts.
     """
     c = model.config
+    if c.frequency_ranges:
+        return False
     ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
     j = min(c.num_lsh, c.num_hashes - 1)
     if j < c.num_lsh:
@@ -260,8 +264,8 @@ def has_signatures_of(model, tokens):
 
 def read_facts(folder):
     """
-    Returns what a folder declares about its model, as fields of LoadedModel (mhf/checkpoint.py): the name of its
-    tokenizer, whether it was trained with bos, and the ids that end a document. Raises InputError.
+    Returns what a folder declares about its model: the name and the fingerprint of its tokenizer, whether it was
+    trained with bos, and the ids that end a document. Raises InputError.
     """
     config_json = read_json(folder / 'config.json')
     eos_ids = parse_eos_ids(config_json)
@@ -269,4 +273,5 @@ def read_facts(folder):
         eos_ids = eos_ids + parse_eos_ids(read_json(folder / 'generation_config.json'))
     # the authors trained without bos
     add_bos = config_json.get('add_bos') is True
-    return dict(tokenizer=find_tokenizer(folder, config_json), add_bos=add_bos, eos_ids=eos_ids)
+    tokenizer, tokenizer_sha256 = find_tokenizer(folder, config_json)
+    return dict(tokenizer=tokenizer, tokenizer_sha256=tokenizer_sha256, add_bos=add_bos, eos_ids=eos_ids)

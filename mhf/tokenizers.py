@@ -9,6 +9,7 @@ Each tokenizer has
     tokens         V strings in id order: str or bytes, None for an id without a token
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
+    definition     what determines ids, besides these roles: bytes
     encode(texts)  -> a list of ids for each text; the library's own threads use all cores
     decode(ids)    -> str
 """
@@ -42,6 +43,10 @@ class SentencePieceTokenizer:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
 
+    @property
+    def definition(self):
+        return self.sp.serialized_model_proto()
+
     def encode(self, texts):
         return self.sp.encode(list(texts))
 
@@ -72,6 +77,12 @@ class TiktokenTokenizer:
             self.tokens[i] = token
         self.special_ids = set(special.values())
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
+
+    @property
+    def definition(self):
+        lengths = [-1 if token is None else len(token) for token in self.tokens]
+        shape = json.dumps([self.encoding._pat_str, sorted(self.special_ids), lengths])
+        return shape.encode() + b''.join(filter(None, self.tokens))
 
     def encode(self, texts):
         texts = list(texts)
@@ -134,8 +145,11 @@ class JsonTokenizer:
                 problem = f'it has no {role}' if token is None else f"it has no token '{token}'"
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
-        model = json.loads(self.json.to_str())['model']
-        self.unk = model.get('unk_id', ids.get(model.get('unk_token')))  # Unigram has an id
+        spec = json.loads(self.json.to_str())
+        self.unk = spec['model'].get('unk_id', ids.get(spec['model'].get('unk_token')))  # Unigram has an id
+        # encode() adds no special tokens, so the post-processor does not matter
+        parts = [spec[part] for part in ('normalizer', 'pre_tokenizer', 'model', 'added_tokens')]
+        self.definition = json.dumps(parts).encode()
 
     def encode(self, texts):
         try:
@@ -218,12 +232,9 @@ def load_tekken(path):
 
 
 def tokenizer_fingerprint(tok):
-    """Returns a SHA-256 of all token strings in id order, which determines the signatures."""
-    digest = hashlib.sha256()
-    for token in tok.tokens:
-        token = token.encode() if isinstance(token, str) else token
-        digest.update(b'-' if token is None else b'%d:' % len(token) + token)
-    return digest.hexdigest()
+    """Returns a SHA-256 of all that determines ids: the tokenizer's definition and its bos, eos and pad."""
+    roles = json.dumps([tok.bos, tok.eos, tok.pad]).encode()
+    return hashlib.sha256(roles + tok.definition).hexdigest()
 
 
 class Changes:

@@ -69,6 +69,11 @@ def tekken_bins(folder):
     ok('prepare.py', 'cfg.py', '--tokenizer=tekken', '--data_dir=tek', cwd=folder)
 
 
+def ids(folder):
+    """Prepares ids/ with token ids."""
+    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=folder)
+
+
 truncated = file('piqa_validation.jsonl.gz', gzip.compress(random.Random(0).randbytes(9999))[:500])
 few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # beginnings of commands
@@ -106,6 +111,14 @@ BAD = [
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='of another table (num_hashes=3, num_buckets=256'),
+    Bad('counts of signatures', TRAIN + '--data_format=ids --data_dir=ids --counts_from=bins', 'bins contains', ids),
+    Bad(
+        'counts of other tokens',
+        TRAIN + '--counts_from=tek',
+        "another tokenizer ('tekken') than 'mistral'",
+        tekken_bins,
+    ),
+    Bad('counts for LSH', TRAIN + '--counts_from=bins --num_lsh=1', says='counts_from=bins: frequency ranges need'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
     Bad('no steps', TRAIN + '--max_steps=0', says='max_steps=0'),
     Bad('no such loss', TRAIN + '--loss=exat', says="loss='exat'"),

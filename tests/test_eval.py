@@ -67,7 +67,7 @@ def test_text_formats(tmp_path, mistral):
         # a model trained without bos, which does not score the first token
         assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first')), name
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
-    other = types.SimpleNamespace(name='other', bos=1, tokens=mistral.tokens[:-1])
+    other = types.SimpleNamespace(name='other', bos=1, eos=2, pad=2, definition=b'', tokens=mistral.tokens)
     drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, decode=lambda ids: '')
     drops.encode = lambda texts: [[] for _ in texts]
     nothing = 'no text in it that the tokenizer can encode'

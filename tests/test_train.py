@@ -34,7 +34,7 @@ from conftest import (
 )
 
 from hashing import signature_table
-from mhf.checkpoint import find_checkpoints, read_checkpoint
+from mhf.checkpoint import find_checkpoints, load, read_checkpoint
 from mhf.data import Bins, block_indices
 from mhf.runtime import no_compiler
 
@@ -191,6 +191,29 @@ def test_both_data_formats_train_alike(quick, mistral):
     assert steps(quick, 'b') == steps(quick)
     for key in ('model', 'optimizer', 'best_val_loss'):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
+
+
+def test_frequency_ranges(quick):
+    """A new model counts tokens once; a resume, other weights' runs and exports use its table and ranges as stored."""
+    data = ('cfg.py', '--data_format=ids', '--data_dir=ids', *until(6))
+    ok('prepare.py', *data[:3], cwd=quick)
+    args = (*data, '--counts_from=ids')
+    ok('train.py', *args, '--out_dir=a', cwd=quick)
+    stop = IN_FORWARD.format(n=5, do='os.kill(os.getpid(), signal.SIGTERM)')
+    assert run('train.py', *args, '--out_dir=b', cwd=quick, patch=stop).returncode == 143
+    refused('train.py', *data, '--out_dir=b', says='counts_from= (was ids)', cwd=quick)
+    ok('train.py', *args, '--out_dir=b', cwd=quick)
+    assert_same(weights(quick, 'b')['model'], weights(quick, 'a')['model'])
+    for code, _, errors in run_ranks(2, 'train.py', *args, '--out_dir=c', '--micro_batch_size=4', cwd=quick):
+        assert code == 0, errors
+    ok('train.py', *data, '--init_from=a', '--out_dir=d', cwd=quick)
+    ok('mhf.export', 'a', 'exported', cwd=quick)
+    model = load(str(quick / 'a')).model
+    assert len(model.config.frequency_ranges) > 5
+    for source in ('c', 'd', 'exported'):
+        other = load(str(quick / source)).model
+        assert other.config.frequency_ranges == model.config.frequency_ranges
+        assert_same(other.signatures, model.signatures)
 
 
 def test_a_diverged_run_resumes_as_advised(quick):
