@@ -14,7 +14,9 @@ Adds tokens for new languages to a tokenizer and to a trained model. A MultiHash
 SentencePiece learns pieces from each corpus. Pieces that the base tokenizer lacks are ranked by the tokens they save in
 the corpus, and the best are appended to the base tokenizer. Their merges have the lowest priority, so text without
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
-An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces.
+An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. If the signatures
+of a model depend on token frequencies (counts_from of train.py), those of new tokens depend on their frequencies in the
+corpora, which have equal weights.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
 fewer documents, the end of the last. The training data must not contain this text: prepare.py also holds it out if each
@@ -25,15 +27,18 @@ val_bytes, as in config/expand_*.py.
 import io
 import json
 import re
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import configure
+from hashing import extend_frequency_table
 from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.errors import InputError
@@ -60,19 +65,41 @@ config = configure(globals())
 
 def parse_corpora():
     """Returns {language: corpus} and {language: number of new tokens} of the setting corpora. Raises InputError."""
-    languages = {}
-    counts = {}
+    files = []
+    counts = []
     for item in filter(None, map(str.strip, corpora.split(','))):
-        corpus, _, count = (item if '@' in item else f'{item}@{num_new_tokens}').rpartition('@')
+        corpus, at, count = item.rpartition('@')
+        if not at or re.search('[./]', count):  # the @ is part of a name
+            corpus = item
+            count = str(num_new_tokens)
         if not count.isdecimal() or int(count) > 10**6:
             raise InputError(f"corpora '{item}': write a number of tokens after @, like @5000, at most 1,000,000")
-        # 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are named ar
-        name = ['text', *re.findall(r'[\w-]+', re.sub(r'(\.\w+)+$', '', corpus))][-1]
-        if name in counts:
-            raise InputError(f"corpora '{corpora}': two corpora are named '{name}'; rename a file or a folder")
-        languages[name] = corpus
-        counts[name] = int(count)
-    return languages, counts
+        files.append(corpus)
+        counts.append(int(count))
+    names = name_corpora(files)
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise InputError(f"corpora '{corpora}': {times} corpora are named '{name}'; rename a file or a folder")
+    return dict(zip(names, files, strict=True)), dict(zip(names, counts, strict=True))
+
+
+def name_corpora(files):
+    """
+    Returns a name for each corpus: the last part of its path, without suffix, or the first part that differs if the
+    last is the same. 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are named ar, and so are 'ar/train/*.parquet'
+    next to 'zh/train/*.parquet'.
+    """
+    paths = []
+    for file in files:
+        parts = re.split('[/:]', re.sub(r'(\.\w+)+$', '', file))
+        # letters, combining marks and digits of any script
+        parts = [''.join(c for c in part if c in '-_' or unicodedata.category(c)[0] in 'LMN') for part in parts]
+        paths.append([part for part in parts if part] or ['text'])
+    names = [path[-1] for path in paths]
+    if len(set(names)) < len(names):
+        differing = (column for column in zip(*paths, strict=False) if len(set(column)) == len(column))
+        names = next(differing, names)
+    return list(names)
 
 
 def read_corpus(corpus):
@@ -228,12 +255,11 @@ def choose_pieces(ranked, counts, taken):
     return chosen
 
 
-def learn_tokenizer(tok, languages, counts):
-    """Returns the larger tokenizer and {language: held-out documents}; prints the gain of each language."""
-    documents = {}
-    held_out = {}
-    for name, corpus in languages.items():
-        documents[name], held_out[name] = read_corpus(corpus)
+def learn_tokenizer(tok, documents, held_out, counts):
+    """
+    Args: documents, held_out, {language: list of str}; counts, {language: number of new tokens}.
+    Returns the larger tokenizer; prints the gain of each language.
+    """
     larger, chosen = expand_tokenizer(tok, documents, counts)
     print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"fewer tokens":>14}')
     for name, count in counts.items():
@@ -245,15 +271,29 @@ def learn_tokenizer(tok, languages, counts):
         print(f'{name:<14}{num_chosen:>11,}{per_character}{1 - after / before:>14.1%}')
         if num_chosen < count:
             print(f'{name}: the corpus yields {num_chosen:,} of the {count:,} tokens requested')
-    return larger, held_out
+    return larger
 
 
 # -----------------------------------------------------------------------------
 # model
 
 
-def expand_model(model, tok, larger):
-    """Adds the tokens that `larger` has beyond tok to the model. Raises InputError if it does not extend tok."""
+def relative_frequencies(larger, documents):
+    """{language: list of str} -> the relative frequency of each token id (V,); languages have equal weights."""
+    frequencies = np.zeros(len(larger.tokens))
+    for texts in documents.values():
+        counts = np.zeros(len(larger.tokens))
+        for ids in larger.encode(texts):
+            np.add.at(counts, ids, 1)
+        frequencies += counts / counts.sum() / len(documents)
+    return frequencies
+
+
+def expand_model(model, tok, larger, documents):
+    """
+    Adds the tokens that `larger` has beyond tok to the model. `documents`, {language: list of str}, is read if the
+    signatures of the model depend on frequencies. Raises InputError if `larger` does not extend tok.
+    """
     V = len(tok.tokens)
     c = model.config
     if larger.tokens[:V] != tok.tokens:
@@ -263,10 +303,14 @@ def expand_model(model, tok, larger):
         E = model.embed.weight.data
         new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
-    # Standard reads only the length of the table
-    table = build_table(vars(c), larger.tokens, c.pad_id) if c.num_hashes else larger.tokens
-    if c.num_hashes and (model.signatures[:V].numpy() != table[:V]).any():
-        raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
+        table = larger.tokens  # only its length matters
+    elif c.frequency_ranges:
+        frequencies = relative_frequencies(larger, documents)[V:]
+        table = extend_frequency_table(model.signatures[:V].numpy(), larger.tokens[V:], frequencies, c.frequency_ranges)
+    else:
+        table = build_table(vars(c), larger.tokens, c.pad_id)
+        if (model.signatures[:V].numpy() != table[:V]).any():
+            raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
     model.replace_vocabulary(table, c.pad_id)
 
 
@@ -321,23 +365,32 @@ def main():
     tok = get_tokenizer(base_tokenizer)
     if not isinstance(tok, SentencePieceTokenizer):
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
+    if ModelProto.FromString(tok.sp.serialized_model_proto()).trainer_spec.treat_whitespace_as_suffix:
+        raise InputError(f"base_tokenizer='{base_tokenizer}' has white space at the end of pieces; use one without")
     # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
     line_break = tok.encode(['\n'])[0]
     if not line_break or tok.unk in line_break:
         options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
         raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
     source = load(source_model, base_tokenizer) if source_model else None
+    if use_existing and source.model.config.frequency_ranges and not languages:
+        needs = 'the signatures of new tokens depend on their frequencies'
+        raise InputError(f"source_model='{source_model}': {needs}; name the text of the new languages with --corpora")
 
+    documents = {}
+    held_out = {}
+    for name, corpus in languages.items():
+        documents[name], held_out[name] = read_corpus(corpus)
     if use_existing:
         larger = get_tokenizer(tokenizer)
         print(f'using the existing {tokenizer}')
     else:
-        larger, held_out = learn_tokenizer(tok, languages, counts)
+        larger = learn_tokenizer(tok, documents, held_out, counts)
         write_tokenizer(larger, held_out)
     new_parameters = ''
     if source_model:
         before = sum(source.model.num_params())
-        expand_model(source.model, tok, larger)
+        expand_model(source.model, tok, larger, documents)
         save_pretrained(source.model, output_dir, tokenizer, source.add_bos, source.eos_ids)
         new_parameters = f': {sum(source.model.num_params()) - before:,} new parameters'
     print(f'{len(tok.tokens):,} -> {len(larger.tokens):,} tokens{new_parameters}', *outputs, sep='\n')

@@ -136,6 +136,22 @@ def frequency_table(tokens, counts, num_hashes, num_buckets, pad_id=None):
     return table, ranges
 
 
+def extend_frequency_table(table, tokens, frequencies, ranges):
+    """
+    Appends the signatures of new tokens to a table of frequency_table, whose rows do not change.
+
+    Args: table (V, H); tokens, n strings (str or bytes); frequencies (n,), their relative frequencies; ranges.
+
+    Returns (V + n, H) uint16. Raises InputError if a token's range and all rarer ones are full.
+    """
+    rows = list(table.astype(np.uint16))
+    taken = {row.tobytes() for row in rows}
+    for token, frequency in zip(tokens, frequencies, strict=True):
+        rows.append(free_signature(token, frequency, ranges, table.shape[1], taken))
+        taken.add(rows[-1].tobytes())
+    return np.stack(rows)
+
+
 def range_sizes(counts, num_hashes, num_buckets):
     """
     Token counts of each class, a list of (n,) -> buckets of each class, proportional to the sum of

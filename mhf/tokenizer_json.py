@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -35,9 +36,10 @@ def write_pretty_json(path, content):
 def write_tokenizer(tok, folder, add_bos):
     """
     Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
-    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. Raises InputError if
-    the tokenizer.json encodes one of PROBES differently. Other texts may still differ: rare sequences of combining
-    characters, if a SentencePiece model has a normalization, and sequences of Unigram pieces with equal scores.
+    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. If the tokenizer.json
+    encodes one of PROBES differently, it is left out next to a .model file, else InputError is raised. Other texts may
+    still differ: rare sequences of combining characters, if a SentencePiece model has a normalization, and sequences of
+    Unigram pieces with equal scores.
     """
     texts = PROBES
     name = tok.name
@@ -66,8 +68,13 @@ def write_tokenizer(tok, folder, add_bos):
     exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')
     for text, ids, exported_ids in zip(texts, tok.encode(texts), exported.encode(texts), strict=True):
         if ids != exported_ids:
-            problem = f'the exported tokenizer.json encodes {text!r} differently; choose a tokenizer.json instead'
-            raise InputError(f"tokenizer '{tok.name}' cannot be exported: {problem}")
+            problem = f"tokenizer '{tok.name}': its tokenizer.json would encode {text!r:.80} differently"
+            if name != 'tokenizer.model':
+                raise InputError(f'{problem}; choose a tokenizer.json instead')
+            for file in ('tokenizer.json', 'tokenizer_config.json'):
+                (folder / file).unlink()
+            print(f'warning: {problem}, so it is left out; AutoTokenizer cannot load the tokenizer', file=sys.stderr)
+            break
     return name
 
 

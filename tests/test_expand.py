@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, ok, real_documents, refused, run, snapshot, write_jsonl
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 import expand
 import prepare
 from configurator import read_config
-from hashing import signature_table
-from mhf.checkpoint import make_config, read_checkpoint
+from hashing import frequency_table, signature_table
+from mhf.checkpoint import load, make_config, read_checkpoint
 from mhf.data import Bins
 from mhf.export import save_pretrained
 from mhf.released import from_pretrained
@@ -195,6 +196,63 @@ def test_expand_a_standard_model(expansion, mistral):
         old = mistral.encode(['\n' + text])[0][2:]
         assert mistral.decode(old).strip() == text.strip()
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
+
+
+def test_expand_a_model_with_frequency_ranges(expansion, mistral):
+    """New tokens get signatures in the range of their frequency; old rows and the parameter count do not change."""
+    counts = np.bincount(Bins(expansion / 'more', 'train')[:], minlength=32768)[:32768]
+    table, ranges = frequency_table(mistral.tokens, counts, 3, 1000, mistral.pad)
+    m = random_model(vocab_size=32768, num_buckets=1000, pad_id=mistral.pad, dtype=torch.float32)
+    m.config.frequency_ranges = ranges
+    m.replace_vocabulary(table, mistral.pad)
+    save_pretrained(m, expansion / 'ranged', 'mistral')
+    args = ('--source_model=ranged', '--output_dir=ranged_grown', '--tokenizer=three.model')
+    refused('expand.py', *args, says='name the text of the new languages with --corpora', cwd=expansion)
+    # a language that never occurred, of one very frequent piece and rare ones
+    tok = get_tokenizer(str(expansion / 'three.model'))
+    first, second = (tok.tokens[32768 + k].replace('▁', ' ') for k in (0, 1))
+    write_jsonl(expansion / 'new.jsonl', [f'{first} ' * 99 + second] * 40)
+    done = ok('expand.py', *args, '--corpora=new.jsonl', cwd=expansion)
+    assert '32,768 -> 33,968 tokens: 0 new parameters' in done.stdout
+    grown = load(str(expansion / 'ranged_grown')).model
+    assert torch.equal(grown.signatures[:32768], m.signatures) and grown.config.frequency_ranges == ranges
+    assert len(set(map(tuple, grown.signatures.tolist()))) == 33968
+
+    def range_of(token):
+        return next(
+            k for k, (_, offset, size) in enumerate(ranges) if offset <= grown.signatures[token, 0] < offset + size
+        )
+
+    assert range_of(32768) >= len(ranges) - 3  # the most frequent ranges have few buckets
+    assert 0 < range_of(32769) < range_of(32768) and range_of(32770) == 0
+
+
+CORPORA = [
+    ('ar.jsonl,zh/zh.jsonl.xz@8,fineweb-2:hi', ['ar', 'zh', 'hi']),
+    ('नेपाली.jsonl,बंगाली.jsonl', ['नेपाली', 'बंगाली']),
+    ('hin_Deva/train/*.parquet,arb_Arab/train/*.parquet@9', ['hin_Deva', 'arb_Arab']),
+    ('data@v2/hi.jsonl,b@c.jsonl', ['hi', 'bc']),
+]
+
+
+@pytest.mark.parametrize('corpora, names', CORPORA)
+def test_names_of_corpora(corpora, names, monkeypatch):
+    """Corpora are named by what differs in their paths, in any script; @ is part of a path, except before a number."""
+    monkeypatch.setattr(expand, 'corpora', corpora)
+    languages, counts = expand.parse_corpora()
+    assert list(languages) == names and [*languages.values()] == [re.sub(r'@\d$', '', f) for f in corpora.split(',')]
+
+
+def test_a_merged_tokenizer(tmp_path, mistral):
+    """A tokenizer with pieces of score 0, which a tokenizer.json cannot express, is exported without one."""
+    model = ModelProto.FromString(mistral.sp.serialized_model_proto())
+    model.pieces.add(piece='㐀㐁', score=0)  # of characters that are no pieces
+    model.pieces.add(piece='zq', score=0)
+    (tmp_path / 'merged.model').write_bytes(model.SerializeToString())
+    m = random_model(num_hashes=0, vocab_size=32770, dtype=torch.float32)
+    save_pretrained(m, tmp_path / 'exported', str(tmp_path / 'merged.model'))
+    assert not (tmp_path / 'exported/tokenizer.json').exists()
+    assert load(str(tmp_path / 'exported')).tok.encode([' zq㐀㐁'])[0][-2:] == [32769, 32768]
 
 
 NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
