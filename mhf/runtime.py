@@ -3,6 +3,8 @@ Device, precision and compiler; initialization, consistency checks and reduction
 run, and the signals that stop it.
 """
 
+import contextlib
+import ctypes
 import functools
 import importlib.util
 import json
@@ -195,6 +197,17 @@ def capture_all(functions, *tensors):
     return replays
 
 
+def keep_freed_memory():
+    """
+    Lets glibc keep the freed memory of large tensors for later ones. Page faults of new memory would take up to a
+    quarter of a training step on a CPU. Other C libraries are unchanged.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+
+
 # -----------------------------------------------------------------------------
 # distributed runs; a single process has no process group, and the collective functions return its own value
 
@@ -208,6 +221,8 @@ def init_distributed(device=None, deterministic=False):
     world_size = int(os.environ.get('WORLD_SIZE', 1))
     device = pick_device(device)
     on_gpu = torch.device(device).type == 'cuda'
+    if not on_gpu:
+        keep_freed_memory()
     if on_gpu:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
