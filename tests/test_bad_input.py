@@ -166,7 +166,7 @@ BAD = [
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
     Bad('a folder without a model', DOCS + '--output_dir=grown', says='set both, or omit both'),
-    Bad('two corpora of one name', EXPAND + '--corpora=a/train.jsonl,b/train.jsonl', says="named 'train'"),
+    Bad('two corpora of one name', EXPAND + '--corpora=a/train.jsonl,a/train.txt', says="named 'train'"),
     Bad('expand by too many tokens', EXPAND + '--corpora=docs.jsonl@2000000000', says='at most 1,000,000'),
     Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
