@@ -50,6 +50,9 @@ RUNS = [
 MEASURE = 'bits_per_byte'
 CLAIMS = [
     ('MHF or Standard of 3 x its size', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
+    ('MHF with frequency ranges or Standard of 3 x its size', 'MHF H4 B7,966, ranges', 'Standard, scale 4'),
+    ("frequency ranges or the paper's signatures", 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, orthogonal'),
+    ('counts of as many tokens as are read, or of all', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, ranges, all counts'),
     ('MHF or Standard, about equal CPU time', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4, half the tokens'),
     ('MHF or Standard, equal parameters', 'MHF H4 B7,966, orthogonal', 'Standard, 11.5 M, scale 4'),
 ]

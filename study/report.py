@@ -68,6 +68,38 @@ def model_table(studies, measure):
     return table(['trained on', 'model', 'parameters', *(f'{name}, {corpus}' for corpus in corpora), 'top-1'], lines)
 
 
+# the models of README's table: list, group, name in the table, name of the entry
+FRONT = [
+    ('english', '3.07 M tokens', 'Standard', 'Standard, tuned, scale 4'),
+    ('english', '3.07 M tokens', 'MHF H4', 'MHF H4 B7,966, tuned, orthogonal'),
+    ('english', '3.07 M tokens', 'MHF H1', 'MHF H1 B32,768, tuned, orthogonal'),
+    ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'Standard', 'Standard, scale 4'),
+    ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4', 'MHF H4 B7,966, orthogonal'),
+    ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4, frequency ranges', 'MHF H4 B7,966, ranges'),
+]
+VOCABULARIES = dict(english='32K', large_vocabulary='131K')
+
+
+def front_rows():
+    """Yields the vocabulary, the name and the rows of each model of README's table."""
+    studies = {name: Study(HERE / f'{name}.py') for name in VOCABULARIES}
+    for list_name, group, model, name in FRONT:
+        study = studies[list_name]
+        entry = next(entry for entry in study.entries if (entry['group'], entry['name']) == (group, name))
+        yield VOCABULARIES[list_name], model, study.best_rows(entry, study.rows())
+
+
+def front_table():
+    """The models of README, in bits per byte, with their number of seeds."""
+    lines = []
+    for vocabulary, model, seeds in front_rows():
+        bits = [number(values(seeds, f'{corpus}_bits_per_byte'), '.4f') for corpus in ('english', 'fineweb')]
+        top1 = number(values(seeds, 'english_top1_accuracy'), '.1%')
+        lines.append([vocabulary, model, f'{parameters(seeds[0]) / 1e6:.1f} M', str(len(seeds)), *bits, top1])
+    heads = ['vocabulary', 'model', 'parameters', 'seeds', 'bits per byte, english', 'bits per byte, fineweb', 'top-1']
+    return table(heads, lines)
+
+
 def groups(study):
     return list(dict.fromkeys(entry['group'] for entry in study.entries))
 
@@ -86,10 +118,10 @@ def verdict(differences):
     for corpus, (difference, deviation) in differences.items():
         if deviation is None:
             return 'one seed'
-        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'ahead' if difference > 0 else 'behind'
+        words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'better' if difference > 0 else 'worse'
     if len(set(words.values())) == 1:
         return words.popitem()[1]
-    decided = {word: [corpus for corpus in words if words[corpus] == word] for word in ('ahead', 'behind')}
+    decided = {word: [corpus for corpus in words if words[corpus] == word] for word in ('better', 'worse')}
     return ', '.join(f'{word} on {" and ".join(corpora)}' for word, corpora in decided.items() if corpora)
 
 
@@ -150,6 +182,21 @@ def draw_points(ax, k, name, points, line='-'):
     ax.grid(alpha=0.3)
 
 
+def draw_front(path):
+    """The bits per byte of the models of README: a panel for each corpus, a color for each vocabulary."""
+    models = list(front_rows())
+    fig = Figure(figsize=(9, 2.8))
+    for ax, corpus in zip(fig.subplots(1, 2, sharey=True), ('english', 'fineweb'), strict=True):
+        for vocabulary, model, seeds in reversed(models):
+            bits = values(seeds, f'{corpus}_bits_per_byte')
+            color = 'C0' if vocabulary == '32K' else 'C1'
+            name = f'{vocabulary}: {model}, {parameters(seeds[0]) / 1e6:.1f} M parameters'
+            ax.errorbar(statistics.mean(bits), name, xerr=std(bits), marker='o', capsize=3, color=color)
+        ax.set(xlabel=f'bits per byte, {corpus}')
+        ax.grid(alpha=0.3)
+    save(fig, path)
+
+
 def draw_vocabularies(study, path):
     """Bits per byte, and parameters, against the size of the vocabulary; a group is a tokenizer."""
     rows = study.rows()
@@ -184,7 +231,8 @@ def draw_times(study, path):
     speeds = {int(row['parameters'] or 0): float(row['tokens_per_s']) for row in costs}
     models = {}
     for entry in study.entries:
-        if seeds := study.best_rows(entry, rows):
+        seeds = study.best_rows(entry, rows)
+        if seeds and not entry.get('counts_from'):  # a model with frequency ranges takes as long as without
             models.setdefault(parameters(seeds[0]), []).append((entry['name'], seeds))
     corpora = study.entries[0]['corpora']
     fig = Figure(figsize=(9, 3.8))
@@ -232,12 +280,18 @@ def write():
         vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
         expansion=model_table([expansion], 'bits_per_byte'),
         longer=model_table([longer], 'bits_per_byte'),
+        front=front_table(),
+        english_claims=claims_table([english]),
+        vocabulary_claims=claims_table([vocabulary, large]),
+        expansion_claims=claims_table([expansion]),
+        longer_claims=claims_table([longer]),
     )
     for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
         text = path.read_text(encoding='utf-8')
         for name, lines in tables.items():
             text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lines, text)
         path.write_text(text, encoding='utf-8')
+    draw_front(HERE / 'front.png')
     draw_validations(longer, HERE / 'longer.png')
     draw_vocabularies(vocabulary, HERE / 'vocabulary_size.png')
     draw_times(large, HERE / 'large_vocabulary_time.png')

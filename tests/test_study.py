@@ -280,8 +280,8 @@ def test_claims():
     nats = dict(X=[(5, 5), (6, 6)], Y=[(8, 6), (9, 7)])
     rows = {k: [dict(dtype='float32', a_nats_per_token=a, b_nats_per_token=b) for a, b in v] for k, v in nats.items()}
     cells = report.claim_line(study, rows, 'claim', pair)[3:]
-    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', 'nats', '2 + 2', 'ahead on a']
-    assert report.claim_line(study, rows, 'claim', pair[::-1])[-1] == 'behind on a'
+    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', 'nats', '2 + 2', 'better on a']
+    assert report.claim_line(study, rows, 'claim', pair[::-1])[-1] == 'worse on a'
     first = {name: seeds[:1] for name, seeds in rows.items()}
     assert report.claim_line(study, first, 'claim', pair)[4:] == ['+3.000', '+1.000', 'nats', '1 + 1', 'one seed']
     assert report.number([1, 2], '.3f') == '1.500 ± 0.707'
