@@ -17,6 +17,7 @@ from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.data import held_out_ids
 from mhf.errors import InputError
+from mhf.export import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
 from test_mhf import SAYINGS, random_model, write_released
@@ -176,3 +177,19 @@ def test_json_through_the_scripts(few, tmp_path, larger):
     assert tok.tokens == larger.tokens and tok.bos == 3
     done = ok('sample.py', '--out_dir=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
     assert 'sample 1 of 1' in done.stdout
+
+
+def test_a_model_refuses_a_tokenizer_with_the_same_tokens(tmp_path, mistral):
+    """A tokenizer with the same token strings that encodes text differently is not the model's."""
+    for name in ('own', 'other'):
+        (tmp_path / name).mkdir()
+        write_tokenizer(mistral, tmp_path / name, add_bos=False)
+    path = tmp_path / 'other/tokenizer.json'
+    spec = json.loads(path.read_text())
+    spec['normalizer'] = dict(type='Sequence', normalizers=[dict(type='Lowercase'), spec['normalizer']])
+    path.write_text(json.dumps(spec))
+    m = random_model(num_hashes=0, vocab_size=32768, dtype=torch.float32)
+    save_pretrained(m, tmp_path / 'exported', str(tmp_path / 'own/tokenizer.json'))
+    assert load(str(tmp_path / 'exported')).tok.tokens == mistral.tokens
+    with pytest.raises(InputError, match="is not the model's"):
+        load(str(tmp_path / 'exported'), str(path))
