@@ -29,7 +29,7 @@ RANGE_EXPONENT = 0.75  # buckets of a frequency range: proportional to the sum o
 
 def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, unique=True):
     """
-    Computes the signature of every token: h_j(w) = mmh3.hash128(w, seed=j) % (B - 1) + 1.
+    Computes the signature of every token: h_j(w) = hash128(w, seed=j) % (B - 1) + 1.
 
     Args:
         tokens: V strings in id order (str or bytes; None for an id without a token, whose row stays zero)
@@ -68,9 +68,14 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     return table
 
 
+def hash128(token, seed):
+    """The MurmurHash3 x64_128 of a token (str or bytes). A str is encoded here, so that Python reports errors."""
+    return mmh3.hash128(token.encode() if isinstance(token, str) else token, seed)
+
+
 def hash_buckets(strings, seed, B):
     """Returns the bucket of each string, from 1 to B - 1, by the MMH3 hash with this seed."""
-    return [mmh3.hash128(w, seed) % (B - 1) + 1 for w in strings]
+    return [hash128(w, seed) % (B - 1) + 1 for w in strings]
 
 
 def rehash_collisions(table, tokens, registered, B):
@@ -89,7 +94,7 @@ def rehash_collisions(table, tokens, registered, B):
             # the seeds 0 .. H-1 are those of the coordinates (test_golden_tables)
             seed = H
             while key in taken:
-                last = mmh3.hash128(tokens[i], seed) % (B - 1) + 1
+                last = hash128(tokens[i], seed) % (B - 1) + 1
                 key = prefix + last.to_bytes(2, 'little')
                 seed += 1
             table[i, -1] = last
@@ -201,7 +206,7 @@ def hash_words(token, num_hashes, attempt=0):
     """
     words = []
     for k in range(math.ceil(num_hashes / 4)):
-        value = mmh3.hash128(token, attempt * 16 + k)
+        value = hash128(token, attempt * 16 + k)
         words += [value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
     return words[:num_hashes]
 
@@ -227,7 +232,7 @@ def lsh_coordinates(strings, num_lsh, B):
     offsets = torch.tensor([0, *map(len, trigrams)]).cumsum(0)[:-1]
     bits = torch.empty(len(strings), num_lsh, LSH_BITS)
     for j in range(num_lsh):
-        row = torch.tensor([mmh3.hash128(trigram, j) % TRIGRAM_ROWS for trigram in distinct])
+        row = torch.tensor([hash128(trigram, j) % TRIGRAM_ROWS for trigram in distinct])
         projected = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(projected >= 0, 1.0, -1.0) / LSH_BITS**0.5
     parts = bits.flatten(1).split(4096)  # the products are (4096, B - 1)

@@ -132,6 +132,23 @@ def test_first_rehash_seed(monkeypatch):
     assert seeds[6:] == [3]  # after two tokens with three hashes each
 
 
+def test_strings_are_hashed_as_bytes(monkeypatch):
+    """mmh3 gets bytes for every kind of table, because its own conversion of strings can end the process."""
+    kinds = set()
+    real = mmh3.hash128
+
+    def record(token, seed):
+        kinds.add(type(token))
+        return real(token, seed)
+
+    monkeypatch.setattr(mmh3, 'hash128', record)
+    tokens = ['the', 'é', b'x', 'the']
+    for options in ({}, dict(num_lsh=1), dict(unique=False)):
+        signature_table(tokens, 2, 100, **options)
+    frequency_table(tokens, np.arange(4), 2, 100)
+    assert kinds == {bytes}
+
+
 def test_seeds_are_not_independent_hashes():
     """Seeds 0 and 1 agree modulo 33, a divisor of 2^65 + 1, 7 x as often as by chance; the words of a hash do not."""
     strings = [f'w{i}' for i in range(5000)]

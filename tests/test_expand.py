@@ -243,6 +243,16 @@ def test_names_of_corpora(corpora, names, monkeypatch):
     assert list(languages) == names and [*languages.values()] == [re.sub(r'@\d$', '', f) for f in corpora.split(',')]
 
 
+def test_white_space_as_a_suffix(tmp_path, mistral):
+    """A base tokenizer with white space at the end of its pieces is refused, because new pieces would have none."""
+    model = ModelProto.FromString(mistral.sp.serialized_model_proto())
+    model.trainer_spec.treat_whitespace_as_suffix = True
+    (tmp_path / 'base.model').write_bytes(model.SerializeToString())
+    write_jsonl(tmp_path / 'ar.jsonl', invented_language(*LANGUAGES['ar']))
+    args = ('--base_tokenizer=base.model', '--corpora=ar.jsonl', '--tokenizer=new.model')
+    refused('expand.py', *args, says='white space at the end of pieces', cwd=tmp_path)
+
+
 def test_a_merged_tokenizer(tmp_path, mistral):
     """A tokenizer with pieces of score 0, which a tokenizer.json cannot express, is exported without one."""
     model = ModelProto.FromString(mistral.sp.serialized_model_proto())
