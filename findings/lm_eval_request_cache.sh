@@ -9,7 +9,7 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet lm-eval==0.4.13 datasets==5.2.0 torch==2.13.0 numpy==2.3.5 transformers==5.23.0
+"$folder/venv/bin/pip" install --quiet lm-eval==0.4.13 datasets==5.2.0 numpy==2.3.5
 "$folder/venv/bin/python" - <<'PYTHON'
 import json
 import logging
@@ -17,7 +17,7 @@ import os
 import tempfile
 
 folder = tempfile.TemporaryDirectory()
-os.environ['HF_HUB_OFFLINE'] = '1'
+os.environ['HF_HUB_OFFLINE'] = os.environ['TQDM_DISABLE'] = '1'
 os.environ['LM_HARNESS_CACHE_PATH'] = f'{folder.name}/cache'
 from lm_eval.api.task import ConfigurableTask
 

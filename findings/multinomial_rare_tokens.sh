@@ -4,9 +4,9 @@
 # Guess: probabilities that are small compared with the running sum are lost (75 %).
 # Expected: frequencies do not depend on the order of ids. Seen: the 131,070 last tokens, with 0.2 % of the mass
 # together, are drawn 0 times in a million instead of about 2,000 times; as the first tokens they are drawn. The draw is
-# a search in a cumulative sum in float32, where 1.5e-8 added to 0.998 is lost; vocabularies of BPE are sorted so that
-# rare tokens come last. The error of torch.multinomial is known (pytorch issue 43115), but Categorical uses it too.
-# Without replacement, and with argmax of p over exponential noise, samples are right.
+# a search in a cumulative sum in float32, where 1.5e-8 added to 0.998 is lost; in vocabularies of BPE rare tokens come
+# last. The error of torch.multinomial is known (pytorch issue 43115), but Categorical uses it too. argmax of p over
+# exponential noise draws them.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,9 +3,9 @@
 # and set_random_generator_seed does not change that.
 # Guess: sampled training is not reproducible (60 %), but a seed repairs it.
 # Expected: the seed function seeds sampling, or the trainer has an option for it. Seen: three processes with the same
-# text, options and seed return three vocabularies; random_seed is no option of train(). The function seeds only the
-# sampling of segmentations. Without sampling, or with shuffle_input_sentence=False, training is deterministic. So a
-# tokenizer that was trained on a sample and lost cannot be trained again: draw the sample yourself.
+# text, options and seed return three vocabularies; random_seed is no option of train(). Without sampling, or with
+# shuffle_input_sentence=False, training is deterministic. So a tokenizer that was trained on a sample and lost cannot
+# be trained again: draw the sample yourself.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -3,9 +3,9 @@
 # one signature.
 # Guess: hundreds of tokens share a piece (80 %).
 # Expected of vocab() and id_to_piece: a string for each token, as in SentencePiece, whose byte tokens are <0x41>. Seen:
-# 131,072 ids have 130,044 different pieces. Tokens that are no complete UTF-8, as most bytes of Chinese characters and
-# emoji are, become replacement characters, 606 of them exactly one. A dictionary from pieces to ids is 1,028 entries
-# short, and a check that signatures are unique fails or, if it works on pieces, passes. Use id_to_byte_piece.
+# 131,072 ids have 130,044 different pieces. Tokens that are not complete UTF-8 become replacement characters, 606 of
+# them exactly one. A dictionary from pieces to ids is 1,028 entries short, and a check that signatures are unique fails
+# or, if it works on pieces, passes. Use id_to_byte_piece.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

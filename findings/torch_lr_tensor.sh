@@ -4,7 +4,7 @@
 # Expected: a scheduler with a function per group sets a learning rate per group, as it does for a float. Seen: groups
 # that take the default contain the same tensor, and schedulers write into it in place, so the last function wins for
 # all. A table of embeddings that should learn 4 x as fast learns as fast as the rest, and nothing warns. A tensor is
-# the recommended form of lr for a compiled or captured optimizer step. Give each group its own tensor.
+# the form of lr for a compiled or captured optimizer step. Give each group its own tensor.
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,11 +2,10 @@
 # transformers 5.23.0: from_pretrained of a custom model leaves a buffer that is computed in __init__ and not saved,
 # such as the table from tokens to hash ids, uninitialized.
 # Guess: so, for persistent=False (60 %).
-# Expected, and true of version 4: the buffer has the values of __init__, as that of a model that is created from its
-# config. Seen: the model is built on the meta device, and the buffer then gets memory that nothing writes to. It is
-# often all zeros, so every token gets the same embedding, and the model runs without an error or a warning. A plain
-# attribute stays a meta tensor. Compute such tables in _init_weights too, or save them. Reported as transformers issue
-# 48892; the maintainers see it as the model's task.
+# Expected, and seen with 4.57.1: the buffer has the values of __init__, as that of a model that is created from its
+# config. Seen: the model is built on the meta device, and the buffer then gets memory that nothing writes to. Where it
+# is zero, every token selects row 0, and the model runs without an error or a warning. A plain attribute stays a meta
+# tensor. Compute such tables in _init_weights too, or save them (transformers issue 48892).
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
