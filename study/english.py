@@ -9,12 +9,15 @@ norm 1. `tuned` is lr 1e-3, embedding lr x4 and beta2 0.99; `scale 4` multiplies
 token enters the decoder with the standard deviation of scale 4. Everything else is initialized as in the paper.
 """
 
+_SAMPLE = 'data/study_english_3.07e6'
 DATA = {
     'data/study_english': dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
     # the same held-out text, and twice as much for training
     'data/study_english_10m': dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
     ),
+    # for frequency ranges: as many tokens as a run of 3.07 M reads
+    _SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000),
     # every document is held out, up to val_bytes; no run trains on the rest
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
@@ -82,6 +85,14 @@ for _model in _TUNED_MODELS:
 # a control: one row of E for each token, as in Standard, and W_s
 _ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768)
 RUNS += [_group | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
+# frequency ranges, at the sizes of the demo and at those of Standard
+_RANGES = dict(counts_from=_SAMPLE)
+_DEMO = _LONG | _TUNED_MODELS[-1] | dict(name='MHF H3 B2,048, tuned, orthogonal', num_hashes=3, num_buckets=2048)
+RUNS += [
+    _DEMO,
+    _DEMO | dict(name='MHF H3 B2,048, tuned, orthogonal, ranges') | _RANGES,
+    _LONG | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges') | _RANGES,
+]
 
 # for study/report.py: the models of its table, and claims (comparison, model, the model that it is compared with)
 _BEST = ('Standard, tuned, scale 4', 'MHF H4 B7,966, tuned, orthogonal')
@@ -98,6 +109,8 @@ CLAIMS = [
     ('exact or product loss', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss'),
     ('W_s or scale 4', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
     ('4 shared rows or a row per token', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
+    ('frequency ranges, H3 B2,048', 'MHF H3 B2,048, tuned, orthogonal, ranges', 'MHF H3 B2,048, tuned, orthogonal'),
+    ('frequency ranges, H4 B7,966', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
     ('4 hashes or 1', 'MHF H4 B7,966', 'MHF H4 B7,966, Single-ID'),
     ('4 hashes or 2', 'MHF H4 B7,966', 'MHF H2 B16,126'),
     ('4 hashes or 3', 'MHF H4 B7,966', 'MHF H3 B10,686'),

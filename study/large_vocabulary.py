@@ -9,6 +9,7 @@ Both held-out corpora are those of study/english.py. All models are tuned: lr 1e
 _ENGLISH = 'data/large_vocabulary'
 _FINEWEB = 'data/large_vocabulary_fineweb'
 _SAMPLE = 'data/large_vocabulary_3.07e6'
+_SHORT_SAMPLE = 'data/large_vocabulary_1.02e6'
 DATA = {
     _ENGLISH: dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
@@ -18,6 +19,9 @@ DATA = {
     # a sample as large as a run reads: counts of the complete corpus contain frequencies that a run could not learn
     _SAMPLE: dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
+    ),
+    _SHORT_SAMPLE: dict(
+        dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
     ),
 }
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB))
@@ -30,6 +34,7 @@ _COMMON |= dict(max_steps=1500, eval_interval=250, warmup_steps=150, lr_decay_st
 _COMMON |= dict(micro_batch_size=4, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = _COMMON | dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)
 _H4 = _COMMON | dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', embedding_scale=8.0)
+_SHORT = _H4 | dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1,), max_steps=500, warmup_steps=50)
 
 RUNS = [
     _STANDARD | dict(name='Standard, scale 4', label='Standard, tuned, scale 4'),
@@ -38,6 +43,15 @@ RUNS = [
     _H4
     | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4 B7,966, frequency ranges, counts of 39.5 M tokens')
     | dict(counts_from=_ENGLISH, seeds=(1,)),
+    # 0.43 M tokens of another source
+    _H4
+    | dict(name='MHF H4 B7,966, ranges, fineweb counts', label='MHF H4 B7,966, frequency ranges, counts of fineweb')
+    | dict(counts_from=_FINEWEB, seeds=(1,)),
+    _SHORT | dict(name='MHF H4 B7,966, ranges', label='MHF H4 B7,966, frequency ranges', counts_from=_SHORT_SAMPLE),
+    _SHORT | dict(name='MHF H4 B16,384, orthogonal', label='MHF H4 B16,384, tuned, orthogonal', num_buckets=16384),
+    _SHORT
+    | dict(name='MHF H4 B16,384, ranges', label='MHF H4 B16,384, frequency ranges', num_buckets=16384)
+    | dict(counts_from=_SHORT_SAMPLE),
     # takes about as long as MHF
     _STANDARD
     | dict(name='Standard, scale 4, half the tokens', label='Standard, tuned, scale 4, after 1.54 M of the tokens')
@@ -53,6 +67,8 @@ CLAIMS = [
     ('MHF with frequency ranges or Standard of 3 x its size', 'MHF H4 B7,966, ranges', 'Standard, scale 4'),
     ("frequency ranges or the paper's signatures", 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, orthogonal'),
     ('counts of as many tokens as are read, or of all', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, ranges, all counts'),
+    ('counts of english or of fineweb', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, ranges, fineweb counts'),
+    ('frequency ranges with B=16,384', 'MHF H4 B16,384, ranges', 'MHF H4 B16,384, orthogonal'),
     ('MHF or Standard, about equal CPU time', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4, half the tokens'),
     ('MHF or Standard, equal parameters', 'MHF H4 B7,966, orthogonal', 'Standard, 11.5 M, scale 4'),
 ]
