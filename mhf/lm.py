@@ -411,6 +411,7 @@ def load_tasks(names, folder='', num_fewshot=None):
     for library in ('lm_eval', 'huggingface_hub'):
         logging.getLogger(library).setLevel(logging.ERROR)
     # lm-eval's index of all tasks takes seconds
+    # finds every YAML file in eval_tasks/; one whose name starts with _ is included by others
     manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
     # lm_eval.simple_evaluate does the same as the rest, but also describes the environment, which takes seconds
     random.seed(0)
@@ -448,12 +449,20 @@ def load_tasks(names, folder='', num_fewshot=None):
     return loaded, notes
 
 
-def check_generation(lm, task):
-    """Lets a task check its generation options as soon as lm-eval builds its requests."""
+def prepare_requests(lm, task):
+    """
+    Gives a task's documents the same prompts with any number of processes, and lets the task check its generation
+    options as soon as lm-eval builds its requests. In lm-eval 0.4.13, each process draws the examples of its first
+    document, then those of its second one, with the same seed. Here each process builds all prompts and keeps its own.
+    """
     build = task.build_all_requests
 
-    def build_and_check(**options):
+    def build_and_check(rank=0, world_size=1, **options):
         build(**options)
+        task._instances = [request for request in task.instances if request.doc_id % world_size == rank]
+        if not task.instances:
+            fix = f'use more documents than processes ({world_size})'
+            raise InputError(f'{task.config.task}: rank {rank} has no document; {fix}')
         for request in task.instances:
             if request.request_type == 'generate_until':
                 lm.parse_gen_kwargs(request.args[1])
@@ -467,7 +476,7 @@ def run_tasks(lm, loaded, notes, limit=None):
     All requests are checked before the first is scored.
     """
     for task in loaded['tasks'].values():
-        check_generation(lm, task)
+        prepare_requests(lm, task)
     # loglikelihood() checks its requests, so it comes first
     choices = ('multiple_choice', 'loglikelihood')
     tasks = sorted(loaded['tasks'].items(), key=lambda item: item[1].OUTPUT_TYPE not in choices)
