@@ -50,7 +50,7 @@ def save(out_dir, state, is_best):
     """
     Writes a checkpoint to a temporary file. When it is on the disk, renames a copy to ckpt_best.pt if `is_best`, then
     ckpt.pt to ckpt_previous.pt, then the new file to ckpt.pt. A run that is killed before the last rename resumes from
-    the checkpoint before. Raises InputError.
+    the checkpoint before, in ckpt_previous.pt. Raises InputError.
     """
     start = time.perf_counter()
     folder = Path(out_dir)
@@ -70,7 +70,7 @@ def save(out_dir, state, is_best):
         finally:  # also if the copy does not fit on the disk
             if newest.exists():
                 os.replace(newest, folder / 'ckpt_previous.pt')
-            replace_durably(temporary, newest)  # now the new checkpoint is current
+            replace_durably(temporary, newest)  # its os.replace makes the new checkpoint the one that a resume reads
     except (OSError, RuntimeError) as e:
         for path in (temporary, copy):
             path.unlink(missing_ok=True)
@@ -120,7 +120,8 @@ def read_checkpoint(path):
 # -----------------------------------------------------------------------------
 # the start of a run
 
-# what a resumed run may not change: it decides which model is trained, with which loss and on which data
+# what a resumed run may not change: every field of MHFConfig (model.py), these settings, and what the tokenizer and the
+# bins contain, so also data_format. Every other setting may change
 FIXED = {*MHFConfig.__annotations__, 'counts_from', 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'}
 FIXED |= {'tokenizer_sha256', 'train_sha256', 'val_sha256'}
 

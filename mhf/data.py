@@ -86,7 +86,7 @@ def replace_durably(temporary, path):
     """Renames a file. Even after a crash of the machine `path` exists only with complete contents."""
     with open(temporary, 'rb') as f:
         os.fsync(f.fileno())
-    os.replace(temporary, path)
+    os.replace(temporary, path)  # from here on, `path` is the new file
     with contextlib.suppress(OSError):  # Windows and some network file systems cannot fsync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
