@@ -94,28 +94,48 @@ RUNS += [
     _LONG | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges') | _RANGES,
 ]
 
-# for study/report.py: the models of its table, and claims (comparison, model, the model that it is compared with)
+# for study/report.py: names, the models of its table, and claims: comparison, model, the model that it is compared with
+LABELS = {
+    'Standard': 'Standard, plain',
+    'Standard, 1.5 x the tokens': 'Standard, plain, 4.61 M tokens',
+    'Standard, tuned': 'Standard, embeddings x 1',
+    'Standard, tuned, scale 4': 'Standard',
+    'MHF H4 B7,966': 'MHF H4, plain',
+    'MHF H4 B7,966, tuned': 'MHF H4, normal W_s',
+    'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
+    'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
+    'MHF H1 B32,768, tuned, orthogonal': 'MHF H1',
+    'MHF H2 B16,126': 'MHF H2, plain',
+    'MHF H3 B10,686': 'MHF H3, plain',
+    'MHF H3 B2,048, tuned, orthogonal': 'MHF H3 B2,048',
+    'MHF H3 B2,048, tuned, orthogonal, ranges': 'MHF H3 B2,048, frequency ranges',
+}
+for _entry in RUNS:
+    _name = _entry['name'].replace('7,934', '7,966')
+    _variant = _name.replace('MHF H4 B7,966,', 'MHF H4, plain,')
+    _entry['label'] = LABELS.get(_name, _variant)
+MEASURE = 'bits_per_byte'
 _BEST = ('Standard, tuned, scale 4', 'MHF H4 B7,966, tuned, orthogonal')
-MAIN = (*_BEST, _ONE_ROW['name'], *map(_widen, _BEST), 'MHF H4 B7,966, product loss')
-_CLAIMS = [
-    ('MHF or Standard, both tuned', 'MHF H4 B7,966, tuned', 'Standard, tuned'),
-    ('MHF or Standard, best settings of both', 'MHF H4 B7,966, tuned, orthogonal', 'Standard, tuned, scale 4'),
-]
-# also with d=384, where B differs
-_CLAIMS = [(claim, *names) for claim, *pair in _CLAIMS for names in (pair, map(_widen, pair))]
+_DEMO_MODELS = ('MHF H3 B2,048, tuned, orthogonal', 'MHF H3 B2,048, tuned, orthogonal, ranges')
+MAIN = (*_BEST, 'MHF H4 B7,966, tuned, orthogonal, ranges', _ONE_ROW['name'], *map(_widen, _BEST), *_DEMO_MODELS)
+_COMPARED = (_BEST[::-1], [_widen(name) for name in _BEST[::-1]])  # with d=256, and with d=384, where B differs
 CLAIMS = [
-    *_CLAIMS,
-    ('MHF or Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
+    *(('MHF H4 or Standard', *pair) for pair in _COMPARED),
+    ('frequency ranges or none', *_DEMO_MODELS[::-1]),
+    ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
+    ('MHF H4 or Standard, about equal CPU time', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
+    ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
+    ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
+]
+PARTS = [
     ('exact or product loss', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss'),
-    ('W_s or scale 4', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
-    ('4 shared rows or a row per token', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
-    ('frequency ranges, H3 B2,048', 'MHF H3 B2,048, tuned, orthogonal, ranges', 'MHF H3 B2,048, tuned, orthogonal'),
-    ('frequency ranges, H4 B7,966', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
-    ('4 hashes or 1', 'MHF H4 B7,966', 'MHF H4 B7,966, Single-ID'),
+    ('4 hashes or Single-ID', 'MHF H4 B7,966', 'MHF H4 B7,966, Single-ID'),
     ('4 hashes or 2', 'MHF H4 B7,966', 'MHF H2 B16,126'),
     ('4 hashes or 3', 'MHF H4 B7,966', 'MHF H3 B10,686'),
-    ('gate or mean', 'MHF H4 B7,966', 'MHF H4 B7,966, mean gate'),
+    ('gate or mean gate', 'MHF H4 B7,966', 'MHF H4 B7,966, mean gate'),
     ('soft or hard embeddings', 'MHF H4 B7,966', 'MHF H4 B7,966, hard embeddings'),
     ('cascade or none', 'MHF H4 B7,966', 'MHF H4 B7,966, no cascade'),
-    ('MMH3 or half LSH', 'MHF H4 B7,966', 'MHF H4 B7,966, LSH:MMH3 2:2'),
+    ('MurmurHash3 or half LSH', 'MHF H4 B7,966', 'MHF H4 B7,966, LSH:MMH3 2:2'),
+    ('W_s orthogonal or normal', 'MHF H4 B7,966, tuned, orthogonal', 'MHF H4 B7,966, tuned'),
+    ('embeddings x 4 or x 1', 'Standard, tuned, scale 4', 'Standard, tuned'),
 ]

@@ -35,18 +35,16 @@ _EXPANDED |= dict(corpora=dict(mixture='data/expansion') | {_name: f'data/expans
 _EXPANDED |= dict(learning_rates=(5e-4, 1e-3, 2e-3), max_steps=400, eval_interval=400, warmup_steps=40)
 
 RUNS = [
-    _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4 B7,966, tuned, orthogonal'),
-    _BASE | _STANDARD | dict(name='Standard, scale 4', label='Standard, tuned, scale 4'),
+    _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4'),
+    _BASE | _STANDARD | dict(name='Standard, scale 4', label='Standard'),
     _EXPANDED
     | _MHF
-    | dict(name='MHF H4 B7,966, expanded', label='MHF H4 B7,966, tuned, expanded', source='MHF H4 B7,966, orthogonal'),
-    _EXPANDED
-    | _STANDARD
-    | dict(name='Standard, expanded', label='Standard, tuned, expanded', source='Standard, scale 4'),
+    | dict(name='MHF H4 B7,966, expanded', label='MHF H4, expanded', source='MHF H4 B7,966, orthogonal'),
+    _EXPANDED | _STANDARD | dict(name='Standard, expanded', label='Standard, expanded', source='Standard, scale 4'),
 ]
 
 MEASURE = 'bits_per_byte'
 CLAIMS = [
-    ('MHF or Standard, before expansion', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
-    ('MHF or Standard, after expansion', 'MHF H4 B7,966, expanded', 'Standard, expanded'),
+    ('MHF H4 or Standard, before expansion', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
+    ('MHF H4 or Standard, after expansion', 'MHF H4 B7,966, expanded', 'Standard, expanded'),
 ]

@@ -37,38 +37,38 @@ _H4 = _COMMON | dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', 
 _SHORT = _H4 | dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1,), max_steps=500, warmup_steps=50)
 
 RUNS = [
-    _STANDARD | dict(name='Standard, scale 4', label='Standard, tuned, scale 4'),
-    _H4 | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4 B7,966, tuned, orthogonal'),
-    _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4 B7,966, frequency ranges', counts_from=_SAMPLE),
+    _STANDARD | dict(name='Standard, scale 4', label='Standard'),
+    _H4 | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4'),
+    _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SAMPLE),
     _H4
-    | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4 B7,966, frequency ranges, counts of 39.5 M tokens')
+    | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4, frequency ranges, counts of 39.5 M tokens')
     | dict(counts_from=_ENGLISH, seeds=(1,)),
     # 0.43 M tokens of another source
     _H4
-    | dict(name='MHF H4 B7,966, ranges, fineweb counts', label='MHF H4 B7,966, frequency ranges, counts of fineweb')
+    | dict(name='MHF H4 B7,966, ranges, fineweb counts', label='MHF H4, frequency ranges, counts of fineweb')
     | dict(counts_from=_FINEWEB, seeds=(1,)),
-    _SHORT | dict(name='MHF H4 B7,966, ranges', label='MHF H4 B7,966, frequency ranges', counts_from=_SHORT_SAMPLE),
-    _SHORT | dict(name='MHF H4 B16,384, orthogonal', label='MHF H4 B16,384, tuned, orthogonal', num_buckets=16384),
+    _SHORT | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SHORT_SAMPLE),
+    _SHORT | dict(name='MHF H4 B16,384, orthogonal', label='MHF H4 B16,384', num_buckets=16384),
     _SHORT
     | dict(name='MHF H4 B16,384, ranges', label='MHF H4 B16,384, frequency ranges', num_buckets=16384)
     | dict(counts_from=_SHORT_SAMPLE),
     # takes about as long as MHF
     _STANDARD
-    | dict(name='Standard, scale 4, half the tokens', label='Standard, tuned, scale 4, after 1.54 M of the tokens')
+    | dict(name='Standard, scale 4, half the tokens', label='Standard, 1.54 M tokens')
     | dict(max_steps=750, warmup_steps=75),
     _STANDARD
-    | dict(name='Standard, 11.5 M, scale 4', label='Standard d=84, tuned, scale 4')
+    | dict(name='Standard, 11.5 M, scale 4', label='Standard, d=84')
     | dict(hidden_size=84, intermediate_size=252),
 ]
 
 MEASURE = 'bits_per_byte'
 CLAIMS = [
-    ('MHF or Standard of 3 x its size', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
-    ('MHF with frequency ranges or Standard of 3 x its size', 'MHF H4 B7,966, ranges', 'Standard, scale 4'),
-    ("frequency ranges or the paper's signatures", 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, orthogonal'),
-    ('counts of as many tokens as are read, or of all', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, ranges, all counts'),
-    ('counts of english or of fineweb', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, ranges, fineweb counts'),
-    ('frequency ranges with B=16,384', 'MHF H4 B16,384, ranges', 'MHF H4 B16,384, orthogonal'),
-    ('MHF or Standard, about equal CPU time', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4, half the tokens'),
-    ('MHF or Standard, equal parameters', 'MHF H4 B7,966, orthogonal', 'Standard, 11.5 M, scale 4'),
+    ('MHF H4 with frequency ranges or Standard', 'MHF H4 B7,966, ranges', 'Standard, scale 4'),
+    ('MHF H4 or Standard', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
+    ('frequency ranges or none', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, orthogonal'),
+    ('frequency ranges or none', 'MHF H4 B16,384, ranges', 'MHF H4 B16,384, orthogonal'),
+    ('counts of 39.5 M or of 3.07 M tokens', 'MHF H4 B7,966, ranges, all counts', 'MHF H4 B7,966, ranges'),
+    ('counts of fineweb or of english', 'MHF H4 B7,966, ranges, fineweb counts', 'MHF H4 B7,966, ranges'),
+    ('MHF H4 or Standard, about equal CPU time', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4, half the tokens'),
+    ('MHF H4 or Standard, equal parameters', 'MHF H4 B7,966, orthogonal', 'Standard, 11.5 M, scale 4'),
 ]

@@ -29,16 +29,16 @@ _TEKKEN |= dict(corpora=dict(english='data/large_vocabulary', fineweb='data/larg
 
 _STANDARD = dict(name='Standard, tuned, scale 4', label='Standard', num_hashes=0)
 _STANDARD |= dict(encoder_init='normal', embedding_scale=4.0)
-_H4 = dict(name='MHF H4 B7,966, tuned, orthogonal', label='MHF H4 B7,966', num_hashes=4, num_buckets=7966)
+_H4 = dict(name='MHF H4 B7,966, tuned, orthogonal', label='MHF H4', num_hashes=4, num_buckets=7966)
 _H4 |= dict(encoder_init='orthogonal', embedding_scale=8.0)
-_H1 = dict(name='MHF H1 B32,768, tuned, orthogonal', label='MHF H1 B32,768', num_hashes=1, num_buckets=32768)
+_H1 = dict(name='MHF H1 B32,768, tuned, orthogonal', label='MHF H1', num_hashes=1, num_buckets=32768)
 _H1 |= dict(encoder_init='orthogonal', embedding_scale=4.0)
 
 RUNS = [_MISTRAL | _STANDARD, _MISTRAL | _H4, _MISTRAL | _H1, _TEKKEN | _STANDARD, _TEKKEN | _H4]
 
 MEASURE = 'bits_per_byte'
 CLAIMS = [
-    ('MHF or Standard, best settings of both', _H4['name'], _STANDARD['name']),
-    ('W_s or scale 4', _H1['name'], _STANDARD['name']),
-    ('4 shared rows or a row per token', _H4['name'], _H1['name']),
+    ('MHF H4 or Standard', _H4['name'], _STANDARD['name']),
+    ('MHF H1 or Standard', _H1['name'], _STANDARD['name']),
+    ('MHF H4 or H1', _H4['name'], _H1['name']),
 ]

@@ -6,7 +6,8 @@ Rewrites the tables and figures of study/RESULTS.md and README.md from the CSVs.
 
 A table follows its line `<!-- table: NAME -->`; the text is written by hand. A list's MAIN names the models of its
 table, by default all. CLAIMS are tuples (comparison, model, the model that it is compared with); a claim is decided in
-each group that has both. MEASURE names their columns. An entry's `label` is its name in the tables.
+each group that has both, and so are those in PARTS, which have a table of their own. MEASURE names the columns. An
+entry's `label` is its name in the tables.
 """
 
 import argparse
@@ -51,21 +52,36 @@ def label(entry, seeds):
     return f'{name} ({len(others)} of {len(seeds)} seeds in {others[0]})' if others else name
 
 
+def scale(group):
+    """What groups are sorted by: vocabulary size, width and training tokens, from the name of the group."""
+    patterns = (r'vocabulary of ([\d,]+)', r'd=(\d+)', r'([\d.]+) M tokens')
+    found = [re.search(pattern, group) for pattern in patterns]
+    return [float(match[1].replace(',', '')) if match else 0 for match in found]
+
+
 def model_table(studies, measure):
-    """The models in MAIN of some lists that have rows, group by group."""
+    """The models in MAIN of some lists that have rows, group by group. An item may be (list, pattern of its groups)."""
     name, form = MEASURES[measure]
     corpora = list_corpora(studies)
     lines = []
-    for study in studies:
+    for study, group in select_groups(studies):
         rows = study.rows()
-        for entry in sorted(study.entries, key=lambda entry: groups(study).index(entry['group'])):
+        for entry in study.entries:
             seeds = study.best_rows(entry, rows)
-            if seeds and (entry['name'] in study.main or not study.main):
+            if seeds and entry['group'] == group and (entry['name'] in study.main or not study.main):
                 measured = [number(values(seeds, f'{corpus}_{measure}'), form) for corpus in corpora]
                 top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.1%')
-                size = f'{parameters(seeds[0]) / 1e6:.2f} M'
-                lines.append([entry['group'], label(entry, seeds), size, *measured, top1])
-    return table(['trained on', 'model', 'parameters', *(f'{name}, {corpus}' for corpus in corpora), 'top-1'], lines)
+                size = f'{parameters(seeds[0]) / 1e6:.1f} M'
+                lines.append([group, label(entry, seeds), size, str(len(seeds)), *measured, top1])
+    heads = ['trained on', 'model', 'parameters', 'seeds', *(f'{name}, {corpus}' for corpus in corpora), 'top-1']
+    return table(heads, lines)
+
+
+def select_groups(studies):
+    """Lists, or tuples (list, pattern of its groups) -> [(list, group)], sorted by scale()."""
+    pairs = [item if isinstance(item, tuple) else (item, '') for item in studies]
+    selected = [(study, group) for study, pattern in pairs for group in groups(study) if re.search(pattern, group)]
+    return sorted(selected, key=lambda pair: scale(pair[1]))
 
 
 # the models of README's table: list, group, name in the table, name of the entry
@@ -77,7 +93,7 @@ FRONT = [
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4', 'MHF H4 B7,966, orthogonal'),
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4, frequency ranges', 'MHF H4 B7,966, ranges'),
 ]
-VOCABULARIES = dict(english='32K', large_vocabulary='131K')
+VOCABULARIES = dict(english='32,768', large_vocabulary='131,072')
 
 
 def front_rows():
@@ -106,6 +122,7 @@ def groups(study):
 
 def list_corpora(studies):
     """The names of all corpora that the lists measure, in order."""
+    studies = [item[0] if isinstance(item, tuple) else item for item in studies]
     return list(dict.fromkeys(corpus for study in studies for entry in study.entries for corpus in entry['corpora']))
 
 
@@ -115,19 +132,21 @@ def verdict(differences):
     Two models are on par if the difference is below two standard deviations on every corpus.
     """
     words = {}
+    one_seed = ''
     for corpus, (difference, deviation) in differences.items():
         if deviation is None:
-            return 'one seed'
+            one_seed = ' (one seed)'
+            deviation = 0
         words[corpus] = 'on par' if abs(difference) <= 2 * deviation else 'better' if difference > 0 else 'worse'
     if len(set(words.values())) == 1:
-        return words.popitem()[1]
+        return words.popitem()[1] + one_seed
     decided = {word: [corpus for corpus in words if words[corpus] == word] for word in ('better', 'worse')}
-    return ', '.join(f'{word} on {" and ".join(corpora)}' for word, corpora in decided.items() if corpora)
+    return ', '.join(f'{word} on {" and ".join(corpora)}' for word, corpora in decided.items() if corpora) + one_seed
 
 
 def claim_line(study, rows, claim, pair):
     """The line of a claim in the table; pair: the entries of its models in a group. None if one of them has no rows."""
-    name, form = MEASURES[study.measure]
+    _, form = MEASURES[study.measure]
     seeds = [study.best_rows(entry, rows) for entry in pair]
     if not all(seeds):
         return None
@@ -145,23 +164,28 @@ def claim_line(study, rows, claim, pair):
         cells.append(f'{difference:+{form}} ± {deviation:{form}}' if several else f'{difference:+{form}}')
     counts = ' + '.join(str(len(seed_rows)) for seed_rows in seeds)
     models = map(label, pair, seeds)
-    return [claim, *models, pair[0]['group'], *cells, name, counts, verdict(differences)]
+    return [claim, *models, pair[0]['group'], *cells, counts, verdict(differences)]
 
 
-def claims_table(studies):
-    """A line for each claim and group whose two models have rows. Raises InputError if no group has both models."""
-    lines = []
-    for study in studies:
+def claims_table(studies, kind='claims'):
+    """
+    A line for each of the lists' claims, or `parts`, and each group whose two models have rows. An item may be (list,
+    pattern of its groups). Raises InputError if no group has both models.
+    """
+    lines = {}  # by claim, in the order of the first one
+    for study, group in select_groups(studies):
         rows = study.rows()
         entries = {(entry['group'], entry['name']): entry for entry in study.entries}
-        for claim, *names in study.claims:
-            pairs = [[entries.get((group, name)) for name in names] for group in groups(study)]
-            pairs = [pair for pair in pairs if all(pair)]
-            if not pairs:
+        for claim, *names in getattr(study, kind):
+            if not any(all((other, name) in entries for name in names) for other in groups(study)):
                 raise InputError(f'{study.path.name}: no group has both {" and ".join(names)}, the models of a claim')
-            lines += [claim_line(study, rows, claim, pair) for pair in pairs]
-    heads = ['comparison', 'model', 'compared with', 'trained on', *list_corpora(studies), 'unit', 'seeds', 'verdict']
-    return table(heads, filter(None, lines))
+            pair = [entries.get((group, name)) for name in names]
+            line = all(pair) and claim_line(study, rows, claim, pair)
+            lines.setdefault(claim, []).extend([line] if line else [])
+    unit = MEASURES[next(study.measure for study, _ in select_groups(studies))][0]
+    corpora = [f'{unit}, {corpus}' for corpus in list_corpora(studies)]
+    heads = ['comparison', 'model', 'compared with', 'trained on', *corpora, 'seeds', 'verdict']
+    return table(heads, [line for lines_of_claim in lines.values() for line in lines_of_claim])
 
 
 # -----------------------------------------------------------------------------
@@ -189,7 +213,7 @@ def draw_front(path):
     for ax, corpus in zip(fig.subplots(1, 2, sharey=True), ('english', 'fineweb'), strict=True):
         for vocabulary, model, seeds in reversed(models):
             bits = values(seeds, f'{corpus}_bits_per_byte')
-            color = 'C0' if vocabulary == '32K' else 'C1'
+            color = 'C0' if vocabulary == '32,768' else 'C1'
             name = f'{vocabulary}: {model}, {parameters(seeds[0]) / 1e6:.1f} M parameters'
             ax.errorbar(statistics.mean(bits), name, xerr=std(bits), marker='o', capsize=3, color=color)
         ax.set(xlabel=f'bits per byte, {corpus}')
@@ -276,15 +300,14 @@ def write():
     names = ('english', 'vocabulary', 'large_vocabulary', 'expansion', 'longer')
     english, vocabulary, large, expansion, longer = (Study(HERE / f'{name}.py') for name in names)
     tables = dict(
-        english=model_table([english], 'nats_per_token'),
-        vocabulary=model_table([vocabulary, large], 'bits_per_byte'),
-        expansion=model_table([expansion], 'bits_per_byte'),
-        longer=model_table([longer], 'bits_per_byte'),
         front=front_table(),
-        english_claims=claims_table([english]),
-        vocabulary_claims=claims_table([vocabulary, large]),
+        small=model_table([english, (longer, '32,768')], 'bits_per_byte'),
+        small_claims=claims_table([english, (longer, '32,768')]),
+        large=model_table([vocabulary, large, (longer, '131,072')], 'bits_per_byte'),
+        large_claims=claims_table([vocabulary, large, (longer, '131,072')]),
+        expansion=model_table([expansion], 'bits_per_byte'),
         expansion_claims=claims_table([expansion]),
-        longer_claims=claims_table([longer]),
+        parts=claims_table([english], 'parts'),
     )
     for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
         text = path.read_text(encoding='utf-8')

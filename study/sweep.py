@@ -11,7 +11,7 @@ the training of the source's model of the same seed, expanded to the tokenizer o
 are settings of train.py and override the config. The first seed is trained at every learning rate, the other seeds at
 the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of
 the same group if it has one. All learning rates are trained first, then all second seeds, then all third ones.
-study/report.py reads MAIN, CLAIMS and MEASURE.
+study/report.py reads MAIN, CLAIMS, PARTS and MEASURE.
 
 Group, name, learning rate and seed identify a row; its column `settings` has everything else that decides it, as JSON.
 An entry with other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share
@@ -81,6 +81,7 @@ class Study:
         self.entries = scope['RUNS']
         self.main = scope.get('MAIN', ())
         self.claims = scope.get('CLAIMS', ())
+        self.parts = scope.get('PARTS', ())
         self.measure = scope.get('MEASURE', 'nats_per_token')
         self.failed = set()
         for entry in self.entries:

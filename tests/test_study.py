@@ -128,7 +128,7 @@ def test_report_of_a_list(finished, monkeypatch):
     """
     best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
     printed = ok('study.report', 'runs.py', cwd=finished).stdout
-    assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| {best:.3f} \|', printed)
+    assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| 1 \| {best:.3f} \|', printed)
     write_csv(finished / 'runs.csv', [row | dict(dtype='bfloat16') for row in read_csv(finished / 'runs.csv')])
     runs = Study('runs.py')
     assert '| H3 (1 of 1 seeds in bfloat16) |' in report.model_table([runs], 'nats_per_token')
@@ -280,10 +280,10 @@ def test_claims():
     nats = dict(X=[(5, 5), (6, 6)], Y=[(8, 6), (9, 7)])
     rows = {k: [dict(dtype='float32', a_nats_per_token=a, b_nats_per_token=b) for a, b in v] for k, v in nats.items()}
     cells = report.claim_line(study, rows, 'claim', pair)[3:]
-    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', 'nats', '2 + 2', 'better on a']
+    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', '2 + 2', 'better on a']
     assert report.claim_line(study, rows, 'claim', pair[::-1])[-1] == 'worse on a'
     first = {name: seeds[:1] for name, seeds in rows.items()}
-    assert report.claim_line(study, first, 'claim', pair)[4:] == ['+3.000', '+1.000', 'nats', '1 + 1', 'one seed']
+    assert report.claim_line(study, first, 'claim', pair)[4:] == ['+3.000', '+1.000', '1 + 1', 'better (one seed)']
     assert report.number([1, 2], '.3f') == '1.500 ± 0.707'
 
 
