@@ -105,8 +105,9 @@ LABELS = {
     'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
     'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
     'MHF H1 B32,768, tuned, orthogonal': 'MHF H1',
-    'MHF H2 B16,126': 'MHF H2, plain',
-    'MHF H3 B10,686': 'MHF H3, plain',
+    'MHF H2 B16,126': 'MHF H2 B16,126, plain',
+    'MHF H3 B10,686': 'MHF H3 B10,686, plain',
+    'MHF H4 B7,966, LSH:MMH3 2:2': 'MHF H4, plain, LSH',
     'MHF H3 B2,048, tuned, orthogonal': 'MHF H3 B2,048',
     'MHF H3 B2,048, tuned, orthogonal, ranges': 'MHF H3 B2,048, frequency ranges',
 }
@@ -123,7 +124,7 @@ CLAIMS = [
     *(('MHF H4 or Standard', *pair) for pair in _COMPARED),
     ('frequency ranges or none', *_DEMO_MODELS[::-1]),
     ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
-    ('MHF H4 or Standard, about equal CPU time', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
+    ('MHF H4 or Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
     ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
     ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
 ]

@@ -33,6 +33,11 @@ MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte'
 
 
 def table(heads, lines):
+    """A Markdown table. Its groups are named without their vocabulary if that is the usual one in all of them."""
+    k = heads.index('trained on') if 'trained on' in heads else None
+    usual = 'vocabulary of 32,768, '
+    if k is not None and all(usual in line[k] or 'vocabulary' not in line[k] for line in lines):
+        lines = [[*line[:k], line[k].removeprefix(usual), *line[k + 1 :]] for line in lines]
     rule = ['---'] * len(heads)
     return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, rule, *lines)) + '\n'
 
@@ -226,12 +231,12 @@ def draw_vocabularies(study, path):
     rows = study.rows()
     fig = Figure(figsize=(9, 3.4))
     left, right = fig.subplots(1, 2)
-    for k, name in enumerate(dict.fromkeys(entry['name'] for entry in study.entries)):
+    for k, name in enumerate(dict.fromkeys(entry['label'] for entry in study.entries)):
         points = []
         sizes = []
         for entry in study.entries:
             seeds = study.best_rows(entry, rows)
-            if entry['name'] == name and seeds:
+            if entry['label'] == name and seeds:
                 bits = values(seeds, 'english_bits_per_byte')
                 # models side by side, so that none hides another
                 tokens = VOCABULARY_SIZES[entry['group']] * (1 + 0.03 * k)
@@ -257,7 +262,7 @@ def draw_times(study, path):
     for entry in study.entries:
         seeds = study.best_rows(entry, rows)
         if seeds and not entry.get('counts_from'):  # a model with frequency ranges takes as long as without
-            models.setdefault(parameters(seeds[0]), []).append((entry['name'], seeds))
+            models.setdefault(parameters(seeds[0]), []).append((entry['label'], seeds))
     corpora = study.entries[0]['corpora']
     fig = Figure(figsize=(9, 3.8))
     for ax, corpus in zip(fig.subplots(1, len(corpora)), corpora, strict=True):
