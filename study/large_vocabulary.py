@@ -54,7 +54,7 @@ RUNS = [
     | dict(counts_from=_SHORT_SAMPLE),
     # takes about as long as MHF
     _STANDARD
-    | dict(name='Standard, scale 4, half the tokens', label='Standard, 1.54 M tokens')
+    | dict(name='Standard, scale 4, half the tokens', label='Standard, on half of the tokens')
     | dict(max_steps=750, warmup_steps=75),
     _STANDARD
     | dict(name='Standard, 11.5 M, scale 4', label='Standard, d=84')
