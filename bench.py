@@ -260,7 +260,7 @@ def bench_head(configs, tok):
     y = torch.zeros(n, c.num_hashes, dtype=torch.int64, device=device)
     ways = dict(columns=head.in_columns)
     if head.has_kernels(o[0].device):
-        ways = dict(kernels=head.operator) | ways
+        ways = dict(kernels=head.fast_negative_log_likelihood) | ways
     functions = {}
     for way, function in ways.items():
         for gradient in (True, False):

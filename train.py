@@ -162,7 +162,8 @@ def get_batch(bins, starts, table):
 def training_batches(bins, table, first_step):
     """
     Yields the micro-batches of this rank from first_step on. Micro-batch k of rank r contains the sequences from
-    (k * world_size + r) * micro_batch_size on of the step's batch_size. Runs in a thread, so it sets the CUDA device.
+    (k * world_size + r) * micro_batch_size on of the step's batch_size, so another world_size regroups the same batch.
+    Runs in a thread, so it sets the CUDA device.
     """
     if table.is_cuda:
         torch.cuda.set_device(table.device)
