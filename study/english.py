@@ -10,14 +10,16 @@ token enters the decoder with the standard deviation of scale 4. Everything else
 """
 
 _SAMPLE = 'data/study_english_3.07e6'
+_SHORT_SAMPLE = 'data/study_english_1.02e6'
 DATA = {
     'data/study_english': dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
     # the same held-out text, and twice as much for training
     'data/study_english_10m': dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
     ),
-    # for frequency ranges: as many tokens as a run of 3.07 M reads
+    # for frequency ranges: as many tokens as a run reads
     _SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000),
+    _SHORT_SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6', val_fraction=0.03, val_bytes=300000),
     # every document is held out, up to val_bytes; no run trains on the rest
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
@@ -86,12 +88,11 @@ for _model in _TUNED_MODELS:
 _ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768)
 RUNS += [_group | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
 # frequency ranges, at the sizes of the demo and at those of Standard
-_RANGES = dict(counts_from=_SAMPLE)
 _DEMO = _LONG | _TUNED_MODELS[-1] | dict(name='MHF H3 B2,048, tuned, orthogonal', num_hashes=3, num_buckets=2048)
 RUNS += [
     _DEMO,
-    _DEMO | dict(name='MHF H3 B2,048, tuned, orthogonal, ranges') | _RANGES,
-    _LONG | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges') | _RANGES,
+    _DEMO | dict(name='MHF H3 B2,048, tuned, orthogonal, ranges', counts_from=_SAMPLE),
+    _SHORT | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges', counts_from=_SHORT_SAMPLE),
 ]
 
 # for study/report.py: names, the models of its table, and claims: comparison, model, the model that it is compared with

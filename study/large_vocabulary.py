@@ -34,7 +34,7 @@ _COMMON |= dict(max_steps=1500, eval_interval=250, warmup_steps=150, lr_decay_st
 _COMMON |= dict(micro_batch_size=4, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = _COMMON | dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)
 _H4 = _COMMON | dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', embedding_scale=8.0)
-_SHORT = _H4 | dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1,), max_steps=500, warmup_steps=50)
+_SHORT = _H4 | dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1, 2), max_steps=500, warmup_steps=50)
 
 RUNS = [
     _STANDARD | dict(name='Standard, scale 4', label='Standard'),
@@ -43,11 +43,11 @@ RUNS = [
     _H4
     | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4, frequency ranges, counts of 39.5 M tokens')
     | dict(counts_from=_ENGLISH, seeds=(1,)),
-    # 0.43 M tokens of another source
-    _H4
-    | dict(name='MHF H4 B7,966, ranges, fineweb counts', label='MHF H4, frequency ranges, counts of fineweb')
-    | dict(counts_from=_FINEWEB, seeds=(1,)),
     _SHORT | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SHORT_SAMPLE),
+    # counts of 0.43 M tokens of another source
+    _SHORT
+    | dict(name='MHF H4 B7,966, ranges, fineweb counts', label='MHF H4, frequency ranges, counts of fineweb')
+    | dict(counts_from=_FINEWEB),
     _SHORT | dict(name='MHF H4 B16,384, orthogonal', label='MHF H4 B16,384', num_buckets=16384),
     _SHORT
     | dict(name='MHF H4 B16,384, ranges', label='MHF H4 B16,384, frequency ranges', num_buckets=16384)
