@@ -226,10 +226,10 @@ def prepare_unit(job, source, number, counts):
             cleanup.callback(writers[split].discard)
         last = None  # a training document is written after the next one is read, because the last may be split
         for text, ids in encode(job, texts):
-            is_held_out = sources.is_held_out(counts, *holdout)
+            held_out = sources.is_held_out(counts, *holdout)
             counts['documents'] += 1
             counts['characters'] += len(text)
-            if is_held_out:
+            if held_out:
                 counts['held_out_bytes'] += len(text.encode())
                 writers['val'].add(text, ids)
                 continue

@@ -122,8 +122,11 @@ def read_checkpoint(path):
 
 # what a resumed run may not change: every field of MHFConfig (model.py), these settings, and what the tokenizer and the
 # bins contain, so also data_format. Every other setting may change
-FIXED = {*MHFConfig.__annotations__, 'counts_from', 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'}
-FIXED |= {'tokenizer_sha256', 'train_sha256', 'val_sha256'}
+FIXED = {
+    *MHFConfig.__annotations__,
+    *('counts_from', 'init_from', 'seed', 'batch_size', 'unfrozen_end_layers'),
+    *('tokenizer_sha256', 'train_sha256', 'val_sha256'),
+}
 
 
 @dataclass
@@ -141,7 +144,7 @@ class Start:
 
     @property
     def architecture(self):
-        """The settings that the model decides, {} without a model."""
+        """The settings that the model of init_from decides, {} without a model."""
         fields = asdict(self.model.config) if self.model else {}
         return {name: value for name, value in fields.items() if name not in ('block_size', 'loss')}
 

@@ -141,7 +141,7 @@ def read_documents(dataset):
 
 
 def read_files(paths):
-    """Yields the documents of files, as read_documents does."""
+    """Yields the documents of files, stripped and not empty; long ones in pieces. Raises InputError."""
     for path in paths:
         for text in read_file(path):
             for piece in split_long_text(text):
