@@ -125,7 +125,7 @@ CLAIMS = [
     *(('MHF H4 or Standard', *pair) for pair in _COMPARED),
     ('frequency ranges or none', *_DEMO_MODELS[::-1]),
     ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
-    ('MHF H4 or Standard, about equal CPU time', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
+    ('MHF H4 or Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
     ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
     ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
 ]

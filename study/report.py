@@ -34,7 +34,7 @@ MEASURES = {'nats_per_token': ('nats', '.3f'), 'bits_per_byte': ('bits per byte'
 
 def table(heads, lines):
     """A Markdown table. Its groups are named without their vocabulary if that is the usual one in all of them."""
-    k = heads.index('trained on') if 'trained on' in heads else None
+    k = heads.index('setup') if 'setup' in heads else None
     usual = 'vocabulary of 32,768, '
     if k is not None and all(usual in line[k] or 'vocabulary' not in line[k] for line in lines):
         lines = [[*line[:k], line[k].removeprefix(usual), *line[k + 1 :]] for line in lines]
@@ -78,7 +78,7 @@ def model_table(studies, measure):
                 top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.1%')
                 size = f'{parameters(seeds[0]) / 1e6:.1f} M'
                 lines.append([group, label(entry, seeds), size, str(len(seeds)), *measured, top1])
-    heads = ['trained on', 'model', 'parameters', 'seeds', *(f'{name}, {corpus}' for corpus in corpora), 'top-1']
+    heads = ['setup', 'model', 'parameters', 'seeds', *(f'{name}, {corpus}' for corpus in corpora), 'top-1']
     return table(heads, lines)
 
 
@@ -188,8 +188,8 @@ def claims_table(studies, kind='claims'):
             line = all(pair) and claim_line(study, rows, claim, pair)
             lines.setdefault(claim, []).extend([line] if line else [])
     unit = MEASURES[next(study.measure for study, _ in select_groups(studies))][0]
-    corpora = [f'{unit}, {corpus}' for corpus in list_corpora(studies)]
-    heads = ['comparison', 'model', 'compared with', 'trained on', *corpora, 'seeds', 'verdict']
+    corpora = [f'difference in {unit}, {corpus}' for corpus in list_corpora(studies)]
+    heads = ['comparison', 'model', 'compared with', 'setup', *corpora, 'seeds', 'verdict']
     return table(heads, [line for lines_of_claim in lines.values() for line in lines_of_claim])
 
 
