@@ -10,9 +10,8 @@ over the ids that have a token.
     $ python eval.py --tasks=card660 --benchmark_dir=card660
     $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
-Writes results/<model>/results_<date>.json, whose `samples` are the prompts and answers of lm-eval's tasks. Each process
-draws its own few-shot examples, so scores of the tasks with 5 shots (ARC-E, OBQA, SIQA) depend on the number of
-processes. Bits per byte include the bos of each later document, unless contexts have no bos (see `bos`).
+Writes results/<model>/results_<date>.json, whose `samples` are the prompts and answers of lm-eval's tasks. Bits per
+byte include the bos of each later document, unless contexts have no bos (see `bos`).
 """
 
 import contextlib
@@ -128,11 +127,11 @@ def score_windows(lm, ids):
     and the probability of the likeliest.
     """
     requests = list(windows(ids, lm.max_length))
-    scores = dict(lm.score_requests(requests[lm.rank :: lm.world_size], 'text'))
+    scores = dict(lm.score_requests(requests[lm.shard :: lm.num_shards], 'text'))
     gathered = all_gather_object([scores[k] for k in range(len(scores))])
     by_window = [None] * len(requests)
     for rank, rank_scores in enumerate(gathered):
-        by_window[rank :: lm.world_size] = rank_scores
+        by_window[rank :: lm.num_shards] = rank_scores
     logp, is_best, confidence = torch.from_numpy(np.concatenate(by_window, axis=1))
     return -logp, is_best, confidence
 
@@ -290,7 +289,7 @@ def write_results(results):
 
 
 def evaluate():
-    """Evaluates the model. Returns the results, those of lm-eval's tasks only on rank 0."""
+    """Evaluates the model. Returns the results; standard errors by bootstrap only on rank 0."""
     names = check_settings()
     lm = open_lm(out_dir, tokenizer, bos, device, dtype)
     # read all data before scoring

@@ -4,11 +4,12 @@ The model class for lm-evaluation-harness (lm-eval), and the paper's ten tasks, 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate(mhf.lm.open_lm('out/mhf_1b'), tasks=['gsm8k'], gen_kwargs='max_gen_toks=128')
 
-With n processes, each evaluates every n-th document and draws its own few-shot examples.
+Several processes share the requests. Results do not depend on their number, except for rounding and sampled texts.
 """
 
 import csv
 import functools
+import hashlib
 import logging
 import random
 import re
@@ -29,7 +30,7 @@ from configurator import did_you_mean
 from mhf.checkpoint import load
 from mhf.errors import InputError
 from mhf.generate import Engine
-from mhf.runtime import all_gather_object, init_distributed, is_rank0, pick_dtype
+from mhf.runtime import all_gather_object, check_same_on_all_ranks, init_distributed, is_rank0, pick_dtype
 from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
@@ -112,19 +113,31 @@ class MHFLM(TemplateLM):
         self._device = model.embed.weight.device
         self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
+        self.shard = 0  # which of num_shards parts of the requests this process computes
+        self.num_shards = 1
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)  # for the results
 
-    # ---- communication, which lm-eval's evaluator calls if world_size > 1
-
-    def all_gather(self, tensor):
-        return torch.stack(all_gather_object(tensor.cpu())).flatten()
-
-    def gather_object(self, obj, dst=0):
-        gathered = all_gather_object(obj)
-        return gathered if self.rank == dst else None
-
-    def barrier(self):
-        all_gather_object(None)
+    def share(self, compute, requests):
+        """
+        Returns compute(requests), of which each rank computes those of every n-th context. lm-eval itself believes in
+        one process, because its own distribution gives each rank other few-shot examples and repeats some requests.
+        An InputError of one rank is raised on all.
+        """
+        texts = repr([request.args for request in requests])
+        check_same_on_all_ranks(dict(requests=hashlib.sha256(texts.encode()).hexdigest()[:8]))
+        contexts = {}
+        owners = [contexts.setdefault(request.args[0], len(contexts)) % self.num_shards for request in requests]
+        own = [request for request, owner in zip(requests, owners, strict=True) if owner == self.shard]
+        try:
+            results = compute(own)
+        except InputError as e:
+            results = e
+        parts = all_gather_object(results)
+        for part in parts:
+            if isinstance(part, InputError):
+                raise part
+        parts = list(map(iter, parts))
+        return [next(parts[owner]) for owner in owners]
 
     # ---- log-likelihoods
 
@@ -132,7 +145,8 @@ class MHFLM(TemplateLM):
         return list(self.tok.encode([string])[0])
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        return super().loglikelihood(requests, disable_tqdm or self.rank > 0)
+        disable_tqdm = disable_tqdm or self.shard > 0
+        return self.share(functools.partial(super().loglikelihood, disable_tqdm=disable_tqdm), requests)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         T = self.max_length
@@ -149,6 +163,9 @@ class MHFLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        return self.share(self.score_texts, requests)
+
+    def score_texts(self, requests):
         """
         log P of complete texts, as lm-eval's models define it: each token is scored in one window. The context is bos
         in the first window, the preceding token in later ones, and as many preceding tokens as fit in the last one.
@@ -231,6 +248,10 @@ class MHFLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests, disable_tqdm=False):
+        return self.share(self.generate_texts, requests)
+
+    def generate_texts(self, requests):
+        """Returns the text generated for each request, cut at its stop strings."""
         prompts = [self.encode_prompt(request) for request in requests]
         # the longest prompts first; a batch shares its options
         collator = Collator(prompts, sort_fn=lambda p: -len(p[0]), group_fn=lambda p: p[1], group_by='gen_kwargs')
@@ -329,8 +350,8 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
-    lm._rank = rank
-    lm._world_size = world_size
+    lm.shard = rank
+    lm.num_shards = world_size
     lm.info |= dict(name=opened.name, source=opened.source)
     return lm
 
@@ -449,20 +470,12 @@ def load_tasks(names, folder='', num_fewshot=None):
     return loaded, notes
 
 
-def prepare_requests(lm, task):
-    """
-    Gives a task's documents the same prompts with any number of processes, and lets the task check its generation
-    options as soon as lm-eval builds its requests. In lm-eval 0.4.13, each process draws the examples of its first
-    document, then those of its second one, with the same seed. Here each process builds all prompts and keeps its own.
-    """
+def check_generation(lm, task):
+    """Lets a task check its generation options as soon as lm-eval builds its requests."""
     build = task.build_all_requests
 
-    def build_and_check(rank=0, world_size=1, **options):
+    def build_and_check(**options):
         build(**options)
-        task._instances = [request for request in task.instances if request.doc_id % world_size == rank]
-        if not task.instances:
-            fix = f'use more documents than processes ({world_size})'
-            raise InputError(f'{task.config.task}: rank {rank} has no document; {fix}')
         for request in task.instances:
             if request.request_type == 'generate_until':
                 lm.parse_gen_kwargs(request.args[1])
@@ -472,17 +485,16 @@ def prepare_requests(lm, task):
 
 def run_tasks(lm, loaded, notes, limit=None):
     """
-    Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper; {} on ranks above 0.
-    All requests are checked before the first is scored.
+    Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper. All requests are
+    checked before the first is scored.
     """
     for task in loaded['tasks'].values():
-        prepare_requests(lm, task)
+        check_generation(lm, task)
     # loglikelihood() checks its requests, so it comes first
     choices = ('multiple_choice', 'loglikelihood')
     tasks = sorted(loaded['tasks'].items(), key=lambda item: item[1].OUTPUT_TYPE not in choices)
-    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=1000)
-    if results is None:
-        return {}
+    bootstrap_iters = 1000 if is_rank0() else 0  # only rank 0 writes the results
+    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=bootstrap_iters)
     for task, count in results['n-samples'].items():
         total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:

@@ -153,9 +153,13 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
         texts = [sample['resps'][0][0] for sample in results['samples']['sums']]
         assert len(texts) == 9 and all(isinstance(text, str) for text in texts)
     for task, scores in alone['results'].items():
-        # the standard error of a perplexity is sampled in the order of the documents
-        for metric in scores.keys() - {'alias', 'name', 'sample_len', 'perplexity_stderr,none'}:
-            tolerance = 1e-4 if metric == 'perplexity,none' else 1e-9
+        prompts, prompts_of_many = (
+            [(sample['doc'], sample['arguments'], len(sample['resps'])) for sample in results['samples'].get(task, [])]
+            for results in (alone, many)
+        )
+        assert prompts == prompts_of_many, task  # also few-shot examples
+        for metric in scores.keys() - {'alias', 'name', 'sample_len'}:
+            tolerance = 1e-4 if 'perplexity' in metric else 1e-9
             assert many['results'][task][metric] == pytest.approx(scores[metric], rel=tolerance), (task, metric)
     for path in map(str, (text, bins)):
         assert many['bits_per_byte'][path] == pytest.approx(alone['bits_per_byte'][path], rel=1e-5)

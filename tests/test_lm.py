@@ -179,6 +179,13 @@ def test_sampling(lm):
             sample(**options)
 
 
+def test_an_error_of_another_rank(lm, monkeypatch):
+    """All ranks raise the error of one, so that none waits for another."""
+    monkeypatch.setattr('mhf.lm.all_gather_object', lambda value: [value, InputError('rank 1: too long')])
+    with pytest.raises(InputError, match='too long'):
+        lm.share(lambda requests: [0.0 for _ in requests], [])
+
+
 def test_truncation(lm, caplog):
     """A context that does not fit loses its start, with one warning, and a prompt always keeps some tokens."""
     warning_once.cache_clear()

@@ -73,24 +73,6 @@ def test_num_fewshot(tmp_path):
         assert bool(notes['piqa']) == bool(number)  # it has no train split, so its examples come from validation
 
 
-def test_prompts_do_not_depend_on_the_processes(tmp_path):
-    """Few-shot prompts are the same with one and with three processes. A process without a document is an error."""
-    small_tasks(tmp_path)
-    prompts = {}
-    for world_size in (1, 3):
-        found = {}
-        for rank in range(world_size):
-            loaded, _ = tasks.load_tasks(['openbookqa', 'arc_easy'], str(tmp_path))
-            for name, task in loaded['tasks'].items():
-                tasks.prepare_requests(None, task)
-                task.build_all_requests(rank=rank, world_size=world_size)
-                found |= {(name, request.doc_id, request.idx): request.args for request in task.instances}
-        prompts[world_size] = found
-    assert prompts[1] == prompts[3] and len(prompts[1]) > 6
-    with pytest.raises(InputError, match='rank 1'):
-        task.build_all_requests(rank=1, world_size=2, limit=1)
-
-
 FILES = [
     # names in a folder, and the number of rows that are read from it; 0: an error that names all files
     (['openbookqa_test.jsonl', 'openbookqa_test.jsonl.bak', 'openbookqa_test.jsonl~'], 1),
