@@ -93,6 +93,7 @@ RUNS += [
     _DEMO,
     _DEMO | dict(name='MHF H3 B2,048, tuned, orthogonal, ranges', counts_from=_SAMPLE),
     _SHORT | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges', counts_from=_SHORT_SAMPLE),
+    _LONG | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges', counts_from=_SAMPLE),
 ]
 
 # for study/report.py: names, the models of its table, and claims: comparison, model, the model that it is compared with
