@@ -124,6 +124,7 @@ MAIN = (*_BEST, 'MHF H4 B7,966, tuned, orthogonal, ranges', _ONE_ROW['name'], *m
 _COMPARED = (_BEST[::-1], [_widen(name) for name in _BEST[::-1]])  # with d=256, and with d=384, where B differs
 CLAIMS = [
     *(('MHF H4 or Standard', *pair) for pair in _COMPARED),
+    ('MHF H4 with frequency ranges or Standard', 'MHF H4 B7,966, tuned, orthogonal, ranges', _BEST[0]),
     ('frequency ranges or none', *_DEMO_MODELS[::-1]),
     ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
     ('MHF H4 or Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),

@@ -93,7 +93,7 @@ def select_groups(studies):
 FRONT = [
     ('english', '3.07 M tokens', 'Standard', 'Standard, tuned, scale 4'),
     ('english', '3.07 M tokens', 'MHF H4', 'MHF H4 B7,966, tuned, orthogonal'),
-    ('english', '3.07 M tokens', 'MHF H1', 'MHF H1 B32,768, tuned, orthogonal'),
+    ('english', '3.07 M tokens', 'MHF H4, frequency ranges', 'MHF H4 B7,966, tuned, orthogonal, ranges'),
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'Standard', 'Standard, scale 4'),
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4', 'MHF H4 B7,966, orthogonal'),
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens', 'MHF H4, frequency ranges', 'MHF H4 B7,966, ranges'),
