@@ -103,7 +103,7 @@ LABELS = {
     'Standard, tuned': 'Standard, embeddings x 1',
     'Standard, tuned, scale 4': 'Standard',
     'MHF H4 B7,966': 'MHF H4, plain',
-    'MHF H4 B7,966, tuned': 'MHF H4, normal W_s',
+    'MHF H4 B7,966, tuned': 'MHF H4, Gaussian W_s',
     'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
     'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
     'MHF H1 B32,768, tuned, orthogonal': 'MHF H1',
@@ -127,7 +127,7 @@ CLAIMS = [
     ('MHF H4 with frequency ranges or Standard', 'MHF H4 B7,966, tuned, orthogonal, ranges', _BEST[0]),
     ('frequency ranges or none', *_DEMO_MODELS[::-1]),
     ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
-    ('MHF H4 or Standard with 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
+    ('MHF H4, or Standard on 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
     ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
     ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
 ]
@@ -140,6 +140,6 @@ PARTS = [
     ('soft or hard embeddings', 'MHF H4 B7,966', 'MHF H4 B7,966, hard embeddings'),
     ('cascade or none', 'MHF H4 B7,966', 'MHF H4 B7,966, no cascade'),
     ('MurmurHash3 or half LSH', 'MHF H4 B7,966', 'MHF H4 B7,966, LSH:MMH3 2:2'),
-    ('W_s orthogonal or normal', 'MHF H4 B7,966, tuned, orthogonal', 'MHF H4 B7,966, tuned'),
+    ('W_s orthogonal or Gaussian', 'MHF H4 B7,966, tuned, orthogonal', 'MHF H4 B7,966, tuned'),
     ('embeddings x 4 or x 1', 'Standard, tuned, scale 4', 'Standard, tuned'),
 ]
