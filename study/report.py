@@ -261,7 +261,8 @@ def draw_times(study, path):
     models = {}
     for entry in study.entries:
         seeds = study.best_rows(entry, rows)
-        if seeds and not entry.get('counts_from'):  # a model with frequency ranges takes as long as without
+        # a model with frequency ranges takes as long as without
+        if seeds and not entry.get('counts_from') and entry['group'] == study.entries[0]['group']:
             models.setdefault(parameters(seeds[0]), []).append((entry['label'], seeds))
     corpora = study.entries[0]['corpora']
     fig = Figure(figsize=(9, 3.8))
