@@ -15,8 +15,8 @@ Reads the bins that prepare.py writes with the same config. README.md, "Code", t
 Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. If out_dir has a checkpoint, the
 run resumes. The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can
 resume on any number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a
-GPU, it ends with the same bits as an uninterrupted run. A resumed run may change every setting, except the model's,
-seed, batch_size, init_from, counts_from and unfrozen_end_layers, and not its data (FIXED in mhf/checkpoint.py).
+GPU, it ends with the same bits as an uninterrupted run. A resumed run may not change its data, the model's settings,
+seed, batch_size, init_from, counts_from or unfrozen_end_layers (FIXED in mhf/checkpoint.py).
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes

@@ -144,7 +144,7 @@ class Start:
 
     @property
     def architecture(self):
-        """The settings that the model of init_from decides, {} without a model."""
+        """The settings that the model decides, {} without a model."""
         fields = asdict(self.model.config) if self.model else {}
         return {name: value for name, value in fields.items() if name not in ('block_size', 'loss')}
 

@@ -119,9 +119,9 @@ class MHFLM(TemplateLM):
 
     def share(self, compute, requests):
         """
-        Returns compute(requests), of which each rank computes those of every n-th context. lm-eval itself believes in
-        one process, because its own distribution gives each rank other few-shot examples and repeats some requests.
-        An InputError of one rank is raised on all.
+        Returns compute(requests), of which each rank computes those of every n-th context. An InputError of one rank
+        is raised on all. Each rank runs lm-eval as a single process, because lm-eval's own distribution (0.4.13) gives
+        each rank other few-shot examples and repeats some requests.
         """
         texts = repr([request.args for request in requests])
         check_same_on_all_ranks(dict(requests=hashlib.sha256(texts.encode()).hexdigest()[:8]))
