@@ -42,7 +42,7 @@ RUNS = [
     _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SAMPLE),
     _H4
     | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4, frequency ranges, counts of 39.5 M tokens')
-    | dict(counts_from=_ENGLISH, seeds=(1,)),
+    | dict(counts_from=_ENGLISH),
     _SHORT | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SHORT_SAMPLE),
     # counts of 0.43 M tokens of another source
     _SHORT
