@@ -46,10 +46,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     V = len(tokens)
     H = num_hashes
     B = num_buckets
-    if H < 1:
-        raise InputError(f'num_hashes={H}: must be at least 1')
-    if not 2 <= B <= MAX_BUCKETS:
-        raise InputError(f'num_buckets={B}: must be from 2 to {MAX_BUCKETS} (bucket 0 is padding, ids are uint16)')
+    check_sizes(H, B)
     if not 0 <= num_lsh <= H:
         raise InputError(f'num_lsh={num_lsh}: must be from 0 to num_hashes={H}')
     if not unique and num_lsh:
@@ -66,6 +63,14 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     if unique and num_lsh < H:
         rehash_collisions(table, tokens, registered, B)
     return table
+
+
+def check_sizes(H, B):
+    """Raises InputError if the number of hashes or that of buckets is out of range."""
+    if H < 1:
+        raise InputError(f'num_hashes={H}: must be at least 1')
+    if not 2 <= B <= MAX_BUCKETS:
+        raise InputError(f'num_buckets={B}: must be from 2 to {MAX_BUCKETS} (bucket 0 is padding, ids are uint16)')
 
 
 def hash128(token, seed):
@@ -116,9 +121,10 @@ def frequency_table(tokens, counts, num_hashes, num_buckets, pad_id=None):
         a sample of the training data.
 
     Returns the table (V, H) uint16, and the ranges, a list of [lower, offset, size], rarest class first: the smallest
-    relative frequency of the class, its first bucket and its number of buckets. Raises InputError if there are too few
-    buckets.
+    relative frequency of the class (0 of the rarest), its first bucket and its number of buckets. Raises InputError for
+    H or B out of range, and if there are too few buckets.
     """
+    check_sizes(num_hashes, num_buckets)
     used = np.array([w is not None and i != pad_id for i, w in enumerate(tokens)])
     classes = np.where(used, 2 * np.log1p(counts), -1).astype(int)
     members = [np.flatnonzero(used & (classes == k)) for k in np.unique(classes[used])]
@@ -166,7 +172,8 @@ def range_sizes(counts, num_hashes, num_buckets):
     weights = np.array([((c + 0.5) ** RANGE_EXPONENT).sum() for c in counts])
     smallest = np.minimum(n, np.maximum(8, np.ceil(2 * n ** (1 / num_hashes)))).astype(int)
     if smallest.sum() > num_buckets - 1:
-        raise InputError(f'num_buckets={num_buckets}: must be above {smallest.sum()} for {len(n)} frequency ranges')
+        fix = f'must be above {smallest.sum()} for {len(n)} frequency ranges, or raise num_hashes={num_hashes}'
+        raise InputError(f'num_buckets={num_buckets}: {fix}')
     low = 0.0
     high = 2 * (n / weights).max()  # every class has n buckets
     for _ in range(100):  # bisection of the buckets per weight
@@ -189,24 +196,24 @@ def free_signature(token, frequency, ranges, num_hashes, taken):
     """
     own = sum(frequency >= lower for lower, _, _ in ranges)
     for _, offset, size in reversed(ranges[:own]):
-        for attempt in range(1, 1000):
-            row = np.array(hash_words(token, num_hashes, attempt)) % size + offset
-            row = row.astype(np.uint16)
+        first = hash128(token, 0)
+        # the signatures of a range are numbered; from the hash of the token on, one of so many is free
+        for number in range(first, first + min(size**num_hashes, len(taken) + 1)):
+            row = np.array([offset + number // size**i % size for i in range(num_hashes)], np.uint16)
             if row.tobytes() not in taken:
                 return row
-    raise InputError(
-        f'token {token!r}: all signatures of its frequency range are taken; raise num_buckets or num_hashes'
-    )
+    fix = 'use fewer tokens, or a model with more num_buckets or num_hashes'
+    raise InputError(f'token {token!r}: all signatures of its frequency range and of rarer ones are taken; {fix}')
 
 
-def hash_words(token, num_hashes, attempt=0):
+def hash_words(token, num_hashes):
     """
-    Returns H independent 32-bit hashes of a token (str or bytes): the words of 128-bit hashes. Hashes with consecutive
-    seeds, as in signature_table, are not independent.
+    Returns H 32-bit hashes of a token (str or bytes): the words of 128-bit hashes. Those of one 128-bit hash are
+    independent; hashes with consecutive seeds, as in signature_table, are not.
     """
     words = []
-    for k in range(math.ceil(num_hashes / 4)):
-        value = hash128(token, attempt * 16 + k)
+    for seed in range(math.ceil(num_hashes / 4)):
+        value = hash128(token, seed)
         words += [value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
     return words[:num_hashes]
 

@@ -208,6 +208,10 @@ def test_a_token_of_a_full_range():
         taken.add(rows[-1].tobytes())
     assert sorted(map(tuple, rows[:4])) == [(9, 9), (9, 10), (10, 9), (10, 10)]
     assert all(row.max() < 9 for row in rows[4:])
+    taken = set()
+    for _ in range(1000):  # of the same string, every signature is found
+        taken.add(free_signature('w', 0.0, [(0.0, 1, 10)], 3, taken).tobytes())
+    assert len(taken) == 1000
     with pytest.raises(InputError):
         free_signature('w', 0.6, [(0.0, 1, 1)], 2, {np.ones(2, np.uint16).tobytes()})
 

@@ -216,7 +216,9 @@ def find_tokenizer(folder, config_json):
         named = config_json['tokenizer']
         name = own.get(named) if named.endswith(('.model', '.json')) else named
         return name, config_json.get('tokenizer_sha256')
-    return next(iter(own.values()), None), None
+    # a table with frequency ranges does not tell whether it is that of other tokens, so only the fingerprint can
+    sha256 = config_json.get('tokenizer_sha256') if config_json.get('frequency_ranges') else None
+    return next(iter(own.values()), None), sha256
 
 
 def hash_tokenizer_files(folder):

@@ -86,7 +86,10 @@ class Study:
         self.failed = set()
         for entry in self.entries:
             # keys, then folders that DATA does not define
-            missing = REQUIRED_KEYS - entry.keys() or {entry['train'], *entry['corpora'].values()} - self.data.keys()
+            missing = REQUIRED_KEYS - entry.keys()
+            if not missing:
+                folders = {entry['train'], entry.get('counts_from'), *entry['corpora'].values()}
+                missing = folders - {None, '', *self.data}
             if missing:
                 raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
             self.lr_sweep(entry)
@@ -119,7 +122,7 @@ class Study:
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
         corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
         settings |= dict(train=self.data[entry['train']], corpora=corpora, source=entry.get('source'))
-        settings['counts_from'] = self.data.get(settings['counts_from'], '')
+        settings['counts_from'] = settings['counts_from'] and self.data[settings['counts_from']]
         return json.loads(json.dumps(settings, sort_keys=True))
 
     def key(self, entry, learning_rate, seed):

@@ -72,6 +72,8 @@ def main():
     parser.add_argument('--num_buckets', type=int, default=16384)
     parser.add_argument('--iterations', type=int, default=1500)
     args = parser.parse_args()
+    if args.iterations <= 100:
+        raise InputError(f'--iterations={args.iterations}: must be above 100')
     meta = read_meta(args.data_dir)
     if meta is None:
         raise InputError(f'{args.data_dir} has no prepared data (meta.json); run prepare.py with --data_format=ids')

@@ -338,6 +338,7 @@ WRONG = [
     ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: '),
     ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called .'tiny', 'H3'."),
     (", dtype='float32'", '', "missing keys.*'dtype'"),
+    (", dtype='float32'", ", dtype='float32', counts_from='other'", "not in DATA: {'other'}"),
     ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
 ]
 
