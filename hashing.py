@@ -197,12 +197,13 @@ def free_signature(token, frequency, ranges, num_hashes, taken):
     own = sum(frequency >= lower for lower, _, _ in ranges)
     for _, offset, size in reversed(ranges[:own]):
         first = hash128(token, 0)
-        # the signatures of a range are numbered; from the hash of the token on, one of so many is free
+        # tries the size**H signatures of the range in turn, from the one that the hash selects; if as many as are taken
+        # and one more are tried, one is free
         for number in range(first, first + min(size**num_hashes, len(taken) + 1)):
             row = np.array([offset + number // size**i % size for i in range(num_hashes)], np.uint16)
             if row.tobytes() not in taken:
                 return row
-    fix = 'use fewer tokens, or a model with more num_buckets or num_hashes'
+    fix = 'add fewer tokens, or use a model with a larger num_buckets or num_hashes'
     raise InputError(f'token {token!r}: all signatures of its frequency range and of rarer ones are taken; {fix}')
 
 

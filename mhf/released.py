@@ -208,7 +208,7 @@ def find_tokenizer(folder, config_json):
     """
     Returns the name and the fingerprint of the tokenizer of a released folder, None where unknown: those of an export
     if the files of the tokenizer are unchanged or absent, else the name of the folder's own file, to which transformers
-    may have added tokens.
+    may have added tokens, and for frequency ranges the fingerprint of the export.
     """
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
     exported_sha256 = config_json.get('tokenizer_files_sha256')
@@ -216,7 +216,7 @@ def find_tokenizer(folder, config_json):
         named = config_json['tokenizer']
         name = own.get(named) if named.endswith(('.model', '.json')) else named
         return name, config_json.get('tokenizer_sha256')
-    # a table with frequency ranges does not tell whether it is that of other tokens, so only the fingerprint can
+    # whether a tokenizer is the model's follows from the table, or with frequency ranges from the fingerprint only
     sha256 = config_json.get('tokenizer_sha256') if config_json.get('frequency_ranges') else None
     return next(iter(own.values()), None), sha256
 

@@ -79,7 +79,7 @@ few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
-COUNTS = '--data_format=ids --data_dir=ids --counts_from=ids '
+COUNTS = '--data_format=ids --data_dir=ids --counts_from='
 RESUME = 'train.py cfg.py --max_steps=30'
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
@@ -112,15 +112,15 @@ BAD = [
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
     Bad('signatures of another B', TRAIN + '--num_buckets=512', says='of another table (num_hashes=3, num_buckets=256'),
-    Bad('counts of signatures', TRAIN + COUNTS + '--counts_from=bins', 'bins contains', ids),
+    Bad('counts of signatures', TRAIN + COUNTS + 'bins', 'bins contains', ids),
     Bad(
         'counts of other tokens',
         TRAIN + '--counts_from=tek',
         "another tokenizer ('tekken') than 'mistral'",
         tekken_bins,
     ),
-    Bad('too many buckets for ranges', TRAIN + COUNTS + '--num_buckets=65537', 'num_buckets=65537', ids),
-    Bad('counts for a trained model', TRAIN + COUNTS + '--init_from=out', 'has no frequency ranges', ids),
+    Bad('too many buckets for ranges', TRAIN + COUNTS + 'ids --num_buckets=65537', 'num_buckets=65537', ids),
+    Bad('counts for a trained model', TRAIN + COUNTS + 'ids --init_from=out', 'has no frequency ranges', ids),
     Bad('counts for LSH', TRAIN + '--counts_from=bins --num_lsh=1', says='counts_from=bins: frequency ranges need'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),
     Bad('no steps', TRAIN + '--max_steps=0', says='max_steps=0'),
