@@ -68,6 +68,7 @@ CLAIMS = [
     ('frequency ranges or none', 'MHF H4 B7,966, ranges', 'MHF H4 B7,966, orthogonal'),
     ('frequency ranges or none', 'MHF H4 B16,384, ranges', 'MHF H4 B16,384, orthogonal'),
     ('counts of 39.5 M or of 3.07 M tokens', 'MHF H4 B7,966, ranges, all counts', 'MHF H4 B7,966, ranges'),
+    ('MHF H4 with counts of 39.5 M tokens or Standard', 'MHF H4 B7,966, ranges, all counts', 'Standard, scale 4'),
     ('counts of fineweb or of english', 'MHF H4 B7,966, ranges, fineweb counts', 'MHF H4 B7,966, ranges'),
     ('MHF H4, or Standard on half of the tokens', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4, half the tokens'),
     ('MHF H4 or Standard, equal parameters', 'MHF H4 B7,966, orthogonal', 'Standard, 11.5 M, scale 4'),
