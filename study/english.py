@@ -130,6 +130,7 @@ CLAIMS = [
     ('MHF H4, or Standard on 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
     ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
     ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
+    ('MHF H4 with frequency ranges or H1', 'MHF H4 B7,966, tuned, orthogonal, ranges', _ONE_ROW['name']),
 ]
 PARTS = [
     ('exact or product loss', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss'),
@@ -140,6 +141,6 @@ PARTS = [
     ('soft or hard embeddings', 'MHF H4 B7,966', 'MHF H4 B7,966, hard embeddings'),
     ('cascade or none', 'MHF H4 B7,966', 'MHF H4 B7,966, no cascade'),
     ('MurmurHash3 or half LSH', 'MHF H4 B7,966', 'MHF H4 B7,966, LSH:MMH3 2:2'),
-    ('W_s orthogonal or Gaussian', 'MHF H4 B7,966, tuned, orthogonal', 'MHF H4 B7,966, tuned'),
+    ('W_s 8 x orthogonal or Gaussian', 'MHF H4 B7,966, tuned, orthogonal', 'MHF H4 B7,966, tuned'),
     ('embeddings x 4 or x 1', 'Standard, tuned, scale 4', 'Standard, tuned'),
 ]
