@@ -16,7 +16,7 @@ the corpus, and the best are appended to the base tokenizer. Their merges have t
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
 An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. If the signatures
 of a model depend on token frequencies (counts_from of train.py), those of new tokens depend on their frequencies in the
-corpora, which have equal weights.
+corpora, which have equal weights. So name all text that the model will be trained on; a corpus with @0 adds no tokens.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
 fewer documents, the end of the last. The training data must not contain this text: prepare.py also holds it out if each
@@ -373,7 +373,9 @@ def main():
         options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
         raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
     source = load(source_model, base_tokenizer) if source_model else None
-    if use_existing and source.model.config.frequency_ranges and not languages:
+    if use_existing and not source.model.config.frequency_ranges:
+        languages = {}  # no tokens to learn, no frequencies to count
+    elif use_existing and not languages:
         needs = 'the signatures of new tokens depend on their frequencies'
         raise InputError(f"source_model='{source_model}': {needs}; name the text of the new languages with --corpora")
 

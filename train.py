@@ -259,8 +259,8 @@ if start.model:
     raw_model.config.block_size = block_size
     raw_model.config.loss = loss
 else:
-    counts = count_tokens(counts_from, get_tokenizer(tokenizer)) if counts_from and master else None
-    table, model_config.frequency_ranges = get_table(config, meta, runtime.all_gather_object(counts)[0])
+    counts = runtime.call_on_rank0(count_tokens, counts_from, get_tokenizer(tokenizer)) if counts_from else None
+    table, model_config.frequency_ranges = get_table(config, meta, counts)
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])

@@ -301,7 +301,13 @@ def get_table(config, meta, counts=None):
 
 
 def count_tokens(folder, tok):
-    """Counts each token id in the training split of a folder of ids. Returns (V,) int64. Raises InputError."""
+    """
+    Counts each token id in the training split of a folder of ids, and prints how many. Returns (V,) int64. Raises
+    InputError.
+    """
+    if read_meta(folder) is None:
+        fix = 'name a folder of token ids, which prepare.py writes with --data_format=ids'
+        raise InputError(f'counts_from={folder}: no prepared data (meta.json); {fix}')
     train = Bins(folder, 'train')
     check_tokenizer(folder, train.meta, tok)
     if train.meta['data_format'] != 'ids':
@@ -309,6 +315,7 @@ def count_tokens(folder, tok):
     counts = np.zeros(len(tok.tokens), np.int64)
     for start in range(0, len(train), COUNTED_TOKENS):
         counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
+    print(f'{counts.sum():,} tokens counted in {folder}')
     return counts
 
 

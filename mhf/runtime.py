@@ -88,7 +88,7 @@ def pick_dtype(dtype, device):
         name = torch.cuda.get_device_name(device)
         raise InputError(f'dtype=bfloat16: {name} does not support it; use --dtype=float32')
     if dtype is None and device_type == 'cpu':
-        return all_gather_object(measure_dtype() if is_rank0() else None)[0]
+        return call_on_rank0(measure_dtype)
     return dtype or ('bfloat16' if device_type == 'cuda' and supported else 'float32')
 
 
@@ -253,6 +253,20 @@ def all_gather_object(value):
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=host_group())
     return gathered
+
+
+def call_on_rank0(function, *args):
+    """Returns function(*args) of rank 0 on all ranks, and raises its InputError on all. Results must be picklable."""
+    result = None
+    if is_rank0():
+        try:
+            result = function(*args)
+        except InputError as e:
+            result = e
+    result = all_gather_object(result)[0]
+    if isinstance(result, InputError):
+        raise result
+    return result
 
 
 def check_same_on_all_ranks(values):

@@ -36,7 +36,8 @@ def fit(table, counts, used, iterations=1500):
     p /= p.sum()
     o = torch.zeros(s.shape[1], int(s.max()) + 1, dtype=torch.float64, requires_grad=True)
     options = dict(history_size=20, line_search_fn='strong_wolfe', tolerance_grad=1e-10, tolerance_change=1e-13)
-    optimizer = torch.optim.LBFGS([o], max_iter=iterations - 100, **options)
+    # without max_eval, LBFGS stops after 1.25 evaluations per iteration of max_iter
+    optimizer = torch.optim.LBFGS([o], max_iter=iterations - 100, max_eval=10**9, **options)
 
     def cross_entropy():
         logits = sum(o_i[s_i] for o_i, s_i in zip(o, s.T, strict=True))
@@ -85,9 +86,7 @@ def main():
         "the paper's": signature_table(tok.tokens, *sizes, pad_id=tok.pad),
         'frequency ranges': frequency_table(tok.tokens, counts, *sizes, pad_id=tok.pad)[0],
     }
-    print(
-        f'{used.sum():,} tokens, H={args.num_hashes}, B={args.num_buckets}, {counts.sum():,} counted in {args.data_dir}'
-    )
+    print(f'{used.sum():,} tokens in the vocabulary, H={args.num_hashes}, B={args.num_buckets}')
     for name, table in tables.items():
         kl, decrease = fit(table, counts, used, args.iterations)
         load = describe_load(table, used)

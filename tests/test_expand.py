@@ -180,7 +180,8 @@ def test_expand_a_standard_model(expansion, mistral):
     m = random_model(num_hashes=0, vocab_size=32768, block_size=64, embedding_scale=3.0, dtype=torch.float32)
     save_pretrained(m, expansion / 'standard', 'mistral')
     args = ('--source_model=standard', '--output_dir=standard_grown', '--tokenizer=three.model')
-    done = ok('expand.py', *args, cwd=expansion)
+    # the tokenizer exists, so the corpora are not read
+    done = ok('expand.py', *args, '--corpora=no_such_file.jsonl', cwd=expansion)
     assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
     assert 'using the existing three.model' in done.stdout
     grown = from_pretrained(expansion / 'standard_grown')

@@ -361,3 +361,4 @@ def test_unigram_fit():
     kl, _ = fit(np.array([[0], [1], [0], [1]]), counts, used)
     shared = np.array([505, 50.5, 505, 50.5]) / 1111
     assert kl == pytest.approx((counts / 1111 * np.log(counts / 1111 / shared)).sum())
+    assert fit(np.arange(4)[:, None], counts, used, iterations=101)[0] < 3e-4

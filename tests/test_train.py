@@ -206,6 +206,9 @@ def test_frequency_ranges(quick):
     assert_same(weights(quick, 'b')['model'], weights(quick, 'a')['model'])
     for code, _, errors in run_ranks(2, 'train.py', *args, '--out_dir=c', '--micro_batch_size=4', cwd=quick):
         assert code == 0, errors
+    wrong = ('--counts_from=no', '--out_dir=e', '--micro_batch_size=4')
+    for code, _, errors in run_ranks(2, 'train.py', *data, *wrong, cwd=quick):
+        assert code == 1 and re.fullmatch(r'.*error: counts_from=no: no prepared data.*\n', errors), errors
     ok('train.py', *data, '--init_from=a', '--out_dir=d', cwd=quick)
     ok('mhf.export', 'a', 'exported', cwd=quick)
     model = load(str(quick / 'a')).model
