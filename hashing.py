@@ -203,7 +203,8 @@ def free_signature(token, frequency, ranges, num_hashes, taken):
             row = np.array([offset + number // size**i % size for i in range(num_hashes)], np.uint16)
             if row.tobytes() not in taken:
                 return row
-    fix = 'add fewer tokens, or use a model with a larger num_hashes'
+    larger = 'num_hashes' if num_hashes == 1 else 'num_buckets or num_hashes'
+    fix = f'add fewer tokens, or use a model with a larger {larger}'
     raise InputError(f'token {token!r}: all signatures of its frequency range and of rarer ones are taken; {fix}')
 
 

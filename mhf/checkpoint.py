@@ -50,7 +50,7 @@ def save(out_dir, state, is_best):
     """
     Writes a checkpoint to a temporary file. When it is on the disk, renames a copy to ckpt_best.pt if `is_best`, then
     ckpt.pt to ckpt_previous.pt, then the new file to ckpt.pt. A run that is killed before the last rename resumes from
-    the checkpoint before, in ckpt_previous.pt. Raises InputError.
+    the old checkpoint: ckpt.pt or, between the last two renames, ckpt_previous.pt. Raises InputError.
     """
     start = time.perf_counter()
     folder = Path(out_dir)

@@ -258,7 +258,7 @@ def all_gather_object(value):
 def call_on_rank0(function, *args):
     """Returns function(*args) of rank 0 on all ranks, and raises its InputError on all. Results must be picklable."""
     result = None
-    if is_rank0():
+    if is_rank0() or not dist.is_initialized():
         try:
             result = function(*args)
         except InputError as e:
