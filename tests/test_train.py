@@ -595,24 +595,14 @@ def test_a_slow_write_is_not_a_failure(quick):
 
 
 def test_a_dead_rank_does_not_hang_the_rest(quick):
-    """When a rank dies, the other ranks end, and torchrun --max-restarts resumes from the newest checkpoint."""
-    args = ('cfg.py', '--out_dir=b', '--max_steps=60', '--lr_decay_steps=60')
-    command = (str(REPO / 'train.py'), *args)
-    master, other = ranks(2, *command, cwd=quick)
-    while not (quick / 'b/ckpt.pt').exists() and master.returncode is None:
-        time.sleep(0.02)
-    os.kill(other.pid, signal.SIGKILL)
-    assert [code for code, *_ in wait_all([master, other])] == [1, -signal.SIGKILL]
-    at = weights(quick, 'b')['step']
-    assert 8 <= at < 60
-    # one process, because each imports torch anew
-    torchrun = ('torch.distributed.run', '--standalone', '--nproc_per_node=1', '--max-restarts=1')
-    # the next checkpoint creates it again
-    (quick / 'b/ckpt_previous.pt').unlink(missing_ok=True)
-    process = started(*torchrun, *command, cwd=quick, wait_for='b/ckpt_previous.pt')
+    """When a rank dies, torchrun ends the others, and --max-restarts resumes from the newest checkpoint."""
+    torchrun = ('torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1')
+    command = (str(REPO / 'train.py'), 'cfg.py', '--out_dir=b', '--max_steps=60', '--lr_decay_steps=60')
+    environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')  # as in train.py's docstring
+    process = started(*torchrun, *command, cwd=quick, wait_for='b/ckpt.pt', **environment)
     children = psutil.Process(process.pid).children(recursive=True)
     [p for p in children if 'train.py' in ' '.join(p.cmdline())][-1].kill()
     done = process.communicate()
     assert done.returncode == 0, done.stderr[-6000:]
-    assert f'resumed at step {at}' in done.stdout and done.stdout.count('resumed at step') == 2
+    assert done.stdout.count('resumed at step') == 1
     assert [s['step'] for s in steps(quick, 'b')] == list(range(1, 61))
