@@ -69,7 +69,9 @@ head_dim = 64
 hidden_size = 768  # d
 intermediate_size = 2560
 num_hashes = 4  # H; 0 is the Standard model
-num_buckets = 16384  # B; a multiple of 8 is faster on a GPU
+# B: choose a multiple of 8, for a GPU, such that B - 1 is not divisible by 3, 11, 131 or 2,731. With such a divisor,
+# the ids of two hashes of a token agree too often (hashing.py)
+num_buckets = 16384
 num_lsh = 0
 single_id = False
 # a folder of ids: tokens share buckets only if they occur about as often in it (hashing.py); '': the paper's signatures
