@@ -16,7 +16,7 @@ the corpus, and the best are appended to the base tokenizer. Their merges have t
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
 An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. If the signatures
 of a model depend on token frequencies (counts_from of train.py), those of new tokens depend on their frequencies in the
-corpora, which have equal weights. Name all text that the model will be trained on; a corpus with @0 adds no tokens.
+corpora, which have equal weights. Name all corpora that the model will be trained on; one with @0 adds no tokens.
 
 With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
 corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of the last.
@@ -376,8 +376,8 @@ def main():
     if use_existing and not source.model.config.frequency_ranges:
         languages = {}  # no tokens to learn, no frequencies to count
     elif use_existing and not languages:
-        needs = 'the signatures of new tokens depend on their frequencies in the text to train on'
-        raise InputError(f"source_model='{source_model}': {needs}; name it with --corpora")
+        needs = 'the signatures of new tokens depend on their frequencies in the training corpora'
+        raise InputError(f"source_model='{source_model}': {needs}; set --corpora")
 
     documents = {}
     held_out = {}

@@ -70,7 +70,7 @@ hidden_size = 768  # d
 intermediate_size = 2560
 num_hashes = 4  # H; 0 is the Standard model
 # B: choose a multiple of 8, for a GPU, such that B - 1 is not divisible by 3, 11, 131 or 2,731. With such a divisor,
-# the ids of two hashes of a token agree too often (hashing.py)
+# two hash ids of a token agree more often than by chance (hashing.py)
 num_buckets = 16384
 num_lsh = 0
 single_id = False

@@ -4,4 +4,4 @@ from config.mhf_tiny import *
 
 out_dir = 'out/mhf_tiny_ranges'
 data_format = 'ids'
-counts_from = 'data/stdlib_mistral'  # with another --dataset, change it, too
+counts_from = 'data/stdlib_mistral'  # change this with another --dataset

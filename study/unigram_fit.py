@@ -36,7 +36,7 @@ def fit(table, counts, used, iterations=1500):
     p /= p.sum()
     o = torch.zeros(s.shape[1], int(s.max()) + 1, dtype=torch.float64, requires_grad=True)
     options = dict(history_size=20, line_search_fn='strong_wolfe', tolerance_grad=1e-10, tolerance_change=1e-13)
-    # by default the constructor limits max_eval to 1.25 max_iter, and raising max_iter below would not raise it
+    # the default max_eval, 1.25 x the max_iter given here, would stay when max_iter is raised below
     optimizer = torch.optim.LBFGS([o], max_iter=iterations - 100, max_eval=10**9, **options)
 
     def cross_entropy():

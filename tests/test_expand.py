@@ -208,7 +208,7 @@ def test_expand_a_model_with_frequency_ranges(expansion, mistral):
     m.replace_vocabulary(table, mistral.pad)
     save_pretrained(m, expansion / 'ranged', 'mistral')
     args = ('--source_model=ranged', '--output_dir=ranged_grown', '--tokenizer=three.model')
-    refused('expand.py', *args, says='name it with --corpora', cwd=expansion)
+    refused('expand.py', *args, says='set --corpora', cwd=expansion)
     # a language that never occurred, of one very frequent piece and rare ones
     tok = get_tokenizer(str(expansion / 'three.model'))
     first, second = (tok.tokens[32768 + k].replace('▁', ' ') for k in (0, 1))

@@ -597,12 +597,16 @@ def test_a_slow_write_is_not_a_failure(quick):
 def test_a_dead_rank_does_not_hang_the_rest(quick):
     """When a rank dies, torchrun ends the others, and --max-restarts resumes from the newest checkpoint."""
     torchrun = ('torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1')
-    command = (str(REPO / 'train.py'), 'cfg.py', '--out_dir=b', '--max_steps=60', '--lr_decay_steps=60')
+    command = (str(REPO / 'train.py'), 'cfg.py', '--out_dir=b', '--max_steps=120', '--lr_decay_steps=120')
     environment = dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')  # as in train.py's docstring
-    process = started(*torchrun, *command, cwd=quick, wait_for='b/ckpt.pt', **environment)
+    process = started(*torchrun, *command, cwd=quick, wait_for='b/ckpt_previous.pt', **environment)
     children = psutil.Process(process.pid).children(recursive=True)
-    [p for p in children if 'train.py' in ' '.join(p.cmdline())][-1].kill()
+    workers = [p for p in children if 'train.py' in ' '.join(p.cmdline())]
+    workers[-1].kill()
+    psutil.wait_procs(workers, timeout=60)
+    at = weights(quick, 'b')['step']  # the new workers still import torch
+    assert 16 <= at < 120
     done = process.communicate()
     assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count('resumed at step') == 1
-    assert [s['step'] for s in steps(quick, 'b')] == list(range(1, 61))
+    assert f'resumed at step {at}' in done.stdout and done.stdout.count('resumed at step') == 1
+    assert [s['step'] for s in steps(quick, 'b')] == list(range(1, 121))
