@@ -8,7 +8,6 @@ over the ids that have a token.
     $ python eval.py --tasks=mmlu,gsm8k                                       # any tasks of lm-eval: lm-eval ls tasks
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --benchmark_dir=card660
-    $ torchrun --standalone --nproc_per_node=8 eval.py --out_dir=out/mhf_1b   # 8 GPUs share the documents
 
 Writes results/<model>/results_<date>.json, whose `samples` are the prompts and answers of lm-eval's tasks. Bits per
 byte include the bos of each later document, unless contexts have no bos (see `bos`).
@@ -18,6 +17,7 @@ import contextlib
 import importlib.metadata
 import json
 import math
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +31,6 @@ from configurator import configure
 from mhf.data import held_out_ids
 from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
-from mhf.runtime import all_gather_object, cleanup, is_rank0
 from mhf.sources import read_documents
 from mhf.tokenizers import Changes
 
@@ -63,6 +62,8 @@ OTHER_TASKS = {'bits_per_byte', 'card660'}
 
 def check_settings():
     """Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError."""
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        raise InputError('eval.py is one process on one GPU; start it with python instead of torchrun')
     names = []
     for name in tasks.split(','):
         names += PAPER if name.strip() == 'paper' else [name.strip()]
@@ -121,18 +122,13 @@ def windows(ids, T):
 
 def score_windows(lm, ids):
     """
-    Scores token ids (n + 1,) in overlapping windows. The ranks share the windows.
+    Scores token ids (n + 1,) in overlapping windows.
 
     Returns three tensors (n,), float64, for each id but the first: nats, whether it is the likeliest token (1 or 0),
     and the probability of the likeliest.
     """
-    requests = list(windows(ids, lm.max_length))
-    scores = dict(lm.score_requests(requests[lm.shard :: lm.num_shards], 'text'))
-    gathered = all_gather_object([scores[k] for k in range(len(scores))])
-    by_window = [None] * len(requests)
-    for rank, rank_scores in enumerate(gathered):
-        by_window[rank :: lm.num_shards] = rank_scores
-    logp, is_best, confidence = torch.from_numpy(np.concatenate(by_window, axis=1))
+    scores = dict(lm.score_requests(list(windows(ids, lm.max_length)), 'text'))
+    logp, is_best, confidence = torch.from_numpy(np.concatenate([scores[k] for k in range(len(scores))], axis=1))
     return -logp, is_best, confidence
 
 
@@ -289,7 +285,7 @@ def write_results(results):
 
 
 def evaluate():
-    """Evaluates the model. Returns the results; standard errors by bootstrap only on rank 0."""
+    """Evaluates the model. Returns the results."""
     names = check_settings()
     lm = open_lm(out_dir, tokenizer, bos, device, dtype)
     # read all data before scoring
@@ -298,8 +294,7 @@ def evaluate():
     chosen = [name for name in names if name not in OTHER_TASKS]
     loaded, notes = load_tasks(chosen, benchmark_dir, num_fewshot) if chosen else ({}, {})
     create_output_folder()  # an error here loses nothing; scoring may take hours
-    if is_rank0():
-        print(lm.info['name'])
+    print(lm.info['name'])
 
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
     results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}
@@ -321,13 +316,11 @@ def main():
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
     with contextlib.redirect_stdout(sys.stderr):
         results = evaluate()
-    if is_rank0():
-        try:
-            file = write_results(results)
-        finally:  # also on a full disk
-            print_results(results)
-        print(f'\n{file}')
-    cleanup()
+    try:
+        file = write_results(results)
+    finally:  # also on a full disk
+        print_results(results)
+    print(f'\n{file}')
 
 
 if __name__ == '__main__':

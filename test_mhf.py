@@ -1068,10 +1068,10 @@ def test_norms_and_angles_keep_float32():
     assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
-def continued(m, ids, max_new_tokens, engine=None, lengths=None, generator=None, **options):
+def continued(m, ids, max_new_tokens, engine=None, generator=None, **options):
     """Token ids (N, T) continued by an Engine, greedily by default: (N, T + max_new_tokens)."""
     engine = engine or Engine(m, **dict(temperature=0) | options)
-    tokens = engine.stream(ids, max_new_tokens, generator, lengths)
+    tokens = engine.stream(ids, max_new_tokens, generator)
     return torch.cat([ids, *[token[:, None] for token in tokens]], dim=1)
 
 
@@ -1088,34 +1088,6 @@ def test_cached_generation_equals_uncached(H, groups):
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
     drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
-
-
-@pytest.mark.parametrize('H', [3, 0])
-@pytest.mark.parametrize('absolute', [False, True])
-def test_padded_generation(H, absolute, monkeypatch):
-    """Padding before a shorter prompt does not change its text, with a compiled step or without."""
-    if absolute:  # positions of a fork whose position embeddings are not relative
-        angles = model_module.rope_angles
-        monkeypatch.setattr(model_module, 'rope_angles', lambda positions, *args: angles(positions**2, *args))
-    m = random_model(num_hashes=H)
-    prompts = [torch.randint(0, 300, (1, n)) for n in (9, 1, 4)]
-    alone = torch.cat([m.generate(p, 15, temperature=0)[:, -15:] for p in prompts])
-    lengths = torch.tensor([9, 1, 4])
-    compiled = Engine(m, temperature=0)
-    monkeypatch.setattr(torch, 'compile', lambda f, **options: f)
-    compiled.compile(3, 24)
-    for padding in (0, 7):
-        ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=padding) for p in prompts])
-        for engine in (None, compiled):
-            assert torch.equal(continued(m, ids, 15, engine, lengths)[:, 9:], alone)
-    # past a full context, all rows drop its older half at the same time
-    text = continued(m, ids, 40, lengths=lengths)
-    start = 0
-    for end in range(9, 49):
-        start = end - 13 if end - start > 24 else start
-        for n, length in enumerate(lengths.tolist()):
-            context = text[n : n + 1, max(start, 9 - length) : end]
-            assert text[n, end] == m.log_probs(context)[0, -1].argmax(), (n, end)
 
 
 def test_compiled_generation(monkeypatch):

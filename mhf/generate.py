@@ -3,7 +3,7 @@ Generation with a KV cache. model.MHF.generate is the plain version, which recom
 
     for tokens in Engine(model, temperature=0.8).stream(ids, max_new_tokens=200): ...
 
-An Engine accepts prompts of different lengths and can run each decoding step as a CUDA graph.
+An Engine can run each decoding step as a CUDA graph.
 """
 
 from contextlib import nullcontext
@@ -39,7 +39,6 @@ class Engine:
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
-        self.start = torch.zeros(N, 1, 1, 1, dtype=torch.int64, device=self.cache.device)
         self.step()  # the first call's comparison, which compiled code omits
         # blocks of the engine's own with the same parameters, because compile() changes a block
         self.model = copy(self.model)
@@ -55,11 +54,10 @@ class Engine:
 
     def step(self):
         """Replaces token by the next one of each sequence, and advances position. Reads and writes only attributes."""
-        mask = context_mask(self.position, self.cache.shape[-2], self.start)
+        is_later = torch.arange(self.cache.shape[-2], device=self.cache.device) > self.position
         # float, added to the attention scores, because each block would convert a bool mask
-        mask = torch.zeros_like(mask, dtype=self.cache.dtype).masked_fill(~mask, -torch.inf)
-        positions = self.position - self.start[:, 0, 0]  # (N, 1)
-        token = self.next_token(self.token[:, None], self.cache, self.position, positions, mask, self.noise)
+        mask = torch.zeros_like(is_later, dtype=self.cache.dtype).masked_fill(is_later, -torch.inf)[None]
+        token = self.next_token(self.token[:, None], self.cache, self.position, mask, self.noise)
         self.token.copy_(token)
         self.position.add_(1)
         return self.token
@@ -79,9 +77,9 @@ class Engine:
         V = self.model.config.vocab_size
         return upcast(self.model.embed.weight.new_ones(N, V)) if self.temperature else None
 
-    def next_token(self, ids, cache, slots, positions, mask, noise):
+    def next_token(self, ids, cache, slots, mask, noise):
         """Token ids (N, T) -> next token ids (N,); the other arguments as in hidden_states and sample_token."""
-        h = self.model.hidden_states(self.model.signatures[ids], cache, slots, positions, mask)
+        h = self.model.hidden_states(self.model.signatures[ids], cache, slots, slots, mask)
         return self.sample(h[:, -1], noise)
 
     def sample(self, h, noise):
@@ -89,13 +87,10 @@ class Engine:
         return sample_token(self.model.next_token_logits(h), self.temperature, self.top_k, self.top_p, noise)
 
     @torch.no_grad()
-    def stream(self, ids, max_new_tokens, generator=None, lengths=None):
+    def stream(self, ids, max_new_tokens, generator=None):
         """
-        Yields the next token ids (N,), max_new_tokens times. Drops the older half of the context when it is full.
-
-        Args:
-            ids: (N, T) int64, T >= 1
-            lengths: (N,); the prompt of row n is its last lengths[n] ids, after padding
+        Yields the token ids (N,) that follow ids (N, T), T >= 1, max_new_tokens times. Drops the older half of the
+        context when it is full.
         """
         block_size = self.model.config.block_size
         ids = ids[:, -block_size:]
@@ -106,8 +101,7 @@ class Engine:
             cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens)
             noise = self.new_noise(len(ids))
         is_empty = True  # the cache
-        start = None  # (N, 1, 1, 1), where each padded row starts
-        for step in range(max_new_tokens):
+        for _ in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
             if ids.shape[1] > block_size:
@@ -119,31 +113,12 @@ class Engine:
             else:
                 first = 0 if is_empty else T - 1
                 slots = torch.arange(first, T, device=ids.device)
-                positions = slots
-                mask = None
-                if is_empty and lengths is not None:
-                    start = (T - step - lengths).clamp(min=0)[:, None, None, None]
-                if start is not None:
-                    positions = (slots - start[:, 0, 0]).clamp(min=0)  # (N, T)
-                    mask = context_mask(slots, T, start)
                 # prompts have many lengths, so they are not compiled
                 with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
-                    token = self.next_token(ids[:, first:], cache[..., :T, :], slots, positions, mask, noise)
+                    token = self.next_token(ids[:, first:], cache[..., :T, :], slots, None, noise)
                 if self.compiled_step:  # continues from here
                     self.token.copy_(token)
                     self.position.fill_(T)
-                    self.start.copy_(torch.zeros_like(self.start) if start is None else start)
             is_empty = False
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token
-
-
-def context_mask(slots, length, start):
-    """
-    The slots below `length` that each of `slots` (T,) attends to, bool (N, 1, T, length). Row n starts at start[n];
-    start is (N, 1, 1, 1).
-    """
-    keys = torch.arange(length, device=slots.device)
-    queries = slots[:, None]
-    # padding attends to itself, because a fully masked row would be NaN
-    return (keys <= queries) & (keys >= start) | (keys == queries)

@@ -3,13 +3,10 @@ The model class for lm-evaluation-harness (lm-eval), and the paper's ten tasks, 
 
     import lm_eval, mhf.lm
     lm_eval.simple_evaluate(mhf.lm.open_lm('out/mhf_1b'), tasks=['gsm8k'], gen_kwargs='max_gen_toks=128')
-
-Several processes share the requests. Results do not depend on their number, except for rounding and sampled texts.
 """
 
 import csv
 import functools
-import hashlib
 import logging
 import random
 import re
@@ -21,16 +18,15 @@ import lm_eval
 import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import Collator, chunks, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import chunks, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configurator import did_you_mean
 from mhf.checkpoint import load
 from mhf.errors import InputError
 from mhf.generate import Engine
-from mhf.runtime import all_gather_object, check_same_on_all_ranks, init_distributed, is_rank0, pick_dtype
+from mhf.runtime import keep_freed_memory, pick_device, pick_dtype
 from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
@@ -41,9 +37,8 @@ GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_
 
 
 def progress_bar(items=None, **options):
-    """Returns a tqdm bar, which only rank 0 prints; without a terminal it is printed every 20 s."""
-    interval = 0.5 if sys.stderr.isatty() else 20
-    return tqdm(items, leave=False, mininterval=interval, disable=not is_rank0(), **options)
+    """Returns a tqdm bar; without a terminal it is printed every 20 s."""
+    return tqdm(items, leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, **options)
 
 
 # -----------------------------------------------------------------------------
@@ -113,40 +108,12 @@ class MHFLM(TemplateLM):
         self._device = model.embed.weight.device
         self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
-        self.shard = 0  # which of num_shards parts of the requests this process computes
-        self.num_shards = 1
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)  # for the results
-
-    def share(self, compute, requests):
-        """
-        Returns compute(requests), of which each rank computes those of every n-th context. An InputError of one rank
-        is raised on all. Each rank runs lm-eval as a single process, because lm-eval's own distribution (0.4.13) gives
-        each rank other few-shot examples and repeats some requests.
-        """
-        texts = repr([request.args for request in requests])
-        check_same_on_all_ranks(dict(requests=hashlib.sha256(texts.encode()).hexdigest()[:8]))
-        contexts = {}
-        owners = [contexts.setdefault(request.args[0], len(contexts)) % self.num_shards for request in requests]
-        own = [request for request, owner in zip(requests, owners, strict=True) if owner == self.shard]
-        try:
-            results = compute(own)
-        except InputError as e:
-            results = e
-        parts = all_gather_object(results)
-        for part in parts:
-            if isinstance(part, InputError):
-                raise part
-        parts = list(map(iter, parts))
-        return [next(parts[owner]) for owner in owners]
 
     # ---- log-likelihoods
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return list(self.tok.encode([string])[0])
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        disable_tqdm = disable_tqdm or self.shard > 0
-        return self.share(functools.partial(super().loglikelihood, disable_tqdm=disable_tqdm), requests)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         T = self.max_length
@@ -163,9 +130,6 @@ class MHFLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        return self.share(self.score_texts, requests)
-
-    def score_texts(self, requests):
         """
         log P of complete texts, as lm-eval's models define it: each token is scored in one window. The context is bos
         in the first window, the preceding token in later ones, and as many preceding tokens as fit in the last one.
@@ -248,33 +212,30 @@ class MHFLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests, disable_tqdm=False):
-        return self.share(self.generate_texts, requests)
-
-    def generate_texts(self, requests):
         """Returns the text generated for each request, cut at its stop strings."""
-        prompts = [self.encode_prompt(request) for request in requests]
-        # the longest prompts first; a batch shares its options
-        collator = Collator(prompts, sort_fn=lambda p: -len(p[0]), group_fn=lambda p: p[1], group_by='gen_kwargs')
-        texts = []
-        with progress_bar(desc='generating', total=len(requests)) as bar:
-            for batch in collator.get_batched(batch_fn=self.generation_batch_size):
-                texts += self.with_oom_retry(self.generate_batch, batch)
-                bar.update(len(batch))
-        return collator.get_original(texts)
+        with progress_bar(requests, desc='generating') as bar:
+            return [self.generate_text(*request.args) for request in bar]
 
-    def encode_prompt(self, request):
-        """Returns the ids of a prompt, truncated on the left to leave room for its text, and its generation options."""
-        text, gen_kwargs = request.args
+    @torch.no_grad()
+    def generate_text(self, prompt, gen_kwargs):
+        """Returns the text generated after a prompt, which is truncated on the left to leave room for it."""
         options = self.parse_gen_kwargs(gen_kwargs)
-        ids = self.fit_context(self.tok_encode(text), self.max_length - options['max_gen_toks'])
-        return ids or [self.tok.bos], options
-
-    def generation_batch_size(self, _, prompts):
-        """The number of prompts per batch that fits memory; the first prompt is the longest."""
-        ids, options = prompts[0]
-        # a CPU reads all weights for each token: 16 rows cost little more than one
-        max_tokens = self.max_tokens if self.device.type == 'cuda' else 8 * self.max_tokens
-        return max(1, max_tokens // (len(ids) + options['max_gen_toks']))
+        prompt_ids = self.fit_context(self.tok_encode(prompt), self.max_length - options['max_gen_toks'])
+        prompt_ids = prompt_ids or [self.tok.bos]
+        stops = options['until']
+        # the last tokens of a text that contain a stop string just completed, and up to two incomplete characters
+        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
+        engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
+        new_ids = []
+        with self.autocast():
+            for token in engine.stream(torch.tensor([prompt_ids], device=self.device), options['max_gen_toks']):
+                if token.item() in self.stop_ids:
+                    break
+                new_ids.append(token.item())
+                end = self.tok.decode(new_ids[-num_last:]) if stops else ''
+                if any(stop in end for stop in stops):
+                    break
+        return postprocess_generated_text(decode_continuation(self.tok, prompt_ids, new_ids), stops, None)
 
     def parse_gen_kwargs(self, gen_kwargs):
         """Returns a request's generation options with defaults. Raises InputError."""
@@ -297,34 +258,6 @@ class MHFLM(TemplateLM):
             raise InputError(f'generation options {gen_kwargs}: {e}') from None
         return options
 
-    @torch.no_grad()
-    def generate_batch(self, batch):
-        """Items of encode_prompt with the same options, the longest first -> the text generated after each."""
-        prompts, (options, *_) = zip(*batch, strict=True)
-        stops = options['until']
-        # the last tokens of a text that contain a stop string just completed, and up to two incomplete characters
-        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
-        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_side='left')
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
-        new_ids = [[] for _ in prompts]
-        active = set(range(len(prompts)))
-        with self.autocast():
-            for tokens in engine.stream(ids.to(self.device), options['max_gen_toks'], lengths=lengths):
-                tokens = tokens.tolist()
-                for n in list(active):
-                    if tokens[n] in self.stop_ids:
-                        active.remove(n)
-                        continue
-                    new_ids[n].append(tokens[n])
-                    end = self.tok.decode(new_ids[n][-num_last:]) if stops else ''
-                    if any(stop in end for stop in stops):
-                        active.remove(n)
-                if not active:
-                    break
-        texts = map(functools.partial(decode_continuation, self.tok), prompts, new_ids)
-        return [postprocess_generated_text(text, stops, None) for text in texts]
-
 
 # -----------------------------------------------------------------------------
 # a model from disk
@@ -333,16 +266,15 @@ class MHFLM(TemplateLM):
 def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     """
     Opens the model of a run (out_dir; default: the newest up to two folders below), of a *.pt, of a folder in the
-    released format, or of a hub id[@revision] -> MHFLM. Each process opens its own.
+    released format, or of a hub id[@revision] -> MHFLM.
 
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
     if bos not in (None, True, False):
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
-    rank, world_size, device = init_distributed(device)
-    # training allows TF32; float32 scores must not use it
-    torch.set_float32_matmul_precision('highest')
+    device = pick_device(device)
+    keep_freed_memory()
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(out_dir, tokenizer)
@@ -350,8 +282,6 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
-    lm.shard = rank
-    lm.num_shards = world_size
     lm.info |= dict(name=opened.name, source=opened.source)
     return lm
 
@@ -470,31 +400,16 @@ def load_tasks(names, folder='', num_fewshot=None):
     return loaded, notes
 
 
-def check_generation(lm, task):
-    """Lets a task check its generation options as soon as lm-eval builds its requests."""
-    build = task.build_all_requests
-
-    def build_and_check(**options):
-        build(**options)
-        for request in task.instances:
-            if request.request_type == 'generate_until':
-                lm.parse_gen_kwargs(request.args[1])
-
-    task.build_all_requests = build_and_check
-
-
 def run_tasks(lm, loaded, notes, limit=None):
-    """
-    Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper. All requests are
-    checked before the first is scored.
-    """
+    """Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper."""
+    # before the first request is scored
     for task in loaded['tasks'].values():
-        check_generation(lm, task)
+        if task.OUTPUT_TYPE == 'generate_until':
+            lm.parse_gen_kwargs(task.config.generation_kwargs)
     # loglikelihood() checks its requests, so it comes first
     choices = ('multiple_choice', 'loglikelihood')
     tasks = sorted(loaded['tasks'].items(), key=lambda item: item[1].OUTPUT_TYPE not in choices)
-    bootstrap_iters = 1000 if is_rank0() else 0  # only rank 0 writes the results
-    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=bootstrap_iters)
+    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=1000)
     for task, count in results['n-samples'].items():
         total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:

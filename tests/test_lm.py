@@ -142,7 +142,7 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
 
 
 def test_generation(mistral, lm):
-    """Generated text is that of MHF.generate, up to a stop string, bos or pad, and does not depend on the batch."""
+    """Generated text is that of MHF.generate, up to a stop string, bos or pad."""
     ids = mistral.encode(['a few words'])[0]
     greedy = lm.model.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
     text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
@@ -154,9 +154,6 @@ def test_generation(mistral, lm):
     lm.stop_ids = {mistral.bos}
     stop = text[len(text) // 2]
     assert lm.generate_until([instance('a few words', dict(until=stop, max_gen_toks=6))]) == [text.split(stop)[0]]
-    prompts = ('a', 'a few words', '', 'few')
-    requests = [instance(prompt, dict(until=stop, max_gen_toks=n)) for n in (6, 3) for prompt in prompts]
-    assert lm.generate_until(requests) == [lm.generate_until([r])[0] for r in requests]
     # bos is the prompt of a model without bos if there is no other
     empty = instance('', dict(until=[], max_gen_toks=6))
     assert MHFLM(lm.model, mistral).generate_until([empty]) == lm.generate_until([empty])
@@ -177,13 +174,6 @@ def test_sampling(lm):
     for options in (dict(temperature='hot'), dict(top_p=2), dict(top_k=[2]), dict(max_gen_toks=0)):
         with pytest.raises(InputError, match=next(iter(options))):
             sample(**options)
-
-
-def test_an_error_of_another_rank(lm, monkeypatch):
-    """All ranks raise the error of one, so that none waits for another."""
-    monkeypatch.setattr('mhf.lm.all_gather_object', lambda value: [value, InputError('rank 1: too long')])
-    with pytest.raises(InputError, match='too long'):
-        lm.share(lambda requests: [0.0 for _ in requests], [])
 
 
 def test_truncation(lm, caplog):
