@@ -7,6 +7,8 @@ MHF H4 B7,966 has as many parameters as Standard, and so have H3 and H2. All are
 norm 1. `tuned` is lr 1e-3, embedding lr x4 and beta2 0.99; `scale 4` multiplies Standard's input embeddings by 4;
 `orthogonal` initializes W_s to 8 times an orthogonal matrix (4 times with H1, which does not average rows), so that a
 token enters the decoder with the standard deviation of scale 4. Everything else is initialized as in the paper.
+`informed` signatures know the counts and the spelling of tokens, `ranges` the counts alone, which was counts_from's
+table until the commit in `recorded`.
 """
 
 _SAMPLE = 'data/study_english_3.07e6'
@@ -17,7 +19,7 @@ DATA = {
     'data/study_english_10m': dict(
         dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
     ),
-    # for frequency ranges: as many tokens as a run reads
+    # for counts: as many tokens as a run reads
     _SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000),
     _SHORT_SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6', val_fraction=0.03, val_bytes=300000),
     # every document is held out, up to val_bytes; no run trains on the rest
@@ -87,14 +89,14 @@ for _model in _TUNED_MODELS:
 # a control: one row of E for each token, as in Standard, and W_s
 _ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768)
 RUNS += [_group | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
-# frequency ranges, at the sizes of the demo and at those of Standard
-_DEMO = _LONG | _TUNED_MODELS[-1] | dict(name='MHF H3 B2,048, tuned, orthogonal', num_hashes=3, num_buckets=2048)
-RUNS += [
-    _DEMO,
-    _DEMO | dict(name='MHF H3 B2,048, tuned, orthogonal, ranges', counts_from=_SAMPLE),
-    _SHORT | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges', counts_from=_SHORT_SAMPLE),
-    _LONG | _TUNED_MODELS[-1] | dict(name='MHF H4 B7,966, tuned, orthogonal, ranges', counts_from=_SAMPLE),
-]
+# counts and spelling, at the sizes of the demo and at those of Standard
+_H4 = _TUNED_MODELS[-1]
+_DEMO = _H4 | dict(name='MHF H3 B2,048, tuned, orthogonal', num_hashes=3, num_buckets=2048)
+for _model, _group, _sample in ((_DEMO, _LONG, _SAMPLE), (_H4, _SHORT, _SHORT_SAMPLE), (_H4, _LONG, _SAMPLE)):
+    _ranges = _group | _model | dict(name=f'{_model["name"]}, ranges', counts_from=_sample, recorded='8e19a3c')
+    _informed = _group | _model | dict(name=f'{_model["name"]}, informed', counts_from=_sample)
+    RUNS += [_ranges, _informed]
+RUNS += [_LONG | _DEMO, _SHORT | _H4 | dict(name='MHF H4 B7,966, tuned, orthogonal, product loss', loss='product')]
 
 # for study/report.py: names, the models of its table, and claims: comparison, model, the model that it is compared with
 LABELS = {
@@ -106,34 +108,46 @@ LABELS = {
     'MHF H4 B7,966, tuned': 'MHF H4, Gaussian W_s',
     'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
     'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
-    'MHF H1 B32,768, tuned, orthogonal': 'MHF H1',
+    'MHF H4 B7,966, tuned, orthogonal, informed': 'MHF H4, informed signatures',
+    'MHF H4 B7,966, tuned, orthogonal, product loss': 'MHF H4, product loss',
+    'MHF H1 B32,768, tuned, orthogonal': 'Standard with W_s',
     'MHF H2 B16,126': 'MHF H2 B16,126, plain',
     'MHF H3 B10,686': 'MHF H3 B10,686, plain',
     'MHF H4 B7,966, LSH:MMH3 2:2': 'MHF H4, plain, LSH',
     'MHF H3 B2,048, tuned, orthogonal': 'MHF H3 B2,048',
     'MHF H3 B2,048, tuned, orthogonal, ranges': 'MHF H3 B2,048, frequency ranges',
+    'MHF H3 B2,048, tuned, orthogonal, informed': 'MHF H3 B2,048, informed signatures',
 }
 for _entry in RUNS:
     _name = _entry['name'].replace('7,934', '7,966')
     _variant = _name.replace('MHF H4 B7,966,', 'MHF H4, plain,')
     _entry['label'] = LABELS.get(_name, _variant)
 MEASURE = 'bits_per_byte'
-_BEST = ('Standard, tuned, scale 4', 'MHF H4 B7,966, tuned, orthogonal')
-_DEMO_MODELS = ('MHF H3 B2,048, tuned, orthogonal', 'MHF H3 B2,048, tuned, orthogonal, ranges')
-MAIN = (*_BEST, 'MHF H4 B7,966, tuned, orthogonal, ranges', _ONE_ROW['name'], *map(_widen, _BEST), *_DEMO_MODELS)
+_BEST = ('Standard, tuned, scale 4', _H4['name'])
+_RANGES = f'{_H4["name"]}, ranges'
+_INFORMED = f'{_H4["name"]}, informed'
+_DEMO_MODELS = (_DEMO['name'], f'{_DEMO["name"]}, ranges', f'{_DEMO["name"]}, informed')
+MAIN = (*_BEST, _RANGES, _INFORMED, _ONE_ROW['name'], *map(_widen, _BEST), *_DEMO_MODELS)
 _COMPARED = (_BEST[::-1], [_widen(name) for name in _BEST[::-1]])  # with d=256, and with d=384, where B differs
 CLAIMS = [
+    ('MHF H4 with informed signatures or Standard', _INFORMED, _BEST[0]),
+    ('MHF H4 with informed signatures or Standard with W_s', _INFORMED, _ONE_ROW['name']),
+    ('informed signatures or frequency ranges', _DEMO_MODELS[2], _DEMO_MODELS[1]),
+    ('informed signatures or frequency ranges', _INFORMED, _RANGES),
+    ("informed or the paper's signatures", _DEMO_MODELS[2], _DEMO_MODELS[0]),
+    ("informed or the paper's signatures", _INFORMED, _BEST[1]),
+    ('MHF H4 with frequency ranges or Standard', _RANGES, _BEST[0]),
+    ('MHF H4 with frequency ranges or Standard with W_s', _RANGES, _ONE_ROW['name']),
+    ('frequency ranges or none', _DEMO_MODELS[1], _DEMO_MODELS[0]),
+    ('frequency ranges or none', _RANGES, _BEST[1]),
     *(('MHF H4 or Standard', *pair) for pair in _COMPARED),
-    ('MHF H4 with frequency ranges or Standard', 'MHF H4 B7,966, tuned, orthogonal, ranges', _BEST[0]),
-    ('frequency ranges or none', *_DEMO_MODELS[::-1]),
-    ('frequency ranges or none', 'MHF H4 B7,966, tuned, orthogonal, ranges', 'MHF H4 B7,966, tuned, orthogonal'),
     ('MHF H4, or Standard on 1.5 x the tokens', 'MHF H4 B7,966', 'Standard, 1.5 x the tokens'),
-    ('MHF H1 or Standard', _ONE_ROW['name'], 'Standard, tuned, scale 4'),
-    ('MHF H4 or H1', 'MHF H4 B7,966, tuned, orthogonal', _ONE_ROW['name']),
-    ('MHF H4 with frequency ranges or H1', 'MHF H4 B7,966, tuned, orthogonal, ranges', _ONE_ROW['name']),
+    ('Standard with W_s or without', _ONE_ROW['name'], _BEST[0]),
+    ('MHF H4 or Standard with W_s', _BEST[1], _ONE_ROW['name']),
 ]
 PARTS = [
     ('exact or product loss', 'MHF H4 B7,966', 'MHF H4 B7,966, product loss'),
+    ('exact or product loss', _H4['name'], f'{_H4["name"]}, product loss'),
     ('4 hashes or Single-ID', 'MHF H4 B7,966', 'MHF H4 B7,966, Single-ID'),
     ('4 hashes or 2', 'MHF H4 B7,966', 'MHF H2 B16,126'),
     ('4 hashes or 3', 'MHF H4 B7,966', 'MHF H3 B10,686'),

@@ -3,15 +3,22 @@ Train and evaluate the runs of a list. The sweep is resumable: rerun the same co
 
     $ python -m study.sweep study/english.py --jobs=2                # adds a row per run to study/english.csv
     $ python -m study.sweep study/english.py --corpus_dir=corpora    # the folder of the list's corpora
+    $ python -m study.sweep study/english.py --only='3.07.*informed' # entries whose 'group, name' matches
 
 A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
 dataset. RUNS are entries with a name, a group, a config, a dtype, learning rates, seeds, the folder to `train` on and
-`corpora`, {name: folder whose held-out split is measured}. An entry with a `source`, another entry's name, continues
-the training of the source's model of the same seed, expanded to the tokenizer of its own data. Other keys of an entry
-are settings of train.py and override the config. The first seed is trained at every learning rate, the other seeds at
-the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning rate of the entry H3, of
-the same group if it has one. All learning rates are trained first, then all second seeds, then all third ones.
-study/report.py reads MAIN, CLAIMS, PARTS and MEASURE.
+`corpora`, {name: folder whose held-out split is measured}. Optional keys:
+
+    source      another entry's name: the training of its model of the same seed continues, expanded to the tokenizer of
+                the entry's own data
+    edit        a module like study.frozen_bias, which runs train.py and eval.py with another model.MHF
+    recorded    the last commit whose train.py can train the entry: its rows stay, and sweep.py does not run it
+    label       the entry's name in the tables of study/report.py, which also reads MAIN, CLAIMS, PARTS and MEASURE
+
+Other keys of an entry are settings of train.py and override the config. The first seed is trained at every learning
+rate, the other seeds at the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning
+rate of the entry H3, of the same group if it has one. All learning rates are trained first, then all second seeds, then
+all third ones.
 
 Group, name, learning rate and seed identify a row; its column `settings` has everything else that decides it, as JSON.
 An entry with other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share
@@ -43,7 +50,7 @@ REPO = Path(__file__).resolve().parent.parent
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
-OPTIONAL_KEYS = {'source', 'label'}
+OPTIONAL_KEYS = {'source', 'label', 'edit', 'recorded'}
 # dtype, because its default depends on the machine
 REQUIRED_KEYS = ENTRY_KEYS | {'dtype'}
 # settings of train.py that sweep.py sets itself, from the run's key or from DATA
@@ -83,6 +90,7 @@ class Study:
         self.claims = scope.get('CLAIMS', ())
         self.parts = scope.get('PARTS', ())
         self.measure = scope.get('MEASURE', 'nats_per_token')
+        self.only = ''
         self.failed = set()
         for entry in self.entries:
             # keys, then folders that DATA does not define
@@ -121,7 +129,8 @@ class Study:
         settings = defaults | config | entry
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
         corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
-        settings |= dict(train=self.data[entry['train']], corpora=corpora, source=entry.get('source'))
+        settings |= dict(train=self.data[entry['train']], corpora=corpora)
+        settings |= dict(source=entry.get('source'), edit=entry.get('edit'))
         settings['counts_from'] = settings['counts_from'] and self.data[settings['counts_from']]
         return json.loads(json.dumps(settings, sort_keys=True))
 
@@ -147,7 +156,8 @@ class Study:
                 self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
             ]
             for key in rows.keys() & keys:
-                recorded = settings | json.loads(rows[key]['settings'])  # older rows record fewer settings
+                # older rows record fewer settings, and were trained without an edit
+                recorded = settings | dict(edit=None) | json.loads(rows[key]['settings'])
                 if changed := [k for k in settings if recorded[k] != settings[k]]:
                     now = ', '.join(f'{k}={settings[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')
@@ -155,10 +165,12 @@ class Study:
 
     def best_lr(self, entry, rows, so_far=False):
         """
-        The learning rate whose first seed has the fewest nats, or None if none is finished. Unless so_far is set, None
-        also while a learning rate has neither finished nor failed.
+        The learning rate whose first seed has the fewest nats, or None if none of several is finished. Unless so_far is
+        set, None also while a learning rate has neither finished nor failed.
         """
         swept = self.lr_sweep(entry)
+        if len(swept['learning_rates']) == 1:
+            return swept['learning_rates'][0]
         keys = {self.key(swept, lr, swept['seeds'][0]): lr for lr in swept['learning_rates']}
         if not so_far and not keys.keys() <= rows.keys() | self.failed:
             return None
@@ -176,6 +188,8 @@ class Study:
         """{key: entry} of every run whose learning rate is known: all first seeds, then all second ones."""
         runs = []
         for entry in self.entries:
+            if 'recorded' in entry or not re.search(self.only, f'{entry["group"]}, {entry["name"]}'):
+                continue
             best = self.best_lr(entry, rows)
             pairs = [(lr, 0) for lr in entry['learning_rates']] if self.lr_sweep(entry) is entry else []
             pairs += [(best, k) for k in range(len(entry['seeds']))] if best else []
@@ -229,12 +243,12 @@ class Study:
             if not expansion['output_dir'].exists():
                 run_script(folder, 'expand.py', *as_flags(expansion))
             flags['init_from'] = expansion['output_dir']
-        run_script(folder, 'train.py', entry['config'], *as_flags(flags))
+        run_script(folder, 'train.py', entry['config'], *as_flags(flags), edit=entry.get('edit'))
 
     def evaluate(self, folder, entry, dtype):
         """Measures a trained run on the corpora, in the dtype of its training, and returns columns of its row."""
         flags = dict(out_dir=folder, dtype=dtype, tasks='bits_per_byte', text=','.join(entry['corpora'].values()))
-        run_script(folder, 'eval.py', *as_flags(flags), f'--output_path={folder}/eval')
+        run_script(folder, 'eval.py', *as_flags(flags), f'--output_path={folder}/eval', edit=entry.get('edit'))
         # the name contains the date
         results = json.loads(max(folder.glob('eval/*/results_*.json')).read_text())
         row = dict(dtype=results['dtype'], torch=results['packages']['torch'])
@@ -248,11 +262,12 @@ def as_flags(settings):
     return [f'--{name}={value}' for name, value in settings.items()]
 
 
-def run_script(folder, name, *args):
-    """Runs a script; its output goes to `folder`. If it fails, raises InputError with its last line."""
+def run_script(folder, name, *args, edit=None):
+    """Runs a script, by the module `edit`; its output goes to `folder`. Raises InputError with its last line."""
     output = folder / f'{name}.out'
+    command = ['-m', edit, REPO / name] if edit else [REPO / name]
     with open(output, 'ab') as out:
-        done = subprocess.run([sys.executable, REPO / name, *args], stdout=out, stderr=out)
+        done = subprocess.run([sys.executable, *command, *args], stdout=out, stderr=out)
     if done.returncode:
         *_, last_line = ['', *output.read_text(errors='replace').splitlines()]
         raise InputError(f'{name} ended with {done.returncode}: {last_line}; see {output}')
@@ -320,10 +335,12 @@ def main():
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='parallel runs')
     parser.add_argument('--corpus_dir', default='../shared/data/text', help="the folder of a list's corpora")
+    parser.add_argument('--only', default='', help="a pattern in the 'group, name' of the entries to run")
     args = parser.parse_args()
     if args.jobs < 1:
         raise InputError(f'--jobs={args.jobs}: must be 1 or more')
     for study in map(Study, args.lists):
+        study.only = args.only
         sweep(study, args.jobs, args.corpus_dir)
 
 

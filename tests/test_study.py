@@ -11,6 +11,7 @@ import pytest
 from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import find_settings
+from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 from study import report
@@ -44,7 +45,8 @@ def rows(folder):
 
 def forked(command, stdout, stderr, patch=''):
     """subprocess.run for sweep.py, with conftest.run."""
-    done = run(command[1].name, *map(str, command[2:]), cwd='.', patch=patch)
+    script, *arguments = map(str, command[2:] if command[1] == '-m' else command[1:])
+    done = run(script.removeprefix(f'{REPO}/'), *arguments, cwd='.', patch=patch)
     stdout.write((done.stdout + done.stderr).encode())
     return done
 
@@ -182,6 +184,20 @@ def test_source(finished, capsys):
     assert 'the model to expand, does not exist; delete its row in runs.csv' in capsys.readouterr().err
 
 
+def test_frozen_bias(folder):
+    """A model with a frozen bias and almost no training predicts the relative frequencies of the counted folder."""
+    entry = "name='bias', num_hashes=0, learning_rates=(1e-9,), counts_from='data', edit='study.frozen_bias'"
+    (folder / 'runs.py').write_text(f'{LIST}RUNS = [RUNS[0] | dict({entry})]\n')
+    sweep(Study('runs.py'), 1, '.')
+    counts = np.bincount(Bins('data', 'train')[:], minlength=32768) + 1
+    (row,) = rows(folder).values()
+    expected = -np.log(counts / counts.sum())[Bins('data', 'val')[1:]].mean()
+    assert float(row['docs_nats_per_token']) == pytest.approx(expected, abs=0.02)
+    (folder / 'runs.py').write_text(f'{LIST}RUNS = [RUNS[0] | dict({entry.replace("edit", "label")})]\n')
+    with pytest.raises(InputError, match='edit=None .its row: study.frozen_bias.; give the entry a new name'):
+        Study('runs.py').rows()
+
+
 def test_best_learning_rate(folder):
     """A learning rate is chosen when all are finished or have failed; first seeds are trained before second ones."""
     runs = Study('runs.py')
@@ -199,6 +215,12 @@ def test_best_learning_rate(folder):
     runs.entries = [two_seeds, longer]
     assert runs.best_lr(longer, full) == 1e-2 and runs.best_lr(longer, partial) is None
     assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
+    runs.only = 'longer'
+    assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('longer', 'H3', 1e-2, 2)]
+    runs.only = ''
+    # rows of an earlier commit
+    runs.entries = [entry | dict(recorded='abc')]
+    assert not runs.pending({}) and runs.best_rows(runs.entries[0], full) == [full[second]]
     runs.entries = [entry]
     runs.failed.add(second)
     assert runs.best_lr(entry, partial) == 1e-3 and not runs.pending(partial)

@@ -1,0 +1,48 @@
+"""
+A control: Standard whose token logits get a frozen bias, the log frequencies of tokens in a prepared folder.
+
+    $ python -m study.frozen_bias train.py config/mhf_tiny.py --num_hashes=0 --counts_from=data/sample
+    $ python -m study.frozen_bias eval.py --out_dir=out/mhf_tiny --tasks=bits_per_byte --text=data/sample
+
+Runs a script with another model.MHF. The bias of token w is log((count of w + 1) / sum), a buffer of the checkpoint.
+"""
+
+import runpy
+import sys
+
+import torch
+
+import model
+
+
+class FrozenBias(model.MHF):
+    counts_from = None  # a folder of token ids
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer('bias', torch.zeros(self.config.vocab_size))
+
+    def init_weights(self):
+        from mhf.data import count_tokens, read_meta  # these modules import model.MHF
+        from mhf.tokenizers import get_tokenizer
+
+        super().init_weights()
+        counts = torch.tensor(count_tokens(self.counts_from, get_tokenizer(read_meta(self.counts_from)['tokenizer'])))
+        self.bias.copy_(((counts + 1) / (counts + 1).sum()).log())
+
+    def token_logits(self, o):
+        return super().token_logits(o) + self.bias
+
+
+def main():
+    del sys.argv[0]  # the script with its own arguments remains
+    flag = '--counts_from='  # which train.py refuses for Standard
+    for argument in [argument for argument in sys.argv if argument.startswith(flag)]:
+        FrozenBias.counts_from = argument.removeprefix(flag)
+        sys.argv.remove(argument)
+    model.MHF = FrozenBias
+    runpy.run_path(sys.argv[0], run_name='__main__')
+
+
+if __name__ == '__main__':
+    main()
