@@ -18,12 +18,12 @@ lint: .venv/installed
 test: .venv/installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs -n 2 --dist loadfile test_mhf.py tests $(ARGS)
 
-# Benchmarks this GPU (the head's kernels; training steps of 100M with a vocabulary of 32K and 131K and of d=256;
-# generation), runs the GPU tests, and prints whether they pass. PY=python3 uses installed packages instead of .venv.
+# Benchmarks this GPU (training steps of 100M with a vocabulary of 32K and 131K and of d=256; generation; P(w)), runs the
+# GPU tests, and prints whether they pass. PY=python3 uses installed packages instead of .venv.
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
-	$(PY) bench.py config/mhf_100m.py --benchmarks=head,train,infer
+	$(PY) bench.py config/mhf_100m.py --benchmarks=train,infer
 	$(PY) bench.py config/mhf_100m.py --benchmarks=train --variants=exact,Standard --tokenizer=tekken
 	$(PY) bench.py config/mhf_tiny.py --benchmarks=train --variants=exact --micro_batch_size=32 --num_hashes=4 --num_buckets=7966
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v -n 8 --dist worksteal tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)

@@ -1,23 +1,18 @@
 """
 Benchmarks a config on this machine: MultiHashFormer with the exact and the product loss, and the Standard model.
 
-    $ python bench.py config/mhf_tiny.py                                  # training and inference
-    $ python bench.py config/mhf_100m.py --benchmarks=train,infer --tokenizer=tekken    # a vocabulary of 131,072
+    $ python bench.py config/mhf_tiny.py                                  # training steps, generation, P(w)
+    $ python bench.py config/mhf_100m.py --tokenizer=tekken               # a vocabulary of 131,072
     $ python bench.py config/mhf_1b.py --benchmarks=train --variants=exact --micro_batch_size=4
-    $ python bench.py config/mhf_100m.py --benchmarks=profile             # the longest kernels of a training step
-    $ python bench.py config/mhf_100m.py --benchmarks=head                # the sums over the vocabulary
 
 Every field of model.MHFConfig is a setting: --num_buckets=7966. FLOPs are those of matrix products: 2 per multiply-add;
 causal attention counts half. The GEMM share is the FLOP/s of a training step divided by that of large matrix products
 in the same run. Peak memory, on a GPU only, excludes parameters and optimizer state. A Standard config is compared with
-H4B16K.
+H4B16K. For the time of each kernel, run train.py under torch.profiler.
 """
 
-import contextlib
 import gc
-import json
 import statistics
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -25,7 +20,6 @@ from functools import partial
 import torch
 
 from configurator import check_numbers, configure, did_you_mean
-from mhf import head
 from mhf.checkpoint import make_config
 from mhf.data import build_table
 from mhf.errors import InputError
@@ -34,10 +28,9 @@ from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
 
-benchmarks = 'train,infer'  # also: profile, head
+benchmarks = 'train,infer'
 variants = 'exact,product,Standard'
 repeats = 3  # measurements; prints their median
-json_output = False  # print one JSON object; tables go to stderr
 tokenizer = 'mistral'
 micro_batch_size = 8
 device = None
@@ -49,7 +42,6 @@ globals().update({name: value for name, value in vars(MHFConfig()).items() if na
 
 config = configure(globals())
 
-VARIANTS = ('exact', 'product', 'Standard')
 NEW_TOKENS = 64  # per generated text, after the first one
 
 # -----------------------------------------------------------------------------
@@ -66,23 +58,13 @@ def timed(function):
     return time.perf_counter() - start
 
 
-def benchmark_interleaved(functions, measure=timed):
+def interleaved(functions, measure=timed):
     """
     {name: function} -> {name: median seconds}. The functions alternate, A B C A B C ...: one round to warm up, then
     `repeats` rounds. `measure` calls a function and returns seconds.
     """
     rounds = [{name: measure(function) for name, function in functions.items()} for _ in range(1 + repeats)]
     return {name: statistics.median(r[name] for r in rounds[1:]) for name in functions}
-
-
-def peak_memory(function):
-    """Calls a function. Returns the peak of the GPU memory that it allocates, in bytes; None on another device."""
-    if device_type != 'cuda':
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def measure_gemm():
@@ -99,11 +81,11 @@ def measure_gemm():
 
 
 def variant_configs(c):
-    """Returns {variant: MHFConfig} of the models to compare."""
+    """Returns {variant: MHFConfig} of the models to compare. Raises InputError."""
     exact = replace(c, loss='exact', num_hashes=c.num_hashes or 4, num_buckets=c.num_buckets if c.num_hashes else 16384)
     standard = replace(c, loss='exact', num_hashes=0, ablation='')
     configs = dict(exact=exact, product=replace(exact, loss='product'), Standard=standard)
-    return {variant: configs[variant] for variant in variants.split(',')}
+    return {name: configs[name] for name in split_setting('variants', configs)}
 
 
 def random_model(c, tok):
@@ -115,10 +97,10 @@ def random_model(c, tok):
     return model
 
 
-def random_signatures(model, *shape):
-    """Returns signatures (*shape, H) of random token ids."""
+def random_signatures(model, N, T):
+    """Returns the signatures (N, T, H) of random token ids."""
     used_ids = model.token_mask.nonzero()[:, 0]
-    return model.signatures[used_ids[torch.randint(len(used_ids), shape, device=device)]]
+    return model.signatures[used_ids[torch.randint(len(used_ids), (N, T), device=device)]]
 
 
 # -----------------------------------------------------------------------------
@@ -128,7 +110,7 @@ def random_signatures(model, *shape):
 def training_step(c, tok):
     """
     Returns a model, a function that trains it on one micro-batch, as train.py does: forward, backward, clipping and
-    AdamW; its first call's seconds and the peak memory of the second.
+    AdamW; its first call's seconds and the peak memory of the second in bytes, 0 if it is unknown.
     """
     model = random_model(c, tok)
     model.activation_checkpointing = activation_checkpointing
@@ -150,60 +132,35 @@ def training_step(c, tok):
 
     first_seconds = timed(step)
     optimizer.zero_grad()  # frees the gradients, so that the peak includes them
-    memory = peak_memory(step)
-    if compile and device_type == 'cuda':
-        compute_gradients = capture(compute_gradients)
-    return model, step, first_seconds, memory
+    peak_memory = 0
+    if device_type == 'cuda':
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        peak_memory = torch.cuda.max_memory_allocated() - before
+        if compile:
+            compute_gradients = capture(compute_gradients)
+    return model, step, first_seconds, peak_memory
 
 
 def bench_train(configs, tok):
-    """Prints time and memory of a training step. Returns {variant: dict}."""
+    """Prints time and memory of a training step. study/costs.py reads the rows."""
     steps = {variant: training_step(c, tok) for variant, c in configs.items()}
-    medians = benchmark_interleaved({variant: step for variant, (_, step, *_) in steps.items()})
-    block_size = config['block_size']
-    print(f'\ntraining step, {micro_batch_size} x {block_size:,} tokens, compile={compile}')
-    print('                parameters        ms    tokens/s  GFLOP/token  GEMM share  peak memory  first step')
-    rows = {}
-    for variant, (model, _, first_seconds, memory) in steps.items():
-        seconds = medians[variant]
-        parameters = sum(model.num_params())
+    medians = interleaved({variant: step for variant, (_, step, *_) in steps.items()})
+    gemm_flops = measure_gemm()
+    print(f'\ntraining step, {micro_batch_size} x {config["block_size"]:,} tokens, compile={compile}')
+    print(f'matrix products: {gemm_flops / 1e9:,.0f} GFLOP/s')
+    print('                parameters        ms    tokens/s  MFLOP/token  GEMM share  peak memory  first step')
+    for variant, (model, _, first_seconds, peak_memory) in steps.items():
+        speed = micro_batch_size * config['block_size'] / medians[variant]
         flops = model.estimate_flops()
-        speed = micro_batch_size * block_size / seconds
-        share = flops * speed / gemm_flops
-        rows[variant] = dict(parameters=parameters, seconds=seconds, tokens_per_s=speed, flops_per_token=flops)
-        rows[variant] |= dict(gemm_share=share, peak_memory=memory, first_seconds=first_seconds)
-        shown = 'unknown' if memory is None else f'{memory / 1e9:.2f} GB'
-        times = f'{variant:<10}{parameters:>16,}{seconds * 1e3:>10,.1f}{speed:>12,.0f}'
-        print(f'{times}{flops / 1e9:>13.3f}{share:>12.0%}{shown:>13}{first_seconds:>10.1f} s')
-    return rows
-
-
-def bench_profile(configs, tok):
-    """Prints the longest kernels of a training step. Returns {variant: dict}."""
-    on_gpu = device_type == 'cuda'
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    rows = {}
-    for variant, c in configs.items():
-        model, step, *_ = training_step(c, tok)
-        seconds = [timed(step) for _ in range(3)][-1]  # the first compile and warm up
-        with torch.profiler.profile(activities=[activity]) as profiled:
-            timed(step)
-        bound = model.estimate_flops() * micro_batch_size * c.block_size / gemm_flops
-        rows[variant] = dict(seconds=seconds, bound=bound)
-        print(f'\nprofile, {variant}: {seconds * 1e3:.1f} ms; {bound * 1e3:.1f} at the speed of large matrix products')
-        sort_by = 'self_device_time_total' if on_gpu else 'self_cpu_time_total'
-        print(profiled.key_averages().table(sort_by=sort_by, row_limit=15))
-    return rows
+        times = f'{medians[variant] * 1e3:>10,.1f}{speed:>12,.1f}'
+        print(f'{variant:<10}{sum(model.num_params()):>16,}{times}{flops / 1e6:>13,.2f}', end='')
+        print(f'{flops * speed / gemm_flops:>12.0%}{peak_memory / 1e9:>10.2f} GB{first_seconds:>10.1f} s')
 
 
 # -----------------------------------------------------------------------------
 # inference
-
-
-def eager_loss(model, s):
-    """The loss of signatures s (N, T + 1, H), with compiled blocks as without."""
-    with torch.compiler.set_stance('force_eager'):
-        return model(s[:, :-1], s[:, 1:])
 
 
 def time_generation(stream):
@@ -217,7 +174,7 @@ def time_generation(stream):
 def bench_infer(configs, tok):
     """
     Prints the speed of generation at batch size 1, without the prompt, and the latency of P(w), normalized over the
-    vocabulary, for the tokens of one sequence. Returns {'MHF' and 'Standard': dict}.
+    vocabulary, for the tokens of one sequence.
     """
     # -log P(w) is the exact loss, so a variant's own loss does not matter
     distinct = {'MHF' if c.num_hashes else 'Standard': replace(c, loss='exact') for c in configs.values()}
@@ -229,88 +186,46 @@ def bench_infer(configs, tok):
         s = random_signatures(model, 1, c.block_size + 1)
         engine = Engine(model)
         if compile:
-            seconds = timed(partial(engine.compile, 1, prompt.shape[1] + 1 + NEW_TOKENS))
-            print(f'{name}: a step of generation compiles in {seconds:.1f} s')
+            engine.compile(1, prompt.shape[1] + 1 + NEW_TOKENS)
         generations[name] = partial(engine.stream, prompt, 1 + NEW_TOKENS)
-        normalizations[name] = partial(eager_loss, model, s)
-    generation_seconds = benchmark_interleaved(generations, time_generation)
-    normalization_seconds = benchmark_interleaved(normalizations)
+        normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
+    generation_seconds = interleaved(generations, time_generation)
+    normalization_seconds = interleaved(normalizations)
     print(f'\ninference, batch size 1, weights in {dtype}')
     print(f'          generation  P(w) of {config["block_size"]:,} tokens')
-    rows = {}
     for name, seconds in normalization_seconds.items():
-        speed = NEW_TOKENS / generation_seconds[name]
-        rows[name] = dict(tokens_per_s=speed, seconds=seconds)
-        print(f'{name:<10}{speed:.1f} tokens/s{seconds * 1e3:>12,.1f} ms')
-    return rows
+        print(f'{name:<10}{NEW_TOKENS / generation_seconds[name]:.1f} tokens/s{seconds * 1e3:>12,.1f} ms')
 
 
-# -----------------------------------------------------------------------------
-# sums over the vocabulary
-
-
-def bench_head(configs, tok):
-    """Prints the time of -log P(y) for one chunk, with and without its gradient. Returns {name: seconds}."""
-    c = next((c for c in configs.values() if c.num_hashes), None)
-    if c is None:
-        raise InputError('benchmarks=head: needs a MultiHashFormer; add exact to variants')
-    index = list(random_model(c, tok).index.tensors())
-    n = head.chunk_size(device_type, c)
-    o = [torch.randn(n, c.num_buckets, device=device, dtype=getattr(torch, dtype)) for _ in range(c.num_hashes)]
-    y = torch.zeros(n, c.num_hashes, dtype=torch.int64, device=device)
-    ways = dict(columns=head.in_columns)
-    if head.has_kernels(o[0].device):
-        ways = dict(kernels=head.fast_negative_log_likelihood) | ways
-    functions = {}
-    for way, function in ways.items():
-        for gradient in (True, False):
-            name = f'{way}, {"-log P and gradient" if gradient else "-log P"}'
-            functions[name] = partial(function, o, y, index if way == 'kernels' else head.Index(*index), gradient)
-    medians = benchmark_interleaved(functions)
-    print(f'\n-log P, {n:,} positions, H={c.num_hashes}, B={c.num_buckets:,}, V={c.vocab_size:,}')
-    for name, seconds in medians.items():
-        print(f'{name:<36}{seconds * 1e3:>10.2f} ms')
-    return medians
-
-
-BENCHMARKS = dict(train=bench_train, profile=bench_profile, infer=bench_infer, head=bench_head)
+BENCHMARKS = dict(train=bench_train, infer=bench_infer)
 
 # -----------------------------------------------------------------------------
 # main
 
 
-def check_settings():
-    check_numbers(config, 'repeats micro_batch_size block_size', low=1)
-    check_numbers(config, 'num_hashes')
-    for setting, names in dict(benchmarks=BENCHMARKS, variants=VARIANTS).items():
-        for name in set(config[setting].split(',')).difference(names):
-            near = did_you_mean(name, names)
-            raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(names)}{near}")
-
-
-def run_benchmarks(configs, tok):
-    """Prints the device and runs the benchmarks. Returns a dict."""
-    name = torch.cuda.get_device_name(device) if device_type == 'cuda' else device
-    threads = torch.get_num_threads()
-    print(f'{name}, {dtype}, torch {torch.__version__}, {threads} CPU threads; GEMM {gemm_flops / 1e9:,.0f} GFLOP/s')
-    results = dict(device=name, dtype=dtype, torch=torch.__version__, threads=threads, gemm_flops=gemm_flops)
-    for benchmark in benchmarks.split(','):
-        torch.manual_seed(0)
-        results[benchmark] = BENCHMARKS[benchmark](configs, tok)
-        gc.collect()
-    return results
+def split_setting(setting, choices):
+    """Returns the names in a setting, separated by commas. Raises InputError for a name that is not in `choices`."""
+    names = config[setting].split(',')
+    for name in names:
+        if name not in choices:
+            near = did_you_mean(name, choices)
+            raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(choices)}{near}")
+    return names
 
 
 if __name__ == '__main__':
-    check_settings()
+    check_numbers(config, 'repeats micro_batch_size block_size', low=1)
+    check_numbers(config, 'num_hashes')
+    chosen = split_setting('benchmarks', BENCHMARKS)
     tok = get_tokenizer(tokenizer)
-    c = make_config(config, vocab_size=len(tok.tokens), pad_id=tok.pad)
+    configs = variant_configs(make_config(config, vocab_size=len(tok.tokens), pad_id=tok.pad))
     _, _, device = init_distributed(device)
     device_type = torch.device(device).type
     dtype = pick_dtype(dtype, device)
     compile = pick_compile(compile, device)
-    with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        gemm_flops = measure_gemm()
-        results = run_benchmarks(variant_configs(c), tok)
-    if json_output:
-        print(json.dumps(dict(config=config) | results))
+    name = torch.cuda.get_device_name(device) if device_type == 'cuda' else device
+    print(f'{name}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads')
+    for benchmark in chosen:
+        torch.manual_seed(0)
+        BENCHMARKS[benchmark](configs, tok)
+        gc.collect()

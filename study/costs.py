@@ -9,7 +9,7 @@ ROUNDS rounds, and the median counts. Rows of this list, device and number of th
 """
 
 import argparse
-import json
+import re
 import statistics
 import subprocess
 import sys
@@ -30,8 +30,6 @@ REPETITIONS = 5  # steps per round, of which the median counts
 GPT2 = 'GPT-2'
 # fields of MHFConfig that can change the time of a step
 SHAPE = MHFConfig.__annotations__.keys() - {'encoder_init', 'embedding_scale'}
-# of bench.py's section `train`, and of its top level
-COLUMNS = ('parameters', 'tokens_per_s', 'flops_per_token', 'gemm_share', 'peak_memory')
 MACHINE = ('device', 'dtype', 'torch', 'threads', 'gemm_flops')
 
 
@@ -49,15 +47,20 @@ def shapes(study):
 
 
 def measure(shape):
-    """Runs bench.py on a shape. Returns the values of COLUMNS and MACHINE. Raises InputError."""
+    """Runs bench.py on a shape. Returns its columns of costs.csv, read from the table. Raises InputError."""
     variant = shape['loss'] if shape['num_hashes'] else 'Standard'
-    flags = shape | dict(benchmarks='train', variants=variant, repeats=REPETITIONS, compile=False, json_output=True)
+    flags = shape | dict(benchmarks='train', variants=variant, repeats=REPETITIONS, compile=False)
     done = subprocess.run([sys.executable, REPO / 'bench.py', *as_flags(flags)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(f'bench.py ended with {done.returncode}: {done.stderr[-500:]}')
-    results = json.loads(done.stdout)
-    step = results['train'][variant]
-    return {column: step[column] for column in COLUMNS} | {column: results[column] for column in MACHINE}
+    machine = re.match(r'(.*), (\w+), torch (\S+), (\d+) CPU threads\n', done.stdout).groups()
+    gemm_flops = 1e9 * float(re.search(r'^matrix products: (\S+)', done.stdout, re.M)[1].replace(',', ''))
+    row = re.search(rf'^{variant} .*', done.stdout, re.M)[0].replace(',', '').split()
+    parameters, _, speed, megaflops, _, gigabytes = (float(cell.rstrip('%')) for cell in row[1:7])
+    flops = 1e6 * megaflops
+    results = dict(parameters=int(parameters), tokens_per_s=speed, flops_per_token=flops)
+    results |= dict(gemm_share=flops * speed / gemm_flops, peak_memory=1e9 * gigabytes or '')
+    return results | dict(zip(MACHINE, (*machine, gemm_flops), strict=True))
 
 
 def measure_gpt2(shape):
