@@ -14,9 +14,10 @@ Adds tokens for new languages to a tokenizer and to a trained model. A MultiHash
 SentencePiece learns pieces from each corpus. Pieces that the base tokenizer lacks are ranked by the tokens they save in
 the corpus, and the best are appended to the base tokenizer. Their merges have the lowest priority, so text without
 these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
-An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. If the signatures
-of a model depend on token frequencies (counts_from of train.py), those of new tokens depend on their frequencies in the
-corpora, which have equal weights. Name all corpora that the model will be trained on; one with @0 adds no tokens.
+An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. A model with
+informed signatures (counts_from of train.py) has rows for the forms and shapes that it knows; other buckets of new
+tokens depend on their frequencies in the corpora, which have equal weights. Name all corpora that the model will be
+trained on; one with @0 adds no tokens.
 
 With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
 corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of the last.

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -34,7 +35,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 import model as model_module
-from hashing import fingerprint, free_signature, frequency_table, hash_words, signature_table
+from hashing import (
+    extend_informed_table,
+    fingerprint,
+    form,
+    free_signature,
+    hash_words,
+    informed_table,
+    shape,
+    signature_table,
+)
 from mhf import head
 from mhf.errors import InputError
 from mhf.export import save_pretrained
@@ -145,7 +155,7 @@ def test_strings_are_hashed_as_bytes(monkeypatch):
     tokens = ['the', 'é', b'x', 'the']
     for options in ({}, dict(num_lsh=1), dict(unique=False)):
         signature_table(tokens, 2, 100, **options)
-    frequency_table(tokens, np.arange(4), 2, 100)
+    informed_table(tokens, np.arange(4), 3, 100)
     assert kinds == {bytes}
 
 
@@ -166,35 +176,90 @@ counted = st.lists(st.tuples(word, st.integers(0, 10**6)), min_size=1, max_size=
 
 
 @settings(max_examples=30, deadline=None)
-@given(counted, st.integers(2, 5), st.sampled_from([300, 65536]))
-def test_frequency_table(tokens_and_counts, H, B):
-    """Signatures are unique, each is in the range of its token's class in all coordinates, and bucket 0 is unused."""
-    tokens, counts = zip(*tokens_and_counts, strict=True)
-    counts = np.array(counts)
+@given(counted, counted, st.integers(2, 5), st.sampled_from([300, 65536]))
+def test_informed_table(old, new, H, B):
+    """
+    Signatures are unique and never use bucket 0. Tokens of one form share a bucket of hash 0, tokens of one shape one
+    of hash 1, also if they are added later, which changes no row. The other buckets are in the range of the token's
+    count, or of a smaller one.
+    """
+    old += [(f'rare {i}', 0) for i in range(100)]  # so that the rarest class has free signatures
+    tokens, counts = zip(*old, strict=True)
     used = [i for i, w in enumerate(tokens) if w is not None and i]
-    assume(used and counts.any())
-    table, ranges = frequency_table(tokens, counts, H, B, pad_id=0)
-    assert len(set(map(tuple, table[used].tolist()))) == len(used)
-    assert table.sum() == table[used].sum() and table.max() < B
-    classes = np.log1p(counts) * 2 // 1
-    rarest_first = sorted(set(classes[used]))
-    assert len(ranges) == len(rarest_first)
-    for i in used:
-        lower, offset, size = ranges[rarest_first.index(classes[i])]
-        assert (offset <= table[i]).all() and (table[i] < offset + size).all()
-        assert counts[i] / counts.sum() >= lower
+    counts = np.array(counts)
+    assume(counts[used].any())
+    table, ranges = informed_table(tokens, counts, H, B, pad_id=0)
+    per_hash = ranges if H > 2 else [ranges] * H
+    properties = [form, shape] if H > 2 else []
+    keys = properties + [lambda w: w] * (H - len(properties))
+    for i, key_of in enumerate(keys):
+        totals = Counter()
+        for k in used:
+            totals[key_of(tokens[k])] += counts[k]
+        classes = {key: int(2 * np.log1p(total)) for key, total in totals.items()}
+        rarest_first = sorted(set(classes.values()))
+        assert len(per_hash[i]) == len(rarest_first)
+        for k in used:
+            lower, offset, size = per_hash[i][rarest_first.index(classes[key_of(tokens[k])])]
+            assert 0 < table[k, i] < offset + size and (offset <= table[k, i] or i >= len(properties))
+            assert totals[key_of(tokens[k])] / counts[used].sum() >= lower
+    added = [w for w, _ in new if w is not None and w not in tokens]
+    grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges)
+    assert np.array_equal(grown[: len(table)], table)
+    used += range(len(tokens), len(grown))
+    assert len(set(map(tuple, grown[used].tolist()))) == len(used) and grown[used].all() and grown.max() < B
+    for i, key_of in enumerate(properties):
+        pairs = {(key_of([*tokens, *added][k]), grown[k, i]) for k in used}
+        assert len(pairs) == len(dict(pairs))
+
+
+def test_forms_and_shapes():
+    """The keys of Latin, Greek, Arabic and undecodable tokens, and the rows of a table, which must never change."""
+    tokens = [
+        '<pad>',
+        ' Water',
+        'water',
+        'WATER',
+        'Ωμέγα',
+        '▁ωμέγα',
+        'Ġسلام',
+        '▁Maße',
+        b' na\xc3\xafve',
+        b'\xe6\xb0',
+        ' ',
+    ]
+    forms = ['water', 'water', 'water', 'ωμέγα', 'ωμέγα', 'سلام', 'masse', 'naïve', b'\xe6\xb0', ' ']
+    shapes = ['1Tter', '0lter', '0Uter', '0Tέγα', '1lέγα', '1lلام', '1Tsse', '1lïve', b'\xe6\xb0', '1l']
+    assert list(map(form, tokens[1:])) == forms and list(map(shape, tokens[1:])) == shapes
+    counts = np.array([0, 5, 90, 1, 2, 7, 3, 1, 2, 11, 50])
+    table, _ = informed_table(tokens, counts, 4, 300, pad_id=0)
+    assert table.tolist() == GOLDEN_ROWS
+
+
+GOLDEN_ROWS = [
+    [0, 0, 0, 0], [7, 6, 6, 6], [7, 10, 10, 10], [7, 1, 2, 1], [5, 5, 5, 4], [5, 7, 7, 8], [3, 3, 3, 5], [1, 2, 1, 2],
+    [2, 4, 4, 3], [4, 8, 8, 7], [6, 9, 9, 9],
+]  # fmt: skip
+
+
+def test_tokens_that_differ_in_white_space_only():
+    """Where a signature is taken, only the buckets of the string's hashes change."""
+    tokens = [f'{"=" * 20}{" " * k}' for k in range(40)]  # one form and one shape
+    table, _ = informed_table(tokens, np.zeros(40) + 1, 4, 300)
+    assert len(set(map(tuple, table.tolist()))) == 40 and len(set(map(tuple, table[:, :2].tolist()))) == 1
 
 
 def test_frequent_tokens_have_buckets_of_their_own():
     """With buckets for all, no token shares a bucket; with fewer, the rare ones share, and each bucket evenly."""
     tokens = [str(i) for i in range(1000)]
     counts = np.repeat([0, 1000], [900, 100])
-    table, _ = frequency_table(tokens, counts, 3, 1001)
-    assert all(len(set(column)) == 1000 for column in table.T)
-    table, ranges = frequency_table(tokens, counts, 3, 401)
-    assert all(len(set(column)) == 100 for column in table[900:].T)
-    _, _, size = ranges[0]
-    for column in table[:900].T:
+    table, _ = informed_table(tokens, counts, 3, 1001)
+    assert all(len(set(column)) == 1000 for column in table[:, [0, 2]].T)
+    table, ranges = informed_table(tokens, counts, 3, 401)
+    assert all(len(set(column)) == 100 for column in table[900:, [0, 2]].T)
+    for i in (0, 2):
+        _, _, size = ranges[i][0]
+        column = table[:900, i]
         assert np.ptp(np.unique(column, return_counts=True)[1]) <= 1 and len(set(column)) == size
 
 
@@ -204,16 +269,16 @@ def test_a_token_of_a_full_range():
     taken = set()
     rows = []
     for i in range(6):
-        rows.append(free_signature(f'new{i}', 0.6, ranges, 2, taken))
+        rows.append(free_signature(f'new{i}', 0.6, ranges, (), 2, taken))
         taken.add(rows[-1].tobytes())
     assert sorted(map(tuple, rows[:4])) == [(9, 9), (9, 10), (10, 9), (10, 10)]
     assert all(row.max() < 9 for row in rows[4:])
     taken = set()
     for _ in range(1000):  # of the same string, every signature is found
-        taken.add(free_signature('w', 0.0, [(0.0, 1, 10)], 3, taken).tobytes())
+        taken.add(free_signature('w', 0.0, [(0.0, 1, 10)], (7,), 4, taken).tobytes())
     assert len(taken) == 1000
     with pytest.raises(InputError):
-        free_signature('w', 0.6, [(0.0, 1, 1)], 2, {np.ones(2, np.uint16).tobytes()})
+        free_signature('w', 0.6, [(0.0, 1, 1)], (), 2, {np.ones(2, np.uint16).tobytes()})
 
 
 SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عربية', 'हिन्दी भाषा',

@@ -39,9 +39,8 @@ from tqdm import tqdm
 from configurator import check_numbers, configure
 from mhf import runtime
 from mhf.checkpoint import lock, make_config, open_start, save
-from mhf.data import block_indices, count_tokens, data_folder, get_table, open_bins, prefetch
+from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
 from mhf.errors import InputError, Output
-from mhf.tokenizers import get_tokenizer
 from model import MHF
 
 # output
@@ -74,7 +73,7 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# a folder of ids: tokens share buckets only if they occur about as often in it (hashing.py); '': the paper's signatures
+# '': the paper's signatures; else informed signatures, by the counts in the training data, `train`, or in a folder of ids
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
@@ -113,7 +112,10 @@ check_numbers(config, 'seed', below=2**64)
 schedule_steps = lr_decay_steps or max_steps
 if counts_from and (not num_hashes or num_lsh or single_id):
     fix = 'set num_hashes above 0, num_lsh=0 and single_id=False'
-    raise InputError(f'counts_from={counts_from}: frequency ranges need MurmurHash3 signatures; {fix}')
+    raise InputError(f'counts_from={counts_from}: informed signatures need MurmurHash3; {fix}')
+if counts_from and init_from != 'scratch':
+    fix = 'the signatures of a model never change; omit counts_from'
+    raise InputError(f'counts_from={counts_from}, init_from={init_from}: {fix}')
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
 
@@ -261,8 +263,8 @@ if start.model:
     raw_model.config.block_size = block_size
     raw_model.config.loss = loss
 else:
-    counts = runtime.call_on_rank0(count_tokens, counts_from, get_tokenizer(tokenizer)) if counts_from else None
-    table, model_config.frequency_ranges = get_table(config, meta, counts)
+    # of rank 0, because forms and shapes depend on Python's version of Unicode
+    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])

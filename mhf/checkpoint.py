@@ -150,12 +150,8 @@ class Start:
 
     def check(self, values):
         """
-        Raises InputError if a resumed run has other `values`, settings or fingerprints, than it had before, or if
-        counts_from is set but the model has no frequency ranges.
+        Raises InputError if a resumed run has other `values`, settings or fingerprints, than it had before.
         """
-        if self.model and values.get('counts_from') and not self.model.config.frequency_ranges:
-            fix = 'the signatures of a model never change; omit counts_from'
-            raise InputError(f'counts_from={values["counts_from"]}: {self.source} has no frequency ranges; {fix}')
         if not self.settings:
             return
         recorded = asdict(self.model.config) | self.settings | self.data

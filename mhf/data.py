@@ -39,7 +39,7 @@ from mhf.errors import InputError
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
-COUNTED_TOKENS = 2**24  # read at a time by count_tokens
+COUNTED_TOKENS = 2**24  # read at a time to count them
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
 SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
@@ -279,11 +279,10 @@ def check_table(folder, meta, table):
         raise InputError(f'{folder} contains signatures of another table ({other}); prepare with --data_format=ids')
 
 
-def get_table(config, meta, counts=None):
+def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without the counts of the tokens (V,). Raises InputError if the data were prepared with another tokenizer
-    or table.
+    ranges, [] without counts_from. Raises InputError if the data were prepared with another tokenizer or table.
     """
     folder = data_folder(config)
     table = None
@@ -291,23 +290,36 @@ def get_table(config, meta, counts=None):
     if config['num_hashes']:
         tok = get_tokenizer(config['tokenizer'])
         check_tokenizer(folder, meta, tok)
-        if counts is None:
-            table = build_table(config, tok.tokens, meta['pad_id'])
-        else:
+        if config['counts_from']:
+            counts = counts_of_config(config, tok)
             sizes = (config['num_hashes'], config['num_buckets'])
             table, ranges = informed_table(tok.tokens, counts, *sizes, meta['pad_id'])
+        else:
+            table = build_table(config, tok.tokens, meta['pad_id'])
     check_table(folder, meta, table)
     return table, ranges
 
 
-def count_tokens(folder, tok):
+def counts_of_config(config, tok):
     """
-    Counts each token id in the training split of a folder of ids, and prints how many. Returns (V,) int64. Raises
-    InputError.
+    Returns the counts of the token ids (V,) int64 in the folder of counts_from, and prints how many tokens were counted
+    and how many of the run's training tokens never occurred. Raises InputError.
     """
+    own = data_folder(config)
+    folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
     if read_meta(folder) is None:
-        fix = 'name a folder of token ids, which prepare.py writes with --data_format=ids'
+        fix = "set it to train, for the run's own data, or to a folder of token ids"
         raise InputError(f'counts_from={folder}: no prepared data (meta.json); {fix}')
+    counts = count_tokens(folder, tok)
+    print(f'{counts.sum():,} tokens counted in {folder}')
+    if folder != own:
+        never = (counts[Bins(own, 'train')[:COUNTED_TOKENS]] == 0).mean()
+        print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
+    return counts
+
+
+def count_tokens(folder, tok):
+    """Counts each token id in the training split of a folder of ids. Returns (V,) int64. Raises InputError."""
     train = Bins(folder, 'train')
     check_tokenizer(folder, train.meta, tok)
     if train.meta['data_format'] != 'ids':
@@ -315,7 +327,6 @@ def count_tokens(folder, tok):
     counts = np.zeros(len(tok.tokens), np.int64)
     for start in range(0, len(train), COUNTED_TOKENS):
         counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
-    print(f'{counts.sum():,} tokens counted in {folder}')
     return counts
 
 

@@ -193,12 +193,15 @@ def test_both_data_formats_train_alike(quick, mistral):
         assert_same(weights(quick, 'b')[key], weights(quick)[key])
 
 
-def test_frequency_ranges(quick):
+def test_informed_signatures(quick):
     """A new model counts tokens once; a resume, other weights' runs and exports use its table and ranges as stored."""
     data = ('cfg.py', '--data_format=ids', '--data_dir=ids', *until(6))
     ok('prepare.py', *data[:3], cwd=quick)
     args = (*data, '--counts_from=ids')
-    ok('train.py', *args, '--out_dir=a', cwd=quick)
+    done = ok('train.py', *args, '--out_dir=a', cwd=quick)
+    assert '0.0% of the training tokens in ids never occurred' not in done.stdout
+    ok('train.py', *data, '--counts_from=train', '--out_dir=own', cwd=quick)
+    assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
     stop = IN_FORWARD.format(n=5, do='os.kill(os.getpid(), signal.SIGTERM)')
     assert run('train.py', *args, '--out_dir=b', cwd=quick, patch=stop).returncode == 143
     refused('train.py', *data, '--out_dir=b', says='counts_from= (was ids)', cwd=quick)
@@ -212,7 +215,7 @@ def test_frequency_ranges(quick):
     ok('train.py', *data, '--init_from=a', '--out_dir=d', cwd=quick)
     ok('mhf.export', 'a', 'exported', cwd=quick)
     model = load(str(quick / 'a')).model
-    assert len(model.config.frequency_ranges) > 5
+    assert [len(ranges) > 5 for ranges in model.config.frequency_ranges] == [True] * 3
     for source in ('c', 'd', 'exported'):
         other = load(str(quick / source)).model
         assert other.config.frequency_ranges == model.config.frequency_ranges
