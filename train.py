@@ -73,7 +73,8 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# '': the paper's signatures; else informed signatures, by the counts in the training data, `train`, or in a folder of ids
+# '': the paper's signatures | train, or a folder of ids: informed signatures (hashing.py), from the token counts of the
+# training data, or of that folder
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)

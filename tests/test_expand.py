@@ -14,7 +14,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 import expand
 import prepare
 from configurator import read_config
-from hashing import frequency_table, signature_table
+from hashing import PROPERTIES, informed_table, signature_table
 from mhf.checkpoint import load, make_config, read_checkpoint
 from mhf.data import Bins
 from mhf.export import save_pretrained
@@ -199,15 +199,20 @@ def test_expand_a_standard_model(expansion, mistral):
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
 
 
-def test_expand_a_model_with_frequency_ranges(expansion, mistral):
-    """New tokens get signatures in the range of their frequency; old rows and the parameter count do not change."""
+@pytest.mark.parametrize('properties', [(), PROPERTIES])
+def test_expand_an_informed_model(expansion, mistral, properties):
+    """
+    New tokens get signatures in the range of their frequency, and share the buckets of their form and shape; old rows
+    and the parameter count do not change. Without properties, this is a model with one list of ranges.
+    """
     counts = np.bincount(Bins(expansion / 'more', 'train')[:], minlength=32768)[:32768]
-    table, ranges = frequency_table(mistral.tokens, counts, 3, 1000, mistral.pad)
+    table, ranges = informed_table(mistral.tokens, counts, 3, 1000, mistral.pad, properties)
+    name = 'informed' if properties else 'ranged'
     m = random_model(vocab_size=32768, num_buckets=1000, pad_id=mistral.pad, dtype=torch.float32)
     m.config.frequency_ranges = ranges
     m.replace_vocabulary(table, mistral.pad)
-    save_pretrained(m, expansion / 'ranged', 'mistral')
-    args = ('--source_model=ranged', '--output_dir=ranged_grown', '--tokenizer=three.model')
+    save_pretrained(m, expansion / name, 'mistral')
+    args = (f'--source_model={name}', f'--output_dir={name}_grown', '--tokenizer=three.model')
     refused('expand.py', *args, says='set --corpora', cwd=expansion)
     # a language that never occurred, of one very frequent piece and rare ones
     tok = get_tokenizer(str(expansion / 'three.model'))
@@ -215,13 +220,18 @@ def test_expand_a_model_with_frequency_ranges(expansion, mistral):
     write_jsonl(expansion / 'new.jsonl', [f'{first} ' * 99 + second] * 40)
     done = ok('expand.py', *args, '--corpora=new.jsonl', cwd=expansion)
     assert '32,768 -> 33,968 tokens: 0 new parameters' in done.stdout
-    grown = load(str(expansion / 'ranged_grown')).model
+    grown = load(str(expansion / f'{name}_grown')).model
     assert torch.equal(grown.signatures[:32768], m.signatures) and grown.config.frequency_ranges == ranges
     assert len(set(map(tuple, grown.signatures.tolist()))) == 33968
 
+    for i, key_of in enumerate(properties):
+        buckets = {(key_of(w), int(b)) for w, b in zip(tok.tokens, grown.signatures[:, i], strict=True) if b}
+        assert len(buckets) == len(dict(buckets))
+    ranges = ranges[-1] if properties else ranges
+
     def range_of(token):
         return next(
-            k for k, (_, offset, size) in enumerate(ranges) if offset <= grown.signatures[token, 0] < offset + size
+            k for k, (_, offset, size) in enumerate(ranges) if offset <= grown.signatures[token, -1] < offset + size
         )
 
     assert range_of(32768) >= len(ranges) - 3  # the most frequent ranges have few buckets
