@@ -3,11 +3,12 @@ Settings of a script: its defaults, overridden by config files, overridden by --
 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
-A script's settings are its lower-case globals that are numbers, strings, True, False or None when it calls
+A script's settings are the lower-case globals that it assigns above the call
 
     config = configure(globals())     # sets these globals; an imported script keeps its defaults
 
-A new setting is one line `name = value` above this call; the value may be any expression.
+A new setting is one line `name = value`. The value may be any expression; it becomes a plain number, string, True,
+False, None or list of these.
 Config files are Python. One file may contain settings of all scripts; names that start with _ are private to it. A
 variant of a config starts with `from config.mhf_1b import *`. Unknown names, missing values and wrong types are errors.
 """
@@ -16,6 +17,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -47,7 +49,7 @@ def check_numbers(settings, names, low=0, below=math.inf):
 
 @functools.cache
 def find_settings(script):
-    """Returns {name: ast node of its assignment} of the settings in a script's source."""
+    """Returns {name: ast node of its assignment} of the settings in the source of a script, a path from HERE."""
     above, _, _ = (HERE / script).read_text(encoding='utf-8').partition(CALL)
     nodes = [node for node in ast.parse(above).body if isinstance(node, ast.Assign)]
     targets = {ast.unparse(node.targets[0]): node for node in nodes}
@@ -63,8 +65,18 @@ def command_line_names():
     return {argument[2:].partition('=')[0] for argument in sys.argv[1:] if argument.startswith('--')}
 
 
+def plain(key, value):
+    """Returns a value as JSON stores it, which every reader of a checkpoint knows: a float for a numpy.float64."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        kinds = 'a number, text, True, False, None or a list'
+        raise InputError(f'{key}={value!r:.64} is {type(value).__name__}, expected {kinds}') from None
+
+
 def coerce(key, value, default):
     """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
+    value = plain(key, value)
     if value == '' and default:  # an unset variable of the shell
         raise InputError(f'{key} is empty; omit --{key}, or set it (default: {default})')
     if isinstance(value, str) and isinstance(default, str | None):
@@ -131,11 +143,15 @@ def configure(scope):
     Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
     settings as a dict. Raises InputError.
     """
-    scalars = bool | int | float | str | None
-    defaults = {k: v for k, v in scope.items() if is_setting_name(k) and isinstance(v, scalars)}
-    if scope['__name__'] != '__main__':
+    is_script = scope['__name__'] == '__main__'
+    if is_script:
+        install_excepthook()
+    assigned = find_settings(Path(scope['__file__']).resolve())
+    scalars = bool | int | float | str | None  # globals().update() may add some
+    names = [k for k, v in scope.items() if k in assigned or (is_setting_name(k) and isinstance(v, scalars))]
+    defaults = {k: plain(k, scope[k]) for k in names}
+    if not is_script:
         return defaults
-    install_excepthook()
     arguments = sys.argv[1:]
     if '--help' in arguments or '-h' in arguments:
         print_help(scope)

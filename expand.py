@@ -41,7 +41,7 @@ from tqdm import tqdm
 from configurator import configure
 from hashing import extend_informed_table
 from mhf.checkpoint import load
-from mhf.data import build_table
+from mhf.data import build_table, replace_durably
 from mhf.errors import InputError
 from mhf.export import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, is_held_out, read_documents, split_last
@@ -326,21 +326,17 @@ def held_out_file(name):
 
 
 def write_tokenizer(larger, held_out):
-    """Writes held_out, {language: documents}, then the tokenizer. Raises InputError."""
+    """Writes held_out, {language: documents}, then the tokenizer."""
     files = {}
     for name, documents in held_out.items():
         rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
         files[held_out_file(name)] = ''.join(rows).encode()
     files[Path(tokenizer)] = larger.sp.serialized_model_proto()
     for path, content in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, 'xb') as f:
-                f.write(content)
-        except OSError as e:
-            if not isinstance(e, FileExistsError):
-                path.unlink(missing_ok=True)  # incomplete
-            raise InputError(f'{path} cannot be written ({e})') from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f'{path.name}.tmp')
+        temporary.write_bytes(content)
+        replace_durably(temporary, path)
 
 
 def check_settings(languages, use_existing):

@@ -60,8 +60,8 @@ DIGEST_BYTES = 1 << 16  # of each end of an input file
 
 
 def file_digest(path):
-    """Returns a digest of the first and the last DIGEST_BYTES of a file. Raises InputError."""
-    with sources.reading(path), open(path, 'rb') as file:
+    """Returns a digest of the first and the last DIGEST_BYTES of a file."""
+    with open(path, 'rb') as file:
         start = file.read(DIGEST_BYTES)
         file.seek(max(len(start), os.path.getsize(path) - DIGEST_BYTES))
         return hashlib.sha256(start + file.read(DIGEST_BYTES)).hexdigest()[:16]
@@ -285,8 +285,6 @@ def locked(folder, meta):
             if creates_meta:
                 data.write_json(folder / 'meta.json', meta)
             yield
-        except OSError as e:
-            raise InputError(f'{folder} cannot be written ({e}); fix this, then rerun the same command') from None
         finally:
             if creates_meta and not data.read_units(folder, meta)[0]:
                 for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):

@@ -19,13 +19,11 @@ A folder is complete when, for each source, every unit's json exists or the sour
 """
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
 import os
 import re
-import sys
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,7 +34,6 @@ from filelock import FileLock, Timeout
 from configurator import command_line_names
 from hashing import fingerprint, informed_table, signature_table
 from mhf.errors import InputError
-from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 COUNTED_TOKENS = 2**24  # read at a time to count them
@@ -105,49 +102,40 @@ def write_json(path, value):
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path, key):
-    """Returns the contents of a JSON file, a dict with `key`, or None if it does not exist. Raises InputError."""
-    with reading(path):
-        try:
-            contents = json.loads(path.read_bytes())
-            if key not in contents:
-                raise ValueError(f"no '{key}'")
-            return contents
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (ValueError, TypeError) as e:  # empty after a crash of the machine, or of another program
-            fix = 'delete it, then rerun prepare.py; if it is meta.json, change --data_dir'
-            raise InputError(f'{path} is empty or damaged ({e}); {fix}') from None
+def read_json(path):
+    """Returns the contents of a JSON file, or None if it does not exist."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def read_meta(folder):
-    """Returns the contents of meta.json, or None if it does not exist. Raises InputError."""
-    return read_json(Path(folder) / 'meta.json', 'sources')
+    """Returns the contents of meta.json, or None if it does not exist."""
+    return read_json(Path(folder) / 'meta.json')
 
 
 def read_unit(folder, number):
-    """Returns the contents of a unit's json, or None if the unit is not finished. Raises InputError."""
-    return read_json(Path(folder) / f'{number:06}.json', 'counts')
+    """Returns the contents of a unit's json, or None if the unit is not finished."""
+    return read_json(Path(folder) / f'{number:06}.json')
 
 
 @contextlib.contextmanager
 def lock_folder(folder, name):
     """
-    Creates a folder and locks it by a file `name` in it. On a file system without locks, warns that it is not locked.
-    Afterwards deletes the file, and the folder if this process created it and it is empty. Raises InputError.
+    Creates a folder and locks it by a file `name` in it. Afterwards deletes the file, and the folder if this process
+    created it and it is empty. Raises InputError if another process holds the lock.
     """
     path = folder / name
     creates_folder = not os.path.exists(folder)
-    lock = FileLock(path, timeout=0, fallback_to_soft=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, timeout=0)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise InputError(f'{folder} is in use by another process, which has locked {path}') from None
-    except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise InputError(f'{folder} cannot be written ({e})') from None
-        print(f'warning: {folder} has no lock service ({e}); start no second process for it', file=sys.stderr)
+    except OSError:  # the file system has no locks; if the folder is not writable, the first write fails
+        pass
     try:
         yield
     finally:
@@ -214,8 +202,7 @@ class Bins:
         self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
         for number, path, shard in zip(units, self.paths, shards, strict=True):
             expected = HEADER + shard['tokens'] * self.dtype.itemsize
-            with reading(path):
-                size = path.stat().st_size
+            size = path.stat().st_size
             if size != expected:
                 fix = f'delete {folder}/{number:06}.json, then rerun prepare.py'
                 raise InputError(f'{path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
@@ -230,9 +217,8 @@ class Bins:
         while start < stop:
             path = self.paths[k]
             count = min(stop, self.starts[k + 1]) - start
-            with reading(path):
-                offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
-                pieces.append(np.fromfile(path, self.dtype, count, offset=offset))
+            offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
+            pieces.append(np.fromfile(path, self.dtype, count, offset=offset))
             if len(pieces[-1]) < count:
                 raise InputError(f'{path}: only {len(pieces[-1]):,} of {count:,} tokens could be read')
             start += count

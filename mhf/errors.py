@@ -8,32 +8,32 @@ import time
 
 
 class InputError(ValueError):
-    """An error that the user can fix, such as a wrong setting or a full disk: one line `error: ...` and exit code 1."""
+    """An error that the user can fix, such as a wrong setting or too little text."""
 
     def __init__(self, message):
         super().__init__(' '.join(str(message).splitlines()))
 
 
 class Output(io.FileIO):
-    """The file of stdout or stderr. A closed pipe (`| head -1`) ends the script silently, a full disk with one line."""
+    """The file of stdout or stderr. The first write that fails raises its OSError; what follows is lost."""
 
-    ignores_errors = False  # True: the script continues, and what cannot be written is lost
+    ignores_errors = False  # True: no write raises an error
 
     def write(self, data):
         try:
             return super().write(data)
-        except OSError as e:
+        except OSError:
             if not Output.ignores_errors:
                 Output.ignores_errors = True
-                sys.exit(1 if isinstance(e, BrokenPipeError) else f'error: the output cannot be written ({e})')
+                raise
             return len(data)
 
 
 def install_excepthook():
     """
-    Prepares a script's output: an uncaught InputError or Ctrl-C prints one line, each line is written at once, and
-    stdout replaces a character that its encoding lacks by a question mark. configure() calls it, and so do modules that
-    run with -m.
+    Prepares a script's output: an uncaught InputError, OSError or Ctrl-C prints one line (MHF_TRACEBACK=1: its
+    traceback), each line is written at once, and stdout replaces a character that its encoding lacks by a question
+    mark. configure() calls it, and so do modules that run with -m.
     """
     sys.excepthook = print_error
     for name, errors in (('stdout', 'replace'), ('stderr', 'backslashreplace')):
@@ -47,12 +47,12 @@ def install_excepthook():
 
 
 def print_error(error_class, error, traceback):
-    if isinstance(error, InputError):
+    if os.environ.get('MHF_TRACEBACK') or not issubclass(error_class, InputError | OSError | KeyboardInterrupt):
+        sys.__excepthook__(error_class, error, traceback)
+    elif error_class is KeyboardInterrupt:
+        print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
+    elif error_class is not BrokenPipeError:
         if os.environ.get('LOCAL_RANK', '0') != '0':
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)  # local rank 0 prints an error that all ranks have; then torchrun ends this process
-        print(f'error: {error}', file=sys.stderr)
-    elif error_class is KeyboardInterrupt:
-        print('\ninterrupted', file=sys.stderr)  # Python then ends the process by SIGINT: 130 in a shell
-    else:
-        sys.__excepthook__(error_class, error, traceback)
+        print('error:', *str(error).splitlines(), file=sys.stderr)

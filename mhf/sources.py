@@ -8,7 +8,6 @@ Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \
 once; put text that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
-import contextlib
 import glob
 import gzip
 import io
@@ -89,8 +88,7 @@ def input_files(dataset):
         if not paths:
             raise InputError(f'{pattern}: no such file, glob or data set{did_you_mean(pattern, ["stdlib", *HUB])}')
         for path in paths:
-            with reading(path):
-                files.setdefault(file_id(path), str(path))
+            files.setdefault(file_id(path), str(path))
     sizes = {path: os.path.getsize(path) for path in files.values()}
     for path, size in sizes.items():
         if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
@@ -98,15 +96,6 @@ def input_files(dataset):
         if not size and path.endswith(COMPRESSED):
             raise InputError(f'{path} is truncated: it has 0 bytes; download or compress it again')
     return sizes
-
-
-@contextlib.contextmanager
-def reading(path):
-    """Raises InputError instead of an OSError."""
-    try:
-        yield
-    except OSError as e:
-        raise InputError(f'{path} cannot be read ({e})') from None
 
 
 def file_id(path):

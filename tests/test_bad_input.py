@@ -106,7 +106,7 @@ BAD = [
     Bad('too small a val_fraction', PREPARE + '--dataset=docs.jsonl --val_fraction=1e-320', says='val_fraction=1e-320'),
     Bad('too many buckets', PREPARE + '--dataset=docs.jsonl --num_buckets=65537', says='num_buckets=65537'),
     Bad('no number of hashes', PREPARE + '--dataset=docs.jsonl --num_hashes=-1', says='num_hashes=-1'),
-    Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says='docs.jsonl/x cannot be written'),
+    Bad('folder below a file', 'prepare.py cfg.py --data_dir=docs.jsonl/x', says="'docs.jsonl"),
     # train.py
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
@@ -164,7 +164,7 @@ BAD = [
     Bad('top_k of another type', 'sample.py cfg.py --top_k=fifty', says='top_k=fifty: must be an integer'),
     Bad('top_p of another type', 'sample.py cfg.py --top_p=high', says='top_p=high: must be a number above 0'),
     Bad('no samples', 'sample.py cfg.py --num_samples=0', says='num_samples=0'),
-    Bad('no such user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says='start=FILE:~nobody-here/x'),
+    Bad('no such user', 'sample.py cfg.py --start=FILE:~nobody-here/x', says="'~nobody-here/x'"),
     Bad('missing prompt', 'sample.py cfg.py --start=FILE:no.txt', says='no.txt'),
     # expand.py
     Bad('expand without corpora', EXPAND, says='corpora is empty'),
@@ -188,7 +188,12 @@ BAD = [
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="is not the model's, 'mistral'"),
     Bad('eval with half a bos', EVAL + '--bos=half', says="bos='half'"),
     Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),
-    Bad('results in a file', TEXT + 'w.txt --output_path=w.txt/r', 'w.txt/r cannot be', file('w.txt', b'a word')),
+    Bad(
+        'results in a file',
+        TEXT + 'w.txt --output_path=w.txt/r',
+        "Not a directory: 'w.txt/r'",
+        file('w.txt', b'a word'),
+    ),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
 ]
 

@@ -140,7 +140,7 @@ REFUSED = [
     ('--seed=', 'seed is empty'),
     ('out_dir = ""', 'out_dir is empty'),
     ('--device', '--device needs a value'),
-    ('rope_theta = 1e4', "unknown setting 'rope_theta'"),
+    ('learning_rate = 1j', 'learning_rate=1j is complex, expected a number'),
     ('1/0', 'c.py: ZeroDivisionError'),
     ('x = [', 'SyntaxError: .*line 1'),
     ('from math import pi', "unknown setting 'pi'"),
@@ -158,6 +158,7 @@ def test_refuses(tmp_path, wrong, culprit):
 FORK = '''"""Does it."""
 
 import sys
+import numpy as np
 from configurator import configure
 
 
@@ -174,6 +175,8 @@ x = 5 * 8  # its width
 dtype = (
     'bfloat16' if double(x) > 99 else 'float32'
 )
+scale = np.sqrt(4)
+windows = [64, 128]
 globals().update(computed=1)
 config = configure(globals())
 after = 3
@@ -182,21 +185,27 @@ print(config)
 
 
 def test_a_fork(tmp_path):
-    """A default may be any expression below a function; one line is a setting on the command line and in a file."""
+    """
+    A default may be any expression below a function; one line is a setting on the command line and in a file. Lists are
+    settings, a number of numpy becomes a float, and other values are refused.
+    """
     shutil.copy(REPO / 'configurator.py', tmp_path)
     (tmp_path / 'fork.py').write_text(FORK)
     (tmp_path / 'c.py').write_text('x = 50\nlines = 3')
-    (tmp_path / 'd.py').write_text('computed = 2')
-    for args, settings in {
-        'c.py d.py': dict(x=50, dtype='float32', computed=2),
-        '--x=7 --dtype=bfloat16': dict(x=7, dtype='bfloat16', computed=1),
+    (tmp_path / 'd.py').write_text('computed = 2\nwindows = [8]')
+    defaults = dict(x=40, dtype='float32', scale=2.0, windows=[64, 128], computed=1)
+    for args, changes in {
+        'c.py d.py': dict(x=50, windows=[8], computed=2),
+        '--x=7 --dtype=bfloat16 --windows=[]': dict(x=7, dtype='bfloat16', windows=[]),
     }.items():
-        assert shell(tmp_path, f'python fork.py {args}').stdout.decode() == f'{settings}\n'
+        assert shell(tmp_path, f'python fork.py {args}').stdout.decode() == f'{defaults | changes}\n'
     # a.py reads the settings of fork.py without executing its defaults
     done = shell(tmp_path, 'python a.py c.py')
     assert done.stdout.count(b'\n') == 3 and b'called' not in done.stderr
     assert b"unknown setting '--after'" in shell(tmp_path, 'python fork.py --after=1').stderr
-    assert shell(tmp_path, 'python -c "import fork" --x=7').stdout == b"{'x': 40, 'dtype': 'float32', 'computed': 1}\n"
+    assert shell(tmp_path, 'python -c "import fork" --x=7').stdout.decode() == f'{defaults}\n'
+    (tmp_path / 'fork.py').write_text(FORK.replace('[64, 128]', 'print'))
+    assert b'error: windows=<built-in function print>' in shell(tmp_path, 'python fork.py').stderr
 
 
 def test_help_prints_comments(tmp_path):
@@ -206,6 +215,17 @@ def test_help_prints_comments(tmp_path):
     shown = f'# settings: --name=value\n\n{settings}\n'
     assert shell(tmp_path, 'python fork.py --help').stdout.decode() == f'Does it.\n\n{shown}'
     assert shell(tmp_path, 'python -OO fork.py -h').stdout.decode() == shown
+
+
+def test_other_packages_of_the_same_name(tmp_path):
+    """Config files and scripts import this repository's packages, whatever packages are installed."""
+    for name in ('mhf', 'config'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / '__init__.py').touch()
+    environment = os.environ | dict(PYTHONPATH=str(tmp_path))
+    command = [sys.executable, 'train.py', 'config/mhf_1b_h3b10k.py', '--max_steps=0']
+    done = subprocess.run(command, cwd=REPO, capture_output=True, env=environment)
+    assert done.stderr.startswith(b'error: max_steps=0'), done.stderr
 
 
 def test_configs_are_the_paper_s():

@@ -240,7 +240,7 @@ def test_a_file_is_read_once(tmp_path):
         with pytest.raises(InputError, match='both contain .*; name each file once'):
             prepared('d', dataset=f'*.txt@1e6,{other}@1e6')
     (tmp_path / 'd.txt').symlink_to('nowhere')
-    with pytest.raises(InputError, match='d.txt cannot be read .*No such file'):
+    with pytest.raises(FileNotFoundError, match='d.txt|nowhere'):
         sources.input_files('*.txt')
 
 
@@ -455,7 +455,7 @@ def test_stopped_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare.ShardWriter, 'flush', full)
     for room, error in ((0, OSError(28, 'No space')), (0, KeyboardInterrupt()), (2, OSError(28, 'No space'))):
-        with pytest.raises(KeyboardInterrupt if room == 0 and not isinstance(error, OSError) else InputError):
+        with pytest.raises(type(error)):
             prepared('d')
         assert len(snapshot(tmp_path / 'd')) == (room and 3 * room + 1) and (tmp_path / 'd').exists()
     monkeypatch.setattr(prepare.ShardWriter, 'flush', flush)
@@ -485,16 +485,13 @@ def test_other_settings_or_files(tmp_path):
     write_jsonl(tmp_path / 'b.jsonl', ['more'])
     with pytest.raises(InputError, match='input file b.jsonl is new, missing or has other contents; delete'):
         prepared('d')
-    foreign = [('train_000007.bin', 'x', 'could be overwritten'), ('meta.json', '', 'is empty or damaged')]
-    foreign += [('meta.json', '{"version": 1}', "is empty or damaged .*'sources'")]
-    for number, (name, content, message) in enumerate(foreign):
-        folder = tmp_path / f'foreign{number}'
-        folder.mkdir()
-        (folder / name).write_text(content)
-        before = snapshot(folder)
-        with pytest.raises(InputError, match=f'{name} {message}'):
-            prepared(folder)
-        assert snapshot(folder) == before
+    folder = tmp_path / 'foreign'
+    folder.mkdir()
+    (folder / 'train_000007.bin').write_text('x')
+    before = snapshot(folder)
+    with pytest.raises(InputError, match='train_000007.bin could be overwritten'):
+        prepared(folder)
+    assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize('change', ['normalizer', 'merges', 'pre_tokenizer', 'bos_token'])
@@ -532,29 +529,16 @@ def test_damaged_files_of_a_unit(tmp_path):
         (tmp_path / 'd/000000.json').unlink()
         prepared('d')
         assert snapshot(tmp_path / 'd') == before
-    (tmp_path / 'd/000000.json').write_bytes(b'')  # a crash of the machine
-    with pytest.raises(InputError, match='d/000000.json is empty or damaged .*; delete it, then rerun'):
-        prepared('d')
 
 
-def test_an_error_of_the_system_is_not_damage(tmp_path):
-    """An OSError is reported as it is, without advice to delete data; a shard that shrinks in a run is named."""
+def test_a_shard_that_shrinks(tmp_path):
+    """A shard that shrinks in a run is named."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     prepared('d')
     train = Bins('d', 'train')
     os.truncate('d/train_000000.bin', 1000)
     with pytest.raises(InputError, match='d/train_000000.bin: only'):
         train[:]
-    Path('d/train_000000.bin').unlink()
-    with pytest.raises(InputError, match='d/train_000000.bin cannot be read .*No such file') as error:
-        train[5:9]
-    assert 'delete' not in str(error.value)
-    for name in ('000000.json', 'meta.json'):
-        Path('d', name).unlink()
-        Path('d', name).mkdir()
-        with pytest.raises(InputError, match=f'{name} cannot be read .*Is a directory') as error:
-            Bins('d', 'train')
-        assert 'delete' not in str(error.value)
 
 
 # a file system without fsync of folders, locks and mmap, as some network mounts are, and few open files
@@ -572,15 +556,14 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 def test_a_poor_file_system(tmp_path, monkeypatch):
     """
-    Without fsync of folders, locks and mmap, and with more shards than open files, prepare.py ends with the same bytes
-    and one warning.
+    Without fsync of folders, locks and mmap, and with more shards than open files, prepare.py ends with the same bytes.
     """
     for i, text in enumerate(real_documents() * 3):
         write_jsonl(tmp_path / f'{i:03}.jsonl', [text[:100]] * 10)
     args = ('--dataset=*.jsonl', '--data_format=ids', '--val_fraction=0.1')
     ok('prepare.py', *args, '--data_dir=good', cwd=tmp_path, patch=UNITS)
     done = ok('prepare.py', *args, '--data_dir=poor', cwd=tmp_path, patch=UNITS + POOR)
-    assert len(done.stderr.splitlines()) == 1 and 'poor has no lock service' in done.stderr
+    assert not done.stderr
     assert '90 documents' in done.stdout and snapshot(tmp_path / 'poor') == snapshot(tmp_path / 'good')
     monkeypatch.setattr('mmap.mmap', MagicMock(side_effect=OSError))
     assert (Bins('poor', 'train')[:99] == Bins('good', 'train')[:99]).all()
@@ -590,7 +573,7 @@ def test_output_on_a_full_disk(tmp_path):
     """If stdout cannot be written, one line says so, and the data are complete."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     patch = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
-    says = 'the output cannot be written ([Errno 28] No space'
+    says = '[Errno 28] No space'
     refused('prepare.py', '--dataset=a.jsonl', '--data_dir=d', says=says, cwd=tmp_path, patch=patch)
     assert len(Bins('d', 'train')) > 9
 
