@@ -144,7 +144,7 @@ def training_step(c, tok):
 
 
 def bench_train(configs, tok):
-    """Prints time and memory of a training step. study/costs.py reads the rows."""
+    """Prints time and memory of a training step."""
     steps = {variant: training_step(c, tok) for variant, c in configs.items()}
     medians = interleaved({variant: step for variant, (_, step, *_) in steps.items()})
     gemm_flops = measure_gemm()

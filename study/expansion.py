@@ -42,9 +42,3 @@ RUNS = [
     | dict(name='MHF H4 B7,966, expanded', label='MHF H4, expanded', source='MHF H4 B7,966, orthogonal'),
     _EXPANDED | _STANDARD | dict(name='Standard, expanded', label='Standard, expanded', source='Standard, scale 4'),
 ]
-
-MEASURE = 'bits_per_byte'
-CLAIMS = [
-    ('MHF H4 or Standard, before expansion', 'MHF H4 B7,966, orthogonal', 'Standard, scale 4'),
-    ('MHF H4 or Standard, after expansion', 'MHF H4 B7,966, expanded', 'Standard, expanded'),
-]

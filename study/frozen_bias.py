@@ -15,7 +15,7 @@ import torch
 import model
 
 
-class FrozenBias(model.MHF):
+class MHF(model.MHF):
     counts_from = None  # a folder of token ids
 
     def __init__(self, *args):
@@ -38,9 +38,9 @@ def main():
     del sys.argv[0]  # the script with its own arguments remains
     flag = '--counts_from='  # which train.py refuses for Standard
     for argument in [argument for argument in sys.argv if argument.startswith(flag)]:
-        FrozenBias.counts_from = argument.removeprefix(flag)
+        MHF.counts_from = argument.removeprefix(flag)
         sys.argv.remove(argument)
-    model.MHF = FrozenBias
+    model.MHF = MHF
     runpy.run_path(sys.argv[0], run_name='__main__')
 
 

@@ -41,12 +41,3 @@ RUNS = [_MISTRAL | _STANDARD, _MISTRAL | _H4, _MISTRAL | _H1, _TEKKEN | _STANDAR
 # the counts are of what a run reads: the complete corpus
 RUNS += [group | _H4 | _INFORMED | dict(counts_from=group['train']) for group in (_MISTRAL, _TEKKEN)]
 RUNS += [_B16 | dict(label='MHF H4 B16,384, informed signatures', counts_from=_TEKKEN['train'])]
-
-MEASURE = 'bits_per_byte'
-CLAIMS = [
-    ('MHF H4 or Standard', _H4['name'], _STANDARD['name']),
-    ('MHF H4 with informed signatures or Standard', _INFORMED['name'], _STANDARD['name']),
-    ("informed or the paper's signatures", _INFORMED['name'], _H4['name']),
-    ('Standard with W_s or without', _H1['name'], _STANDARD['name']),
-    ('MHF H4 or Standard with W_s', _H4['name'], _H1['name']),
-]

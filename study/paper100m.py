@@ -41,11 +41,3 @@ RUNS = [
     _LONG | _MHF | _PAPERS | dict(name="MHF H4B16K, the paper's optimizer"),
     _LONG | _H3,
 ]
-
-CLAIMS = [
-    ('exact or product loss', 'MHF H4B16K, tuned', 'MHF H4B16K, tuned, product loss'),
-    ('MHF or Standard, same decoder', 'MHF H4B16K, tuned', 'Standard, tuned'),
-    ('MHF or Standard, equal parameters', 'MHF H4B16K, tuned', 'Standard+4L, tuned'),
-    ('MHF or Standard, best settings of both', 'MHF H4B16K, tuned, orthogonal', 'Standard, tuned, scale 4'),
-    ('4 hashes or 3', 'MHF H4B16K, tuned', 'MHF H3B10K, tuned'),
-]

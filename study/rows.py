@@ -1,7 +1,6 @@
 """The CSV of a list, to which sweep.py adds a row per run."""
 
 import csv
-import statistics
 import subprocess
 from pathlib import Path
 
@@ -44,13 +43,8 @@ def read_rows(path):
 
 
 def values(rows, column):
-    """The numbers in a column of rows; rows without one are skipped."""
-    return [float(row[column]) for row in rows if row.get(column)]
-
-
-def std(numbers):
-    """The standard deviation of some seeds, 0 of one."""
-    return statistics.stdev(numbers) if len(numbers) > 1 else 0
+    """The numbers in a column of rows, none if a row has no number there."""
+    return [float(row[column]) for row in rows] if all(row.get(column) for row in rows) else []
 
 
 def parameters(row):

@@ -13,7 +13,7 @@ dataset. RUNS are entries with a name, a group, a config, a dtype, learning rate
                 the entry's own data
     edit        a module like study.frozen_bias, which runs train.py and eval.py with another model.MHF
     recorded    the last commit whose train.py can train the entry: its rows stay, and sweep.py does not run it
-    label       the entry's name in the tables of study/report.py, which also reads MAIN, CLAIMS, PARTS and MEASURE
+    label       the entry's name in the tables of study/report.py
 
 Other keys of an entry are settings of train.py and override the config. The first seed is trained at every learning
 rate, the other seeds at the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning
@@ -86,10 +86,6 @@ class Study:
         self.out = Path('out') / self.path.stem
         self.data = scope['DATA']
         self.entries = scope['RUNS']
-        self.main = scope.get('MAIN', ())
-        self.claims = scope.get('CLAIMS', ())
-        self.parts = scope.get('PARTS', ())
-        self.measure = scope.get('MEASURE', 'nats_per_token')
         self.only = ''
         self.failed = set()
         for entry in self.entries:
@@ -101,23 +97,28 @@ class Study:
             if missing:
                 raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
             self.lr_sweep(entry)
-            if 'source' in entry and entry['source'] not in [e['name'] for e in self.entries]:
-                raise InputError(f'{entry["name"]}: source={entry["source"]!r} names no entry')
-        names = Counter((entry['group'], entry['name']) for entry in self.entries)
-        for name, count in names.items():
-            if count > 1:
-                raise InputError(f'{path}: {count} entries are called {name}; rename one')
+            if 'source' in entry:
+                self.named(entry, 'source')
+            entry.setdefault('label', entry['name'])
+        for key in ('name', 'label'):
+            names = Counter((entry['group'], entry[key]) for entry in self.entries)
+            for name, count in names.items():
+                if count > 1:
+                    raise InputError(f'{path}: {count} entries have the {key} {name}; rename one')
+
+    def named(self, entry, key):
+        """The entry that a key of an entry names, in the same group if it has one of this name."""
+        found = [e for e in self.entries if e['name'] == entry[key]]
+        if key == 'learning_rates':
+            found = [e for e in found if isinstance(e[key], tuple)]
+        if not found:
+            raise InputError(f'{entry["name"]}: {key}={entry[key]!r} names no entry')
+        same_group = [e for e in found if e['group'] == entry['group']]
+        return (same_group or found)[0]
 
     def lr_sweep(self, entry):
         """The entry whose learning rates are tried for this one: itself, or the one that it names."""
-        name = entry['learning_rates']
-        if isinstance(name, tuple):
-            return entry
-        named = [e for e in self.entries if e['name'] == name and isinstance(e['learning_rates'], tuple)]
-        if not named:
-            raise InputError(f'{entry["name"]}: learning_rates={name!r} names no entry with learning rates')
-        same_group = [e for e in named if e['group'] == entry['group']]
-        return (same_group or named)[0]
+        return entry if isinstance(entry['learning_rates'], tuple) else self.named(entry, 'learning_rates')
 
     def settings(self, entry):
         """
@@ -140,7 +141,7 @@ class Study:
 
     def source_key(self, entry, seed, rows):
         """The key of the run whose model an entry expands."""
-        source = next(e for e in self.entries if e['name'] == entry['source'])
+        source = self.named(entry, 'source')
         return self.key(source, self.best_lr(source, rows), seed)
 
     def folder(self, key):
@@ -157,7 +158,8 @@ class Study:
             ]
             for key in rows.keys() & keys:
                 # older rows record fewer settings, and were trained without an edit
-                recorded = settings | dict(edit=None) | json.loads(rows[key]['settings'])
+                known = dict(edit=None, dtype=rows[key]['dtype'])
+                recorded = settings | known | json.loads(rows[key]['settings'])
                 if changed := [k for k in settings if recorded[k] != settings[k]]:
                     now = ', '.join(f'{k}={settings[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')

@@ -21,7 +21,6 @@ _MHF = dict(name='MHF H4 B7,966', label='MHF H4, plain', learning_rates=(2e-3, 4
 
 DATA = {}
 RUNS = []
-VOCABULARY_SIZES = {}  # of each group
 for _name, (_tokenizer, _size, _tokens, _steps) in _TOKENIZERS.items():
     _english = f'data/vocabulary_{_name}'
     _fineweb = f'data/vocabulary_fineweb_{_name}'
@@ -29,7 +28,6 @@ for _name, (_tokenizer, _size, _tokens, _steps) in _TOKENIZERS.items():
     DATA |= {_english: _ENGLISH | dict(dataset=_dataset, tokenizer=_tokenizer)}
     DATA |= {_fineweb: _FINEWEB | dict(tokenizer=_tokenizer)}
     _group = f'vocabulary of {_size:,}, {_steps * 2048 / 1e6:.2f} M tokens'
-    VOCABULARY_SIZES[_group] = _size
     _common = dict(group=_group, config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3))
     _common |= dict(beta2=0.95, embedding_lr_mult=1.0, encoder_init='normal', embedding_scale=1.0)
     _common |= dict(num_lsh=0, single_id=False, ablation='')
@@ -38,6 +36,3 @@ for _name, (_tokenizer, _size, _tokens, _steps) in _TOKENIZERS.items():
     _common |= dict(train=_english, corpora=dict(english=_english, fineweb=_fineweb))
     _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)
     RUNS += [_common | _STANDARD, _common | _MHF]
-
-MEASURE = 'bits_per_byte'
-CLAIMS = [('MHF H4 or Standard', 'MHF H4 B7,966', 'Standard')]

@@ -7,6 +7,7 @@ import torch
 from conftest import ok
 
 from study import rank
+from study.rows import read_csv
 from test_mhf import random_model
 
 SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
@@ -35,6 +36,7 @@ def test_rank(case):
     ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
     row, singular = rank.measure('', '', m, ids)
     assert row['rank'] == row['reachable'] == expected <= row['bound']
+    assert list(row) == list(read_csv(rank.HERE / 'rank.csv')[0])
     # the threshold lies within a gap, not somewhere on a slope
     assert expected == len(singular) or singular[expected] < 1e-3 * singular[expected - 1]
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import find_settings
-from mhf.data import Bins
+from mhf.data import Bins, held_out_ids
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
-from study import report
+from study import report, tenths
 from study import sweep as sweep_module
 from study.rows import read_csv, read_rows, values, write_csv
 from study.sweep import ENTRY_KEYS, OPTIONAL_KEYS, Study, sweep
@@ -123,26 +123,28 @@ def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     assert 'nothing is left to do' in ok('study.sweep', 'runs.py', cwd=folder).stdout
 
 
-def test_report_of_a_list(finished, monkeypatch):
-    """
-    The report prints the tables of a list and draws its validations. It marks a row of another precision; a claim needs
-    two models.
-    """
-    best = min(float(row['docs_nats_per_token']) for row in rows(finished).values())
+def test_report_of_a_list(finished):
+    """The report prints a list's models in bits per byte."""
+    best = min(float(row['docs_bits_per_byte']) for row in rows(finished).values())
     printed = ok('study.report', 'runs.py', cwd=finished).stdout
-    assert re.search(rf'\n\| tiny \| H3 \| \S+ M \| 1 \| {best:.3f} \|', printed)
-    write_csv(finished / 'runs.csv', [row | dict(dtype='bfloat16') for row in read_csv(finished / 'runs.csv')])
-    runs = Study('runs.py')
-    assert '| H3 (1 of 1 seeds in bfloat16) |' in report.model_table([runs], 'nats_per_token')
-    figures = []
-    monkeypatch.setattr(report, 'save', lambda fig, path: figures.append(fig))
-    report.draw_validations(runs, 'figure.png')
-    (line,) = figures[0].axes[0].lines
-    log = [json.loads(text) for text in (finished / 'out/runs' / RUNS[1] / 'log.jsonl').read_text().splitlines()]
-    assert list(line.get_ydata()) == [round(event['val_bpb'], 5) for event in log if 'val_bpb' in event]
-    runs.claims = [('claim', 'H3', 'Z')]
-    with pytest.raises(InputError, match='no group has both H3 and Z'):
-        report.claims_table([runs])
+    assert re.search(rf'bits per byte, docs .*\n.*\n\| .*tiny \| H3 \| \S+ M \| 1 \| {best:.4f} \|', printed)
+
+
+def test_tenths(finished, monkeypatch):
+    """The tenths of a run have its loss, and descending counts; a product loss is lower at another temperature."""
+    monkeypatch.setattr(tenths, 'REPO', finished)
+    monkeypatch.setattr('sys.argv', ['tenths', 'runs.py'])
+    (finished / 'study').mkdir()
+    tenths.main()
+    tenths.main()
+    (row,) = read_csv(finished / 'study/tenths.csv')
+    ids, _ = held_out_ids('data', get_tokenizer('mistral'))
+    counts = [float(row[f'count_{k}']) for k in range(1, 11)]
+    sizes = [len(part) for part in np.array_split(ids[1:], 10)]
+    nats = sum(size * float(row[f'nats_{k}']) for k, size in enumerate(sizes, 1))
+    assert counts == sorted(counts, reverse=True)
+    assert float(row['nats_per_token']) == pytest.approx(nats / sum(sizes), rel=1e-4)
+    assert float(row['nats_at_it']) < float(row['nats_per_token']) and row['temperature'] != '1.0'
 
 
 def test_evaluation_fails_after_training(finished, monkeypatch, capsys):
@@ -174,6 +176,10 @@ def test_source(finished, capsys):
     row = dict(docs_nats_per_token='5')
     first = {key: row for key in runs.pending({})}
     assert runs.source_key(runs.entries[0], 2, first) == ('tiny', 'H3', 1e-3, 2)
+    # a source of the same group precedes others of its name
+    runs.entries.insert(0, runs.entries[1] | dict(group='other'))
+    assert runs.source_key(runs.entries[1], 2, first) == ('tiny', 'H3', 1e-3, 2)
+    del runs.entries[0]
     sweep(runs, 1, '.')
     continued, source = (float(runs.best_rows(entry, runs.rows())[0]['docs_nats_per_token']) for entry in runs.entries)
     assert continued == pytest.approx(source, abs=0.01)
@@ -251,7 +257,7 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
     """
     runs = Study('runs.py')
     settings = runs.settings(runs.entries[0])
-    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5)
+    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5, dtype='float32')
     old = {k: v for k, v in settings.items() if k not in ('beta1', 'train', 'corpora', 'source', 'dtype')}
     change(folder, right, wrong)
     for recorded in (settings, old):
@@ -286,52 +292,36 @@ def test_the_lists(name, monkeypatch):
     assert all(entry.keys() <= known and entry['dtype'] == 'bfloat16' for entry in runs.values())
 
 
-def test_the_prose_quotes_tables():
-    """Every number with ± in README and RESULTS.md is in a table of RESULTS.md, or in a comparison of a list."""
-    text = ''.join((REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md'))
-    claims = [report.claims_table([Study(REPO / f'study/{name}.py')]) for name in LISTS]
-    tables = '\n'.join([*re.findall(r'^\|.*', text, re.MULTILINE), *claims])
-    for number in re.findall(r'[+-]?\d+\.\d+ ± \d+\.\d+', text):
-        assert number in tables, number
+def test_every_figure_is_of_a_table():
+    """Every number with ± or an interval in README and RESULTS.md, tables included, is one of the report's."""
+    tables = ''.join(report.tables().values())
+    for name in ('study/RESULTS.md', 'README.md'):
+        for number in re.findall(r'[+-]?\d+\.\d+%? ± [\d.]+%?|\[[+-].*?\]', (REPO / name).read_text()):
+            assert number in tables, number
 
 
-def test_claims():
-    """A claim is the difference of two means, ± the root of the summed variances; within twice that it is on par."""
-    pair = [dict(group='g', name=name, dtype='float32', corpora=dict(a='', b='')) for name in 'XY']
-    study = SimpleNamespace(measure='nats_per_token', entries=pair, best_rows=lambda entry, rows: rows[entry['name']])
-    nats = dict(X=[(5, 5), (6, 6)], Y=[(8, 6), (9, 7)])
-    rows = {k: [dict(dtype='float32', a_nats_per_token=a, b_nats_per_token=b) for a, b in v] for k, v in nats.items()}
-    cells = report.claim_line(study, rows, 'claim', pair)[3:]
-    assert cells == ['g', '+3.000 ± 1.000', '+1.000 ± 1.000', '2 + 2', 'better on a']
-    assert report.claim_line(study, rows, 'claim', pair[::-1])[-1] == 'worse on a'
-    first = {name: seeds[:1] for name, seeds in rows.items()}
-    assert report.claim_line(study, first, 'claim', pair)[4:] == ['+3.000', '+1.000', '1 + 1', 'better (one seed)']
-    assert report.number([1, 2], '.3f') == '1.500 ± 0.707'
+def test_difference():
+    """A difference of means has a standard error, Welch's 95% interval, and a verdict where the interval excludes 0."""
+    # the two variances are equal, so there are 2 degrees of freedom: t = 4.3027
+    assert report.difference([5.0, 5.2], [6.0, 6.2]) == ('-1.0000 ± 0.1414 [-1.6085, -0.3915]', 'better')
+    assert report.difference([6.0, 6.2], [5.0, 5.2])[1] == 'worse'
+    assert report.difference([5.0, 5.2], [5.4, 5.6]) == ('-0.4000 ± 0.1414 [-1.0085, +0.2085]', 'no difference found')
+    assert report.difference([5.0], [6.0, 6.2]) == ('-1.1000', 'one seed')
+    assert report.summarize(dict(a='better', b='better')) == 'better'
+    assert report.summarize(dict(a='better', b='worse', c='better')) == 'better on a and c, worse on b'
+    assert report.number([1, 2], '.3f') == '1.500 ± 0.500' and report.number([1]) == '1.0000'
+    # a mean over seeds has all of them
+    assert report.number(values([dict(a='1'), dict(a='')], 'a')) == report.MISSING
 
 
 def test_gpu_figures():
-    """What README and RESULTS quote of GPU runs, except means, is in a CSV, or follows from two of its rows."""
-    texts = [(REPO / name).read_text() for name in ('README.md', 'study/RESULTS.md')]
-    columns = [f'{corpus}_{measure}' for corpus in ('english', 'fineweb') for measure in report.MEASURES]
-    differences = set()
-    for runs in (read_csv(REPO / 'study/gpu.csv'), read_csv(REPO / 'study/longer.csv')):
-        pairs = [(a, b) for a in runs for b in runs if a['group'] == b['group']]
-        exact = [abs(float(a[column]) - float(b[column])) for a, b in pairs for column in columns]
-        differences |= {f'{difference:.{digits}f}' for difference in exact for digits in (3, 4)}
+    """The step times and memory that README and RESULTS quote of an H200 are in gpu_speed.csv."""
     speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    comparable = ('kind', 'commit', 'tokens')
-    pairs = [(a, b) for a in speeds for b in speeds if all(a[column] == b[column] for column in comparable)]
-    ratios = [float(a['ms']) / float(b['ms']) for a, b in pairs]
-    units = {'tokens/s': 'tokens_per_s', 'ms': 'ms', 'GB': 'memory_gb'}
-    for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', '\n'.join(texts)):
-        if '41 M' in sentence and '|' not in sentence:
-            quoted = re.sub(r'\S+ ± \S+', '', sentence)
-            assert set(re.findall(r'\b0\.\d+', quoted)) <= differences, sentence
-        if 'H200' in sentence:
-            for number, unit in re.findall(r'(\d[\d,]*(?:\.\d+)?)\s(tokens/s|ms|GB)', sentence):
-                assert float(number.replace(',', '')) in values(speeds, units[unit]), sentence
-            for ratio, digits in re.findall(r'(\d+\.(\d+))\s(?:x|times)', sentence):
-                assert ratio in [f'{r:.{len(digits)}f}' for r in ratios], sentence
+    known = {f'{row[column]} {unit}' for row in speeds for column, unit in (('ms', 'ms'), ('memory_gb', 'GB'))}
+    for name in ('README.md', 'study/RESULTS.md'):
+        for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', (REPO / name).read_text()):
+            if 'H200' in sentence:
+                assert {' '.join(pair) for pair in re.findall(r'([\d.]+)\s(ms|GB)', sentence)} <= known, sentence
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):
@@ -341,24 +331,23 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     texts = {name: (REPO / name).read_text() for name in ('study/RESULTS.md', 'README.md')}
     for name, text in texts.items():
         (tmp_path / name).write_text(re.sub(r'(?<= -->\n)(\|.*\n)*', '', text))
-    for figure in tmp_path.glob('study/*.png'):
+    for figure in tmp_path.glob('study/*.[ps][nv]g'):
         figure.unlink()
     monkeypatch.chdir(REPO)
     report.write()
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
-    figures = {path.name for path in tmp_path.glob('study/*.png')}
-    shown = re.findall(r'!\[.*?\]\((?:study/)?(\w+\.png)\)', ''.join(texts.values()))
-    assert shown and set(shown) <= figures == {path.name for path in REPO.glob('study/*.png')}
+    figures = {path.name for path in tmp_path.glob('study/*.[ps][nv]g')}
+    shown = set(re.findall(r'(?<=study/)\w+\.(?:png|svg)|(?<=\]\()\w+\.png', ''.join(texts.values())))
+    assert shown <= figures == {path.name for path in REPO.glob('study/*.[ps][nv]g')}
 
 
 # (text of LIST, what replaces it, the error)
 WRONG = [
     ('learning_rates=(1e-3, 1e-2)', "learning_rates='H9'", 'names no entry'),
-    ("name='H3'", "name='H3', source='H9'", "source='H9' names no entry"),
     ("docs='data'", "docs='other'", "not in DATA: {'other'}"),
     ("='docs.jsonl'", "='{corpus_dir}/english_edu.jsonl.xz@5e6'", 'none/english_edu.jsonl.xz does not exist; name its'),
     ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: '),
-    ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries are called .'tiny', 'H3'."),
+    ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries have the name .'tiny', 'H3'."),
     (", dtype='float32'", '', "missing keys.*'dtype'"),
     (", dtype='float32'", ", dtype='float32', counts_from='other'", "not in DATA: {'other'}"),
     ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
