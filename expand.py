@@ -20,7 +20,7 @@ tokens depend on their frequencies in the corpora, which have equal weights. Nam
 trained on; one with @0 adds no tokens.
 
 With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
-corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of the last.
+corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end.
 The training data must not contain this text: prepare.py also holds it out if each corpus is one of at most 10 sources
 of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
 """
@@ -44,7 +44,7 @@ from mhf.checkpoint import load
 from mhf.data import build_table, replace_durably
 from mhf.errors import InputError
 from mhf.export import save_pretrained
-from mhf.sources import HELD_OUT, HELD_OUT_BYTES, is_held_out, read_documents, split_last
+from mhf.sources import HELD_OUT, HELD_OUT_BYTES, hold_out, input_files, read_files, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
 # tokenizer
@@ -108,26 +108,19 @@ def read_corpus(corpus):
     documents = []
     held_out = []
     size = 0
-    counts = dict(documents=0, characters=0, held_out_bytes=0)
-    for text in read_documents(corpus):
-        if is_held_out(counts, HELD_OUT, HELD_OUT_BYTES):
+    paths = input_files(corpus)
+    counts = start_counts(paths, HELD_OUT, HELD_OUT_BYTES)
+    for text, is_held_out in hold_out(read_files(paths), counts, HELD_OUT, HELD_OUT_BYTES):
+        if is_held_out:
             held_out.append(text)
-            counts['held_out_bytes'] += len(text.encode())
-        else:
+        elif size < max_bytes_per_language:
             documents.append(text)
             size += len(text.encode())
-        counts['documents'] += 1
-        counts['characters'] += len(text)
-        if size >= max_bytes_per_language:
+        if held_out and size >= max_bytes_per_language:
             break
-    if documents and not held_out and size < max_bytes_per_language:
-        # fewer than 20 documents
-        learned_from, end = split_last(corpus, documents.pop(), counts, HELD_OUT, HELD_OUT_BYTES)
-        documents.append(learned_from)
-        held_out.append(end)
     if not documents or not held_out:
         found = f'{len(documents):,} documents to learn from, {len(held_out)} held out'
-        raise InputError(f'{corpus}: too little text: {found}; use more text, or raise max_bytes_per_language')
+        raise InputError(f'{corpus}: too little text: {found}; use more text')
     return documents, held_out
 
 

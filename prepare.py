@@ -43,7 +43,7 @@ num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; with fewer than n, the end of the last
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of fewer documents, the end
 val_fraction = 0.005
 val_bytes = 4000000
 
@@ -53,18 +53,15 @@ UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
 SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to count what changes
 FLUSH_TOKENS = 1 << 20  # per write to a shard
-DIGEST_BYTES = 1 << 16  # of each end of an input file
 
 # -----------------------------------------------------------------------------
 # meta.json
 
 
 def file_digest(path):
-    """Returns a digest of the first and the last DIGEST_BYTES of a file."""
+    """Returns a digest of a file."""
     with open(path, 'rb') as file:
-        start = file.read(DIGEST_BYTES)
-        file.seek(max(len(start), os.path.getsize(path) - DIGEST_BYTES))
-        return hashlib.sha256(start + file.read(DIGEST_BYTES)).hexdigest()[:16]
+        return hashlib.file_digest(file, 'sha256').hexdigest()[:16]
 
 
 def group_files(files):
@@ -91,7 +88,7 @@ def describe_sources(config, existing):
     for name, limit in sources.parse_mixture(config['dataset']):
         units = pinned.get(name) or group_files(sources.input_files(name))
         for path, *_ in itertools.chain(*units):
-            file = path if path.startswith('hf://') else sources.file_id(path)
+            file = os.path.realpath(path)
             other_unit, other = source_by_file.setdefault(file, (first_unit, name))
             if other_unit != first_unit:
                 raise InputError(f"'{other}' and '{name}' both contain {path}; name each file once")
@@ -137,6 +134,7 @@ class Job:
     table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
     bar: tqdm
     changes: Changes  # of a sample of the texts
+    holdout: tuple  # val_fraction, and val_bytes of each source
 
 
 class ShardWriter:
@@ -189,12 +187,12 @@ class ShardWriter:
         self.file.close()  # raises an error on a full disk if its buffer is not empty
 
 
-def batches(texts):
-    """Groups texts into lists of about BATCH_CHARS characters."""
+def batches(documents):
+    """Groups pairs (text, whether it is held out) into lists of about BATCH_CHARS characters."""
     batch = []
     size = 0
-    for text in texts:
-        batch.append(text)
+    for text, is_held_out in documents:
+        batch.append((text, is_held_out))
         size += len(text)
         if size >= BATCH_CHARS:
             yield batch
@@ -203,65 +201,56 @@ def batches(texts):
     yield batch
 
 
-def encode(job, texts):
-    """Yields each text with its token ids. Updates job.changes."""
+def encode(job, documents):
+    """Yields (text, whether it is held out, token ids) of each document. Updates job.changes."""
     # a thread reads the next batch while the tokenizer's threads encode this one
-    for batch in data.prefetch(batches(texts)):
-        step = sum(map(len, batch)) // SAMPLE_CHARS + 1
-        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
+    for batch in data.prefetch(batches(documents)):
+        texts = [text for text, _ in batch]
+        step = sum(map(len, texts)) // SAMPLE_CHARS + 1
+        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in texts[::step]]
         for text, ids in zip(sample, job.tok.encode(sample), strict=True):
             job.changes.add(text, ids)
-        yield from zip(batch, job.tok.encode(batch), strict=True)
+        for document, ids in zip(batch, job.tok.encode(texts), strict=True):
+            yield *document, ids
 
 
 def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     unit = source['units'][number - source['first_unit']]
     texts = sources.read_files(path for path, *_ in unit)
-    holdout = job.meta['val_fraction'], job.meta['val_bytes'] // len(job.meta['sources'])
     with contextlib.ExitStack() as cleanup:
         writers = {}
         for split in SPLITS:
             writers[split] = ShardWriter(job, job.folder / f'{split}_{number:06}.bin')
             cleanup.callback(writers[split].discard)
-        last = None  # a training document is written after the next one is read, because the last may be split
-        for text, ids in encode(job, texts):
-            held_out = sources.is_held_out(counts, *holdout)
-            counts['documents'] += 1
-            counts['characters'] += len(text)
-            if held_out:
-                counts['held_out_bytes'] += len(text.encode())
+        # a copy, because hold_out() is ahead by a batch
+        for text, is_held_out, ids in encode(job, sources.hold_out(texts, dict(counts), *job.holdout)):
+            sources.count(counts, text, is_held_out)
+            if is_held_out:
                 writers['val'].add(text, ids)
-                continue
-            if last:
-                writers['train'].add(*last)
-            last = text, ids
-            counts['tokens'] += 1 + len(ids)
-            job.bar.update(1 + len(ids))
-            if data.reached_limit(counts, source):
+            elif not data.reached_limit(counts, source):
+                writers['train'].add(text, ids)
+                counts['tokens'] += 1 + len(ids)
+                job.bar.update(1 + len(ids))
+            # a source with a limit holds out at least one document
+            if data.is_complete(counts, source):
                 break
-        is_last_unit = unit is source['units'][-1] or data.reached_limit(counts, source)
-        if is_last_unit and not counts['held_out_bytes']:
-            pieces = sources.split_last(source['dataset'], last[0] if last else '', counts, *holdout)
-            for split, text, ids in zip(SPLITS, pieces, job.tok.encode(pieces), strict=True):
-                writers[split].add(text, ids)
-        elif last:
-            writers['train'].add(*last)
         summary = {split: writer.close() for split, writer in writers.items()}
         data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts))
 
 
 def prepare_source(job, source):
     """Prepares the units of a source that are not finished."""
-    # tokens: of the training documents, before the last is split
-    counts = dict(documents=0, characters=0, held_out_bytes=0, tokens=0)
-    for number in range(source['first_unit'], source['first_unit'] + len(source['units'])):
+    counts = None
+    for number, _ in enumerate(source['units'], source['first_unit']):
         if finished := data.read_unit(job.folder, number):
             counts = finished['counts']
             job.bar.update(finished['train']['tokens'])
         else:
+            paths = (path for unit in source['units'] for path, *_ in unit)
+            counts = counts or sources.start_counts(paths, *job.holdout)
             prepare_unit(job, source, number, counts)
-        if data.reached_limit(counts, source):
+        if data.is_complete(counts, source):
             break
     if source['limit'] is not None:
         job.bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
@@ -302,7 +291,8 @@ def main(config):
     meta = describe(config, tok, table, data.read_meta(folder))
     total = sum(source['limit'] or 0 for source in meta['sources']) or None
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
-    job = Job(folder, meta, tok, table, bar, Changes(tok))
+    holdout = meta['val_fraction'], meta['val_bytes'] // len(meta['sources'])
+    job = Job(folder, meta, tok, table, bar, Changes(tok), holdout)
     with locked(folder, meta), bar:
         check_same(folder, data.read_meta(folder), meta, tok)
         for source in meta['sources']:

@@ -54,7 +54,7 @@ def data_folder(config):
     # paths, globs and mixtures: the file names without @tokens, and a digest
     if re.search(r'[^\w:.-]', name):
         files = '-'.join(re.sub(r'@[\d.e+]+$', '', path).split('/')[-1] for path in name.split(','))
-        name = f'{files[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}'
+        name = f'{files[:60]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}'
     name = re.sub(r'[^\w.-]+', '-', name).strip('-.')
     # a tokenizer file that is called tokenizer.json is named after its folder
     tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
@@ -155,7 +155,7 @@ def read_units(folder, meta):
             if unit is None:
                 return finished, False
             finished[number] = unit
-            if reached_limit(unit['counts'], source):
+            if is_complete(unit['counts'], source):
                 break
     return finished, True
 
@@ -163,6 +163,11 @@ def read_units(folder, meta):
 def reached_limit(counts, source):
     """Returns whether a source has reached its limit of training tokens."""
     return source['limit'] is not None and counts['tokens'] >= source['limit']
+
+
+def is_complete(counts, source):
+    """Returns whether the rest of a source is not read: it has reached its limit, and some of its text is held out."""
+    return reached_limit(counts, source) and counts['held_out_bytes'] > 0
 
 
 def token_dtype(meta):

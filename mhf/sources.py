@@ -3,18 +3,23 @@ Sources: the files of a data set, and the documents in them.
 
     for text in read_documents('books/*.jsonl.xz'): ...
 
-A document is a .txt file, a line of a .jsonl file (its field `text`) or a row of a .parquet file (its column `text`).
-Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \\n. A .txt file is read into memory at
-once; put text that does not fit into a .jsonl. To add a data set of the Hugging Face hub, add a line to HUB.
+A document is a .txt file, a line of a JSON lines file (.jsonl, .ndjson or .json; its field `text`) or a row of a
+.parquet file (its column `text`). Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \\n. A
+.txt file is read into memory at once, and separators in it, such as <|endoftext|>, are plain text: write one JSON line
+per document instead. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
+import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
+import math
 import os
 import re
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -34,7 +39,7 @@ HUB = {
     'fineweb-2:LANGUAGE': 'HuggingFaceFW/fineweb-2/data/LANGUAGE/train',  # such as fineweb-2:arb_Arab
 }
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
-COMPRESSED = ('.gz', '.xz', '.zst')
+SUFFIXES = r'\.(parquet|py|(txt|jsonl|ndjson|json)(\.(gz|xz|zst))?)$'
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
 # expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out at least these documents
 # if val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
@@ -88,20 +93,11 @@ def input_files(dataset):
         if not paths:
             raise InputError(f'{pattern}: no such file, glob or data set{did_you_mean(pattern, ["stdlib", *HUB])}')
         for path in paths:
-            files.setdefault(file_id(path), str(path))
-    sizes = {path: os.path.getsize(path) for path in files.values()}
-    for path, size in sizes.items():
-        if not re.search(r'\.(parquet|py|(txt|jsonl)(\.(gz|xz|zst))?)$', path):
-            raise InputError(f'{path}: expected .parquet, or .txt or .jsonl, which may end in .gz, .xz or .zst')
-        if not size and path.endswith(COMPRESSED):
-            raise InputError(f'{path} is truncated: it has 0 bytes; download or compress it again')
-    return sizes
-
-
-def file_id(path):
-    """Returns what all names of a file have in common: symbolic links, hard links, other spellings of its path."""
-    file = os.stat(os.path.realpath(path))  # a link may contain itself
-    return file.st_dev, file.st_ino
+            if not re.search(SUFFIXES, str(path), re.I):
+                expected = '.parquet, or .txt, .jsonl, .ndjson or .json, also with .gz, .xz or .zst'
+                raise InputError(f'{path}: expected {expected}')
+            files.setdefault(os.path.realpath(path), str(path))
+    return {path: os.path.getsize(path) for path in files.values()}
 
 
 def hub_files(folder):
@@ -142,41 +138,36 @@ def read_file(path):
     """Yields the text of each document of a file, '' if it has none. Raises InputError."""
     row = 1
     try:
-        for text in read_parquet(path) if path.endswith('.parquet') else read_text(path):
+        for text in read_parquet(path) if path.lower().endswith('.parquet') else read_text(path):
             if not isinstance(text, str | None):
                 raise InputError(f"'text' is {type(text).__name__}, expected a string")
             yield text or ''
             row += 1
-    except Exception as e:  # the library of each format raises its own types
+    except Exception as e:  # the library of each format raises its own types, which do not name the file
         reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
-        if path.endswith(COMPRESSED) and not isinstance(e, ValueError) and getattr(e, 'errno', None) is None:
-            reason += '; download it again, or compress it again with the default options'
         raise InputError(f'{path}, row {row:,}: {reason}') from None
 
 
 def read_text(path):
-    """Yields the field `text` of each line of a .jsonl file; any other text file is one document."""
+    """Yields the field `text` of each line of a JSON lines file; any other text file is one document."""
     import pyarrow
 
     # each reader raises an error if the end of the compressed file is missing
     readers = {
         '.gz': gzip.open,
-        '.xz': lambda path: io.BufferedReader(XzFile(path)),
-        '.zst': lambda path: pyarrow.input_stream(path, compression='zstd'),
+        '.xz': lzma.open,
+        '.zst': lambda path: pyarrow.CompressedInputStream(open(path, 'rb'), 'zstd'),
     }
-    file = readers.get(Path(path).suffix, lambda path: open(path, 'rb'))(path)
-    # numbers are not used; int() refuses more than 4,300 digits
-    decode = json.JSONDecoder(parse_int=float).decode
+    file = readers.get(Path(path).suffix.lower(), lambda path: open(path, 'rb'))(path)
     with io.TextIOWrapper(file, encoding='utf-8-sig') as lines:
-        if not re.search(r'\.jsonl(\.\w+)?$', path):
-            yield lines.read()
+        if not re.search(r'\.(jsonl|ndjson|json)(\.\w+)?$', path, re.I):
+            text = lines.read()
+            if '<|endoftext|>' in text:
+                warn_separators(path)
+            yield text
             return
         for line in lines:
-            line = line.strip().removeprefix('\ufeff')  # joined files contain byte order marks
-            try:
-                row = decode(line or '{"text": null}')
-            except RecursionError:
-                raise InputError('its fields are nested too deeply; delete this row, or all fields but text') from None
+            row = json.loads(line) if line.strip() else dict(text=None)
             if not isinstance(row, dict) or 'text' not in row:
                 raise InputError(f"expected an object with the field 'text', not {line:.80}")
             text = row['text']
@@ -184,33 +175,10 @@ def read_text(path):
             yield text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
 
 
-class XzFile(io.RawIOBase):
-    """The contents of a .xz file. lzma.open() would drop the rest of a file whose second stream is damaged."""
-
-    def __init__(self, path):
-        self.file = open(path, 'rb')
-        self.stream = lzma.LZMADecompressor()
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        data = b''
-        while not data:
-            if self.stream.eof:
-                chunk = self.stream.unused_data.lstrip(b'\0')  # without padding between streams
-                while not chunk and (read := self.file.read(len(buffer))):
-                    chunk = read.lstrip(b'\0')
-                if not chunk:
-                    return 0
-                self.stream = lzma.LZMADecompressor()
-            else:
-                chunk = self.file.read(len(buffer)) if self.stream.needs_input else b''
-                if not chunk and self.stream.needs_input:
-                    raise EOFError('the end of the file is missing')
-            data = self.stream.decompress(chunk, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+@functools.cache  # once per file
+def warn_separators(path):
+    fix = 'write each part as a line {"text": ...} of a .jsonl file'
+    print(f'warning: {path} contains <|endoftext|>, which is plain text in one document; {fix}', file=sys.stderr)
 
 
 def read_parquet(path):
@@ -240,25 +208,44 @@ def split_long_text(text):
 # held-out text
 
 
-def is_held_out(counts, val_fraction, val_bytes):
+def start_counts(paths, val_fraction, val_bytes):
     """
-    Returns whether the next document of a source is held out: every n-th one, n = round(1 / val_fraction), until
-    val_bytes. counts: the documents and held_out_bytes before it.
+    Returns the counts before the first document of a source, for hold_out(). Reads up to n = round(1 / val_fraction)
+    documents. `held_out_from` is the index of a character if there are fewer, else None.
     """
-    return (counts['documents'] + 1) % round(1 / val_fraction) == 0 and counts['held_out_bytes'] < val_bytes
+    n = round(1 / val_fraction)
+    sizes = [len(text) for text in itertools.islice(read_files(paths), n)]
+    held_out_from = None
+    if len(sizes) < n:
+        held_out_from = sum(sizes) - int(min(math.ceil(sum(sizes) * val_fraction), val_bytes))
+    return dict(documents=0, characters=0, held_out_bytes=0, tokens=0, held_out_from=held_out_from)
 
 
-def split_last(dataset, text, counts, val_fraction, val_bytes):
+def hold_out(texts, counts, val_fraction, val_bytes):
     """
-    Splits the last document of a source that has too few for is_held_out, in its second half, at a line break, else at
-    a space. Returns (training text, held-out text); the second is about val_fraction of the source. Raises InputError.
+    Yields each text of a source and whether it is held out: every n-th document, n = round(1 / val_fraction), until
+    val_bytes. Of a source with fewer documents, the end is held out: a val_fraction of its characters, if possible from
+    a line end on. counts: those before the first of the texts, from start_counts(), which this function updates.
     """
-    half = len(text) // 2
-    start = len(text) - min(int(counts['characters'] * val_fraction), val_bytes, half)
-    cuts = (text.find('\n', start), text.rfind('\n', half), text.find(' ', start), text.rfind(' ', half))
-    cut = next((cut for cut in cuts if cut > 0), None)
-    if cut is None:
-        few = f'{counts["documents"]} documents are too few to hold out one in {round(1 / val_fraction):,}'
-        fix = 'use more documents, or prepare.py with a larger --val_fraction'
-        raise InputError(f'{dataset}: {few}, and the last has no line break or space where it could be split; {fix}')
-    return text[:cut].rstrip(), text[cut:].lstrip()
+    for text in texts:
+        # `first` is the first character that is held out
+        if counts['held_out_from'] is None:
+            is_nth = (counts['documents'] + 1) % round(1 / val_fraction) == 0
+            first = 0 if is_nth and counts['held_out_bytes'] < val_bytes else len(text)
+        else:
+            first = min(counts['held_out_from'] - counts['characters'], len(text))
+            if first <= 0 or counts['held_out_bytes']:
+                first = 0
+            else:
+                first = max(first, text.find('\n', first, (first + len(text)) // 2))
+        for part, is_held_out in ((text[:first].strip(), False), (text[first:].strip(), True)):
+            if part:
+                count(counts, part, is_held_out)
+                yield part, is_held_out
+
+
+def count(counts, text, is_held_out):
+    """Adds a text of hold_out() to counts."""
+    counts['documents'] += 1
+    counts['characters'] += len(text)
+    counts['held_out_bytes'] += len(text.encode()) if is_held_out else 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
@@ -49,9 +48,9 @@ def write_tokenizer(tok, folder, add_bos):
     elif isinstance(tok, SentencePieceTokenizer):
         converted = convert_sentencepiece(tok)
         texts = [*PROBES, *(piece.replace('▁', ' ') for piece in tok.tokens)]
-        if name.endswith('.model'):
+        if name != 'mistral':
             name = 'tokenizer.model'
-            shutil.copyfile(tok.name, folder / name)
+            (folder / name).write_bytes(tok.definition)
     else:
         converted = convert_tiktoken(tok)
     bos, eos, pad = (string_of(tok.tokens[i]) for i in (tok.bos, tok.eos, tok.pad))

@@ -16,11 +16,10 @@ Each tokenizer has
 
 import base64
 import hashlib
-import itertools
 import json
 import os
+import re
 import sys
-import unicodedata
 from pathlib import Path
 
 from configurator import did_you_mean
@@ -85,29 +84,13 @@ class TiktokenTokenizer:
         return shape.encode() + b''.join(filter(None, self.tokens))
 
     def encode(self, texts):
-        texts = list(texts)
-        # the usual case; Python code here would slow down the thread that reads documents
-        if max(map(len, texts), default=0) <= LONGEST_PIECE:
-            return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
-        pieces = [split_spaces(text) for text in texts]
-        flat = [piece for text in pieces for piece in text]
-        encoded = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count()))
-        return [sum(itertools.islice(encoded, len(text)), []) for text in pieces]
+        return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
 
     def decode(self, ids):
         return self.encoding.decode([int(i) for i in ids if int(i) not in self.special_ids])
 
 
-LONGEST_PIECE = 1 << 18  # characters; tiktoken's regular expressions fail on runs of 1M spaces
-
-
-def split_spaces(text):
-    """Splits a text within each run of at least 2 * LONGEST_PIECE spaces."""
-    ends = range(LONGEST_PIECE, len(text), LONGEST_PIECE)
-    ends = [end for end in ends if text[end - LONGEST_PIECE : end].isspace()]
-    return [text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
-
-
+SUFFIXES = r'\.(json|model(\.v\d+)?)$'
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 
@@ -115,8 +98,8 @@ JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.jso
 class JsonTokenizer:
     """
     A Hugging Face tokenizer.json: a token's string is its key in the vocabulary ('▁the', 'Ġthe', '<0x0A>'). The files
-    next to it name bos, eos and pad; bos and pad default to eos. Special tokens in a text are encoded as plain text,
-    except by a Unigram model whose vocabulary contains them.
+    next to it name bos, eos and pad; bos and pad default to eos. Special tokens in a text are encoded as plain text by
+    BPE. A WordLevel, WordPiece or Unigram model whose vocabulary contains them may encode them as special tokens.
     """
 
     def __init__(self, name, file):
@@ -152,11 +135,7 @@ class JsonTokenizer:
         self.definition = json.dumps(parts).encode()
 
     def encode(self, texts):
-        try:
-            return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception as e:  # an unknown word, and the file has no unk
-            shown = f"'{texts[0]:.40} ...' or a text after it ({e})"
-            raise InputError(f"tokenizer '{self.name}' cannot encode {shown}") from None
+        return [encoded.ids for encoded in self.json.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids):
         # the file need not mark these as special
@@ -183,18 +162,25 @@ def download_from_hub(name, files):
 def get_tokenizer(name):
     """
     Returns the tokenizer `name`: 'mistral' (Mistral-7B-v0.3, 32,768 token ids, the paper's), 'tekken' (131,072), any
-    tiktoken encoding ('gpt2', 'o200k_base'), a SentencePiece file *.model, or a tokenizer.json, also by its folder or
-    its hub id user/name[@revision]. Encodings of tiktoken and the hub are downloaded at first use. Raises InputError.
+    tiktoken encoding ('gpt2', 'o200k_base'), a SentencePiece file *.model or *.model.v3, or a tokenizer.json, also by
+    their folder or the hub id user/name[@revision] of the latter. Encodings of tiktoken and the hub are downloaded at
+    first use. Raises InputError.
     """
     import mistral_common
     import tiktoken
 
     folder = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    file = Path(name, JSON_FILES[0]) if os.path.isdir(name) else name
-    if name not in known and not name.endswith(('.model', '.json')) and file == name:
+    kinds = '*.model, *.model.v3, tokenizer.json or a folder with one of them'
+    file = Path(name)
+    if name not in known and file.is_dir():
+        files = [file / JSON_FILES[0], *file.glob('tokenizer.model*')]
+        file = next((path for path in files if path.exists()), files[0])
+    elif name not in known and not re.search(SUFFIXES, name):
+        if file.exists():
+            raise InputError(f"tokenizer '{name}': expected {kinds}")
         if '/' not in name:
-            choices = f'{", ".join(known)}, a file *.model or *.json, a hub id user/name'
+            choices = f'{", ".join(known)}, {kinds}, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
         file = download_from_hub(name, JSON_FILES) / JSON_FILES[0]
     try:
@@ -204,9 +190,9 @@ def get_tokenizer(name):
             return load_tekken(folder / 'tekken_240911.json')
         if name in known:
             return TiktokenTokenizer(name, tiktoken.get_encoding(name))
-        if name.endswith('.model'):
-            return SentencePieceTokenizer(name, model_file=name)
-        return JsonTokenizer(name, file)
+        if file.suffix == '.json':
+            return JsonTokenizer(name, file)
+        return SentencePieceTokenizer(name, model_file=str(file))
     except Exception as e:  # no network, a broken cache, a truncated file, a file of another kind
         reason = f'{type(e).__name__}: {e!s:.300}'
         fix = 'check the file or the network, or use --tokenizer=mistral'
@@ -244,17 +230,16 @@ class Changes:
         self.tok = tok
         self.texts = 0
         self.changed_texts = 0
-        self.characters = 0  # without white space
-        self.lost_characters = 0
+        self.bytes = 0
+        self.lost_bytes = 0
         self.example = ''
 
     def add(self, text, ids):
         decoded = self.tok.decode([i for i in ids if i != self.tok.unk])
-        before, after = (len(''.join(unicodedata.normalize('NFKC', t).split())) for t in (text, decoded))
         self.texts += 1
         self.changed_texts += decoded != text
-        self.characters += before
-        self.lost_characters += max(0, before - after)
+        self.bytes += len(text.encode())
+        self.lost_bytes += max(0, len(text.encode()) - len(decoded.encode()))
         if decoded != text and not self.example:
             start = len(os.path.commonprefix([text, decoded]))
             self.example = f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
@@ -263,7 +248,7 @@ class Changes:
         """Prints both counts if a text was changed."""
         if self.changed_texts:
             changed = f'{self.changed_texts:,} of {self.texts:,} compared texts ({self.example})'
-            lost = f'{self.lost_characters / max(1, self.characters):.2%} of their characters'
+            lost = f'{self.lost_bytes / max(1, self.bytes):.2%} of their bytes'
             print(f"warning: tokenizer '{self.tok.name}' changes {changed} and loses {lost}", file=sys.stderr)
 
 

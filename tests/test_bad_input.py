@@ -75,7 +75,6 @@ def ids(folder):
 
 
 truncated = file('piqa_validation.jsonl.gz', gzip.compress(random.Random(0).randbytes(9999))[:500])
-few = file('long.jsonl', b''.join(b'{"text": "%s"}\n' % (b'word ' * 12000) for _ in range(40)))
 # beginnings of commands
 PREPARE = 'prepare.py --data_dir=new '
 TRAIN = 'train.py cfg.py --out_dir=new '
@@ -83,7 +82,6 @@ COUNTS = '--data_format=ids --data_dir=ids --counts_from='
 RESUME = 'train.py cfg.py --max_steps=30'
 EXPAND = 'expand.py --tokenizer=new.model '
 DOCS = EXPAND + '--corpora=docs.jsonl '
-FEW = EXPAND + '--corpora=long.jsonl --max_bytes_per_language=1000'
 SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=x.model'
 EVAL = 'eval.py --out_dir=out '
 TEXT = EVAL + '--tasks=bits_per_byte --text='
@@ -171,7 +169,7 @@ BAD = [
     Bad('a folder without a model', DOCS + '--output_dir=grown', says='set both, or omit both'),
     Bad('two corpora of one name', EXPAND + '--corpora=a/train.jsonl,a/train.txt', says="named 'train'"),
     Bad('expand by too many tokens', EXPAND + '--corpora=docs.jsonl@2000000000', says='at most 1,000,000'),
-    Bad('expand without held-out text', FEW, 'learn from, 0 held out; use more text, or raise max_bytes', few),
+    Bad('expand without text', EXPAND + '--corpora=x.jsonl', 'too little text', file('x.jsonl', b'{"text": "x"}')),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
     Bad('expand into another kind of file', 'expand.py --corpora=docs.jsonl --tokenizer=new.json', says='new.json'),
     Bad('expand without line breaks', DOCS + '--base_tokenizer=b.model', 'drops line breaks', sentencepiece_model()),

@@ -113,13 +113,16 @@ def test_roles_of_other_tokenizers(mistral, tmp_path):
             get_tokenizer(str(tmp_path / 'x.model'))
 
 
-def test_huge_runs_of_spaces():
-    """A text with a run of a million spaces, on which tiktoken's regular expression fails, is encoded."""
-    tok = get_tokenizer('tekken')
-    texts = ['a' + ' ' * 1_020_000 + 'b', '', ' \t' * 600_000, 'word ' * 200_000]
-    encoded = tok.encode(texts)
-    assert [tok.decode(ids) for ids in encoded] == texts
-    assert encoded[3] == tok.encoding.encode_ordinary(texts[3])
+def test_names_of_files(tmp_path, mistral):
+    """A tokenizer is read by its file, also with Mistral's suffix, or by its folder; no existing file is missing."""
+    for name in ('only/tokenizer.model', 'tok/tokenizer.model.v3'):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(mistral.definition)
+        for path in (tmp_path / name, (tmp_path / name).parent):
+            assert get_tokenizer(str(path)).definition == mistral.definition
+    (tmp_path / 'gpt2.tiktoken').write_text('IQ== 0')
+    with pytest.raises(InputError, match='gpt2.tiktoken.: expected'):
+        get_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
 
 
 # -----------------------------------------------------------------------------
