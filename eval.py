@@ -14,6 +14,7 @@ byte include the bos of each later document, unless contexts have no bos (see `b
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -32,7 +33,6 @@ from mhf.data import held_out_ids
 from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
 from mhf.sources import read_documents
-from mhf.tokenizers import Changes
 
 # model
 # a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
@@ -83,27 +83,30 @@ def check_settings():
 
 
 def read_ids(path, lm):
-    """Returns the ids and bytes of a file's documents, or of a folder's held-out ones; each follows the model's bos."""
+    """
+    Returns the ids of a file's documents, or of a folder's held-out ones, their bytes of text, and how many of these
+    the ids do not contain. Each document follows bos, if the model has it.
+    """
     tok = lm.tok
     if Path(path).is_dir():
         ids, num_bytes = held_out_ids(Path(path), tok)
     else:
         ids = []
         num_bytes = 0
-        changes = Changes(tok)
         for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
             num_bytes += len(document.encode())
-            document_ids = tok.encode([document])[0]
-            changes.add(document, document_ids)
-            ids += [tok.bos, *document_ids]
-        changes.warn()
+            ids += [tok.bos, *tok.encode([document])[0]]
+    starts = [k for k, i in enumerate(ids) if i == tok.bos]
+    documents = [ids[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    decoded = [tok.decode([i for i in document[1:] if i != tok.unk]) for document in documents]
+    lost_bytes = max(0, num_bytes - sum(len(text.encode()) for text in decoded))
     if lm.bos is None:
         ids = [i for i in ids if i != tok.bos]
         # the first token follows nothing, so it is not scored
         num_bytes -= len(tok.decode(ids[:1]).encode())
     if len(ids) < 2 or num_bytes < 1 or set(ids) == {tok.bos}:
         raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
-    return ids, num_bytes
+    return ids, num_bytes, lost_bytes
 
 
 def windows(ids, T):
@@ -139,8 +142,11 @@ def calibration_error(is_best, confidence, bins=15):
     return gaps.abs().sum().item() / len(is_best)
 
 
-def bits_per_byte(lm, ids, num_bytes):
-    """Returns the scores of packed documents. Every bos after the first is scored like a token."""
+def bits_per_byte(lm, ids, num_bytes, lost_bytes):
+    """
+    Returns the scores of packed documents. Every bos after the first is scored like a token. Lost bytes make the bits
+    per byte smaller: they have no tokens.
+    """
     nats, is_best, confidence = score_windows(lm, ids)
     nats_per_token = nats.mean().item()
     T = lm.max_length
@@ -148,6 +154,7 @@ def bits_per_byte(lm, ids, num_bytes):
         bos=lm.bos is not None,
         tokens=len(nats),
         bytes=num_bytes,
+        lost_bytes=lost_bytes,
         window=T,
         stride=T - T // 2,
         nats_per_token=nats_per_token,
@@ -258,41 +265,42 @@ def print_values(title, values, published=()):
         print(f'  {key:<28}{value:>14}{reference}')
 
 
-def write_results(results):
-    """Writes results/<model>/results_<date>.json, which is named as lm-eval names it. Returns its path."""
+@contextlib.contextmanager
+def results_file(model):
+    """Opens results/<model>/results_<date>.json, which is named as lm-eval names it. An error deletes it."""
     date = datetime.now().isoformat().replace(':', '-')
-    file = Path(output_path) / sanitize_model_name(results['model_name']) / f'results_{date}.json'
-    # strict JSON has no NaN (the correlation with a constant), so it becomes null
+    path = Path(output_path) / sanitize_model_name(model) / f'results_{date}.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # a name that is not UTF-8 has surrogates, which become JSON's escapes
+        with open(path, 'w', encoding='utf-8', errors='backslashreplace') as file:
+            yield file
+    except BaseException:
+        path.unlink()
+        raise
+
+
+def to_json(results):
+    """Returns strict JSON, which has no NaN (the correlation with a constant): it becomes null."""
     strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-    contents = json.dumps(strict, indent=2, ensure_ascii=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(contents + '\n', encoding='utf-8')
-    return file
+    return json.dumps(strict, indent=2, ensure_ascii=False) + '\n'
 
 
 # -----------------------------------------------------------------------------
 # evaluation
 
 
-def evaluate():
-    """Evaluates the model. Returns the results."""
-    names = check_settings()
-    lm = open_lm(out_dir, tokenizer, bos, device, dtype)
-    # read all data before scoring
-    texts = {path: read_ids(path, lm) for path in text.split(',') if path}
-    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
-    chosen = [name for name in names if name not in OTHER_TASKS]
-    loaded, notes = load_tasks(chosen, benchmark_dir, num_fewshot) if chosen else ({}, {})
-    Path(output_path).mkdir(parents=True, exist_ok=True)  # an error here loses nothing; scoring may take hours
+def evaluate(lm, names, data):
+    """Evaluates a model on read_data(). Returns the results."""
     print(lm.info['name'])
-
+    texts, pairs, (loaded, notes) = data
     results = dict(name=lm.info['name'], model_name=lm.info['source'])
     results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}
     results |= dict(device=str(lm.device), settings=config)
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
         results |= run_tasks(lm, loaded, notes, limit)
-    if not PAPER.keys().isdisjoint(chosen):
+    if not PAPER.keys().isdisjoint(names):
         results['published'] = nearest_published(lm, 'ARC-E')
     if texts:
         results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
@@ -302,15 +310,28 @@ def evaluate():
     return results
 
 
+def read_data(lm, names):
+    """Returns {path of a text: read_ids()}, the pairs of Card-660, and load_tasks()."""
+    texts = {path: read_ids(path, lm) for path in text.split(',') if path}
+    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
+    tasks = [name for name in names if name not in OTHER_TASKS]
+    return texts, pairs, load_tasks(tasks, benchmark_dir, num_fewshot) if tasks else ({}, {})
+
+
 def main():
+    names = check_settings()
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
-    with contextlib.redirect_stdout(sys.stderr):
-        results = evaluate()
-    try:
-        file = write_results(results)
-    finally:  # also on a full disk
+    to_stderr = functools.partial(contextlib.redirect_stdout, sys.stderr)
+    with to_stderr():
+        lm = open_lm(out_dir, tokenizer, bos, device, dtype)
+        data = read_data(lm, names)
+    # all errors of settings and files come before the first score, which may take hours
+    with results_file(lm.info['source']) as file:
+        with to_stderr():
+            results = evaluate(lm, names, data)
         print_results(results)
-    print(f'\n{file}')
+        file.write(to_json(results))
+    print(f'\n{file.name}')
 
 
 if __name__ == '__main__':

@@ -297,7 +297,7 @@ def read_table(name):
 
 
 # {task: its metric and column in the paper's tables, the documents in its full split, the examples in its prompts, the
-# prefix of its local files, and, unless eval_tasks/ has a file for the task, the path of its file in lm-eval}
+# prefix of its local files, and the path of its file in lm-eval, which a file in eval_tasks/ replaces}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
 # the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
@@ -343,8 +343,9 @@ def paper_config(name, folder, num_fewshot):
     """A task of the paper -> its lm-eval config, [how its data in a folder differ from the hub's]."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    file = PAPER[name].get('yaml')
-    file = Path(lm_eval.__file__).parent / 'tasks' / file if file else EVAL_TASKS / f'{name}.yaml'
+    file = EVAL_TASKS / f'{name}.yaml'
+    if not file.exists():
+        file = Path(lm_eval.__file__).parent / 'tasks' / PAPER[name]['yaml']
     config = load_yaml(file) | dict(num_fewshot=int(PAPER[name]['shots']) if num_fewshot is None else num_fewshot)
     changes, notes = local_config(name, config, folder) if folder else ({}, [])
     return config | changes, notes
@@ -396,8 +397,22 @@ def load_tasks(names, folder='', num_fewshot=None):
             raise InputError(f'{task.config.task} runs code that the model generates; {fix}')
         own = task.config.num_fewshot or 0
         task.set_config(key='num_fewshot', value=own if num_fewshot is None else num_fewshot)
+        check_examples(task)
         task.set_fewshot_seed(1234)
     return loaded, notes
+
+
+def check_examples(task):
+    """Raises InputError if the examples in a task's prompts may contain the scored document with its answer."""
+    config = task.config
+    scored = config.test_split or config.validation_split
+    split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
+    # lm-eval leaves the scored document out if the two that it compares are equal
+    leaves_out = task.fewshot_cfg.split == config.test_split or task.fewshot_cfg.samples is not None
+    if config.num_fewshot and split == scored and not leaves_out:
+        fix = f'set another fewshot_split, or test_split and fewshot_split to {split}, in eval_tasks/{config.task}.yaml'
+        problem = f"it has no split of examples besides the scored one, '{split}'"
+        raise InputError(f'{config.task}: num_fewshot={config.num_fewshot}, but {problem}; use 0, or {fix}')
 
 
 def run_tasks(lm, loaded, notes, limit=None):

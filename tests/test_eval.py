@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,9 +64,9 @@ def test_text_formats(tmp_path, mistral):
     no_bos = MHFLM(model, mistral)
     without_bos = [i for i in ids if i != mistral.bos]
     for name in ('t.jsonl', 't.js*', 'd'):
-        assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes), name
+        assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes, 0), name
         # a model trained without bos, which does not score the first token
-        assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first')), name
+        assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first'), 0), name
     # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
     other = types.SimpleNamespace(name='other', bos=1, eos=2, pad=2, definition=b'', tokens=mistral.tokens)
     drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, decode=lambda ids: '')
@@ -81,7 +83,7 @@ def test_text_formats(tmp_path, mistral):
     with pytest.raises(InputError, match=nothing):
         evaluation.read_ids(tmp_path / 'one.txt', no_bos)
     for scorer in (lm, no_bos):
-        measured = evaluation.bits_per_byte(scorer, ids, num_bytes)
+        measured = evaluation.bits_per_byte(scorer, ids, num_bytes, 0)
         nats, _, _ = evaluation.score_windows(scorer, ids)
         assert (measured['tokens'], measured['bytes'], measured['bos']) == (len(ids) - 1, num_bytes, scorer is lm)
         assert measured['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / num_bytes)
@@ -89,6 +91,8 @@ def test_text_formats(tmp_path, mistral):
 
 # -----------------------------------------------------------------------------
 # the script
+
+NOT_SCORED = 'import mhf.lm\ndef fail(*args): raise AssertionError\nmhf.lm.MHFLM.score_requests = fail'
 
 
 def evaluate(monkeypatch, **settings):
@@ -182,17 +186,26 @@ def test_card660(mistral):
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 
-def test_results_are_strict_json(tmp_path, monkeypatch):
-    """A value that is not a number is null in the results file."""
+def test_results_file(tmp_path, monkeypatch):
+    """A value that is not a number is null in the results file, and a name that is not UTF-8 is escaped."""
     monkeypatch.setattr(evaluation, 'output_path', str(tmp_path))
-    file = evaluation.write_results(dict(model_name='m', correlation=math.nan))
-    assert json.loads(file.read_text(), parse_constant=pytest.fail) == dict(model_name='m', correlation=None)
+    with evaluation.results_file('m') as file:
+        file.write(evaluation.to_json(dict(correlation=math.nan, text='caf\udce9')))
+    assert json.loads(Path(file.name).read_text(), parse_constant=pytest.fail) == dict(
+        correlation=None, text='caf\udce9'
+    )
 
 
-def test_results_are_printed_on_a_full_disk(few, tmp_path):
-    """The results are printed although their file cannot be written."""
-    patch = "from pathlib import Path\ndef full(*args, **options): raise OSError(28, 'No space left')\n"
-    args = ['--tasks=bits_per_byte', '--text=docs.jsonl', f'--output_path={tmp_path}', '--device=cpu']
-    done = run('eval.py', *args, cwd=few, patch=patch + 'Path.write_text = full')
+def test_where_results_cannot_be_written(few, tmp_path, monkeypatch):
+    """A folder that cannot be written is found before scoring. On a full disk, the results are printed."""
+    (tmp_path / 'file').touch()
+    text = tmp_path / 'caf\udce9.jsonl'
+    shutil.copy(few / 'docs.jsonl', text)
+    args = ['--tasks=bits_per_byte', f'--text={text}', '--device=cpu']
+    refused('eval.py', *args, f'--output_path={tmp_path}/file', says='file', cwd=few, patch=NOT_SCORED)
+    ok('eval.py', *args, f'--output_path={tmp_path}', cwd=few)
+    full = 'import json\ndumps = json.dumps\ndef full(value, indent=None, **options):\n'
+    full += "    if indent: raise OSError(28, 'No space left')\n    return dumps(value, **options)\njson.dumps = full"
+    done = run('eval.py', *args, f'--output_path={tmp_path}/full', cwd=few, patch=full)
     assert done.returncode == 1 and 'nats_per_token' in done.stdout
-    assert 'error: [Errno 28] No space left' in done.stderr and 'Traceback' not in done.stderr
+    assert 'error: [Errno 28] No space left' in done.stderr and not list(tmp_path.glob('full/*/*'))

@@ -1,5 +1,6 @@
 """The paper's tasks in mhf/lm.py, on small local files, and MuBench's."""
 
+import json
 import sys
 import types
 from collections import Counter
@@ -59,6 +60,41 @@ def test_known_answers(tmp_path, mistral):
     assert got['versions']['race_v2'] == 2
     assert got['notes']['sciq'] == ['validation split instead of test', '4 of 1,000 documents']
     assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
+
+
+@pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own'])
+def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
+    """Examples never contain the scored document: a task without another split for them is refused in one line."""
+    write_rows(tmp_path / 'rows.jsonl', [dict(prompt=f'{k} is', choices=[' a', ' b'], label=0) for k in range(8)])
+    monkeypatch.setattr(tasks, 'EVAL_TASKS', tmp_path)
+    config = load_yaml(REPO / 'eval_tasks/mubench_hellaswag_ar.yaml') | dict(task=name, dataset_path='json')
+    files = dict.fromkeys(('test', 'validation'), str(tmp_path / 'rows.jsonl'))
+    config |= dict(dataset_name=None, dataset_kwargs=dict(data_files=files))
+    if name == 'own':
+        config |= dict(test_split=None, validation_split='validation', fewshot_split='validation')
+    file = tmp_path / f'{name}.yaml'
+    file.write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f'{name}: num_fewshot=4, but .*; use 0, or set'):
+        tasks.load_tasks([name], num_fewshot=4)
+    tasks.load_tasks([name], num_fewshot=0)
+    # as the error advises
+    split = config['test_split'] or 'validation'
+    file.write_text(json.dumps(config | dict(test_split=split, fewshot_split=split)))
+    (task,) = tasks.load_tasks([name], num_fewshot=4)[0]['tasks'].values()
+    task.build_all_requests()
+    for request in task.instances:
+        assert request.args[0].count(f'{request.doc["prompt"]}') == 1 and request.args[0].count(' is') == 5
+
+
+def test_own_task_files(tmp_path, monkeypatch):
+    """A file in eval_tasks/ replaces lm-eval's task of that name, also one of the paper's."""
+    small_tasks(tmp_path)
+    monkeypatch.setattr(tasks, 'EVAL_TASKS', tmp_path)
+    config = load_yaml(Path(lm_eval.__file__).parent / 'tasks/piqa/piqa.yaml')
+    (tmp_path / 'piqa.yaml').write_text(json.dumps(config | dict(doc_to_text='Mine: {{goal}}')))
+    loaded, _ = tasks.load_tasks(['piqa'], str(tmp_path))
+    loaded['tasks']['piqa'].build_all_requests()
+    assert all(request.args[0] == 'Mine: Do.' for request in loaded['tasks']['piqa'].instances)
 
 
 def test_num_fewshot(tmp_path):
