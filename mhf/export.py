@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mhf.checkpoint import load
@@ -76,22 +75,19 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     folder = Path(folder)
     if folder.exists():
         raise InputError(f'{folder} already exists; choose another folder')
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as temporary:
-            complete = Path(temporary) / folder.name
-            complete.mkdir()
-            save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
-            config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
-            config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
-            config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
-            write_pretty_json(complete / 'generation_config.json', generation_config)
-            write_pretty_json(complete / 'config.json', config)
-            # safetensors creates its file readable for the owner only
-            os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
-            os.rename(complete, folder)
-    except (OSError, SafetensorError) as e:
-        raise InputError(f'{folder} cannot be written ({e})') from None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as temporary:
+        complete = Path(temporary) / folder.name
+        complete.mkdir()
+        save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
+        config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
+        config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
+        config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
+        write_pretty_json(complete / 'generation_config.json', generation_config)
+        write_pretty_json(complete / 'config.json', config)
+        # safetensors creates its file readable for the owner only
+        os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
+        os.rename(complete, folder)
 
 
 if __name__ == '__main__':

@@ -28,19 +28,12 @@ KEYS = dict(
 )  # fmt: skip
 DEFAULTS = asdict(MHFConfig())
 FIELDS = {KEYS.get(name, name): name for name in DEFAULTS}
-# other keys that select a computation -> the values that model.py implements
+# other keys that change the computation -> the values that model.py implements
 SUPPORTED = dict(
     model_type=('qwen3', 'mhf'), hidden_act=('silu',), layer_types=('full_attention',), rope_type=('default',),
-    type=('default',), attention_bias=(False,), use_sliding_window=(False,), lsh_only_embed=(False,),
-    tie_word_embeddings=(True, False),
+    type=('default',), partial_rotary_factor=(1,), attention_bias=(False,), use_sliding_window=(False,),
+    lsh_only_embed=(False,),
 )  # fmt: skip
-# keys that leave the computation unchanged: transformers', the authors', and those of exports
-IGNORED = {
-    '_attn_implementation_autoset', '_name_or_path', 'architectures', 'attention_dropout', 'bos_token_id', 'dtype',
-    'eos_token_id', 'initializer_range', 'max_window_layers', 'sliding_window', 'torch_dtype', 'transformers_version',
-    'use_cache', 'fused_decoding', 'use_conditional_prob', 'add_bos', 'tokenizer', 'tokenizer_files_sha256',
-    'tokenizer_sha256', 'unused_ids',
-}  # fmt: skip
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
@@ -76,12 +69,13 @@ def from_pretrained(path_or_hub_id):
         config_json = read_json(folder / 'config.json')
         weights = read_weights(folder)
         config = convert_config(config_json, weights.get('model.hash_map'))
-        state = convert_state_dict(config, weights, config_json)
-    except (OSError, SafetensorError, TypeError, ValueError, IndexError) as e:
-        raise InputError(f'{path_or_hub_id} cannot be loaded: {e!s:.300}') from None
-    try:
-        return MHF.from_state_dict(config, state)
-    except RuntimeError as e:  # tensors of other names or shapes
+        return MHF.from_state_dict(config, convert_state_dict(config, weights, config_json))
+    except (
+        SafetensorError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as e:  # RuntimeError: tensors of other names or shapes
         raise InputError(f'{path_or_hub_id} cannot be loaded: {e!s:.300}') from None
 
 
@@ -102,11 +96,8 @@ def read_weights(folder):
 
 
 def read_json(path):
-    """Returns the dict in a JSON file. Raises InputError."""
-    try:
-        return dict(json.loads(path.read_text(encoding='utf-8-sig')))
-    except (OSError, TypeError, ValueError) as e:
-        raise InputError(f'{path} cannot be read ({e})') from None
+    """Returns the contents of a JSON file, which may start with a byte order mark."""
+    return json.loads(path.read_text(encoding='utf-8-sig'))
 
 
 def resolve_path(path_or_hub_id):
@@ -114,35 +105,27 @@ def resolve_path(path_or_hub_id):
     if Path(path_or_hub_id).is_dir():
         return Path(path_or_hub_id)
     weights = ['model.safetensors', 'model.safetensors.index.json', 'model-*.safetensors']
-    files = ['config.json', 'generation_config.json', 'tokenizer.model', *JSON_FILES, *weights]
+    files = ['config.json', 'generation_config.json', '*tokenizer.model', *JSON_FILES, *weights]
     return download_from_hub(str(path_or_hub_id), files)
 
 
 def read_fields(config_json):
     """
-    Returns the fields of MHFConfig that a config.json sets; null is as good as absent. Raises ValueError for a key that
-    is not known, and for a value that is not supported.
+    Returns the fields of MHFConfig that a config.json sets; null is as good as absent. Raises ValueError for a value
+    that is not supported. Keys that are neither fields nor in SUPPORTED are ignored.
     """
-    declared = {}
-    for key, value in config_json.items():
-        # transformers 5 moves rope_theta to rope_parameters
-        declared |= {f'{key}/{name}': v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+    declared = dict(config_json)
+    for name in ('rope_scaling', 'rope_parameters'):  # transformers 5 moves rope_theta to the second
+        declared |= declared.pop(name, None) or {}
     fields = {}
-    for name, value in declared.items():
-        key = name.removeprefix('rope_parameters/').removeprefix('rope_scaling/')
-        if value is None or key in IGNORED:
+    for key, value in declared.items():
+        if value is None:
             continue
-        shown = f'{name}={json.dumps(value)} in config.json'
+        parts = value if isinstance(value, list) else [value]
         if key in FIELDS:
-            default = DEFAULTS[FIELDS[key]]
-            types = {float, int} if type(default) is float else {type(default)}
-            if default is not None and type(value) not in types:
-                raise ValueError(f'{shown}: must be {type(default).__name__}, like {default}')
             fields[FIELDS[key]] = value
-        elif key not in SUPPORTED:
-            raise ValueError(f'{shown} is not known; if it changes nothing, add it to IGNORED (mhf/released.py)')
-        elif not all(part in SUPPORTED[key] for part in (value if isinstance(value, list) else [value])):
-            raise ValueError(f'{shown} is not supported')
+        elif key in SUPPORTED and not all(part in SUPPORTED[key] for part in parts):
+            raise ValueError(f'{key}={json.dumps(value)} in config.json is not supported')
     return fields
 
 
@@ -153,8 +136,6 @@ def convert_config(config_json, table):
     if fields['rope_theta'] is None:
         raise ValueError('config.json has no rope_theta')
     if table is not None:
-        if table.amin() < 0:
-            raise ValueError(f'model.hash_map contains bucket {table.amin()}; buckets must be from 0 on')
         fields['vocab_size'] = len(table)
         fields['single_id'] |= table.shape[1] > 1 and bool((table == table[:, :1]).all())
 
@@ -166,8 +147,6 @@ def convert_config(config_json, table):
         pad = next(filter(can_be_pad, parse_eos_ids(config_json)), DEFAULTS['pad_id'])
     if not can_be_pad(pad):
         raise ValueError(f'pad_token_id={pad} in config.json: must be an id of the vocabulary without a signature')
-    if not 0 <= fields['num_lsh'] <= fields['num_hashes']:
-        raise ValueError(f'num_lsh={fields["num_lsh"]} in config.json: must be from 0 to {fields["num_hashes"]}')
     return MHFConfig(**fields | dict(pad_id=pad))
 
 
@@ -213,8 +192,9 @@ def find_tokenizer(folder, config_json):
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
     exported_sha256 = config_json.get('tokenizer_files_sha256')
     if exported_sha256 and (not own or exported_sha256 == hash_tokenizer_files(folder)):
-        named = config_json['tokenizer']
-        name = own.get(named) if named.endswith(('.model', '.json')) else named
+        name = config_json['tokenizer']
+        if name.endswith(('.model', '.json')):
+            name = str(folder / name) if (folder / name).exists() else None
         return name, config_json.get('tokenizer_sha256')
     # whether a tokenizer is the model's follows from the table, or with frequency ranges from the fingerprint only
     sha256 = config_json.get('tokenizer_sha256') if config_json.get('frequency_ranges') else None

@@ -36,9 +36,10 @@ def write_tokenizer(tok, folder, add_bos):
     """
     Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
     with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. If the tokenizer.json
-    encodes one of PROBES differently, it is left out next to a .model file, else InputError is raised. Other texts may
-    still differ: rare sequences of combining characters, if a SentencePiece model has a normalization, and sequences of
-    Unigram pieces with equal scores.
+    encodes one of PROBES differently, it is left out, and the .model file is in a subfolder, so that AutoTokenizer
+    raises an error; without a .model file, InputError is raised here. Other texts may still differ: rare sequences of
+    combining characters, if a SentencePiece model has a normalization, and sequences of Unigram pieces with equal
+    scores.
     """
     texts = PROBES
     name = tok.name
@@ -57,6 +58,7 @@ def write_tokenizer(tok, folder, add_bos):
     settings = dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=bos, eos_token=eos, pad_token=pad)
     # text that looks like a special token is encoded as plain text
     settings |= dict(split_special_tokens=True, add_bos_token=add_bos)
+    settings |= dict(model_input_names=['input_ids', 'attention_mask'])  # Qwen3 has no token_type_ids
     converted.post_processor = None
     if add_bos:
         # the string of bos may contain characters of the template's syntax
@@ -70,8 +72,10 @@ def write_tokenizer(tok, folder, add_bos):
             problem = f"tokenizer '{tok.name}': its tokenizer.json would encode {text!r:.80} differently"
             if name != 'tokenizer.model':
                 raise InputError(f'{problem}; choose a tokenizer.json instead')
-            for file in ('tokenizer.json', 'tokenizer_config.json'):
-                (folder / file).unlink()
+            (folder / 'tokenizer.json').unlink()
+            name = 'sentencepiece/tokenizer.model'
+            (folder / name).parent.mkdir()
+            (folder / 'tokenizer.model').rename(folder / name)
             print(f'warning: {problem}, so it is left out; AutoTokenizer cannot load the tokenizer', file=sys.stderr)
             break
     return name
