@@ -128,16 +128,17 @@ def groups(study):
     return list(dict.fromkeys(entry['group'] for entry in study.entries))
 
 
-def setup(group):
-    """The name of a group with its vocabulary, which the names of groups with 32,768 tokens lack."""
-    return group if group.startswith('vocabulary') else f'vocabulary of 32,768, {group}'
+def split_group(group):
+    """'vocabulary of 131,072, 3.07 M tokens' -> ['131,072', '3.07 M tokens']; without a vocabulary, it is 32,768."""
+    found = re.fullmatch(r'vocabulary of ([\d,]+), (.*)', group)
+    return list(found.groups()) if found else ['32,768', group]
 
 
 def scale(group):
-    """What groups are sorted by: vocabulary size, width and training tokens, from the name of the group."""
-    patterns = (r'vocabulary of ([\d,]+)', r'd=(\d+)', r'([\d.]+) M tokens')
-    found = [re.search(pattern, setup(group)) for pattern in patterns]
-    return [float(match[1].replace(',', '')) if match else 0 for match in found]
+    """What groups are sorted by: vocabulary size, width and training tokens."""
+    vocabulary, name = split_group(group)
+    found = [re.search(pattern, name) for pattern in (r'd=(\d+)', r'([\d.]+) M tokens')]
+    return [int(vocabulary.replace(',', '')), *(float(match[1]) if match else 0 for match in found)]
 
 
 def models(study, group):
@@ -171,12 +172,12 @@ def comparison_lines(group, corpora, reference, compared):
             cells += [number(bits(seeds, corpus)), text if label != reference[0] else MISSING]
         top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.2%')
         verdict = summarize(verdicts) if label != reference[0] else 'reference'
-        lines.append([setup(group), label, millions(seeds), str(len(seeds)), *cells, top1, verdict])
+        lines.append([*split_group(group), label, millions(seeds), str(len(seeds)), *cells, top1, verdict])
     return lines
 
 
 def comparison_table(selected, references):
-    """[(list, group)], {reference: labels} -> a table, '' without rows. Omits a vocabulary that all groups have."""
+    """[(list, group)], {reference: labels} -> a table; '' without rows."""
     lines = []
     for study, group in sorted(selected, key=lambda pair: scale(pair[1])):
         corpora = corpora_of(study, group)
@@ -185,10 +186,8 @@ def comparison_table(selected, references):
             compared = {label: found[label] for label in labels if label in found}
             if reference in found and (compared or not labels):
                 lines += comparison_lines(group, corpora, (reference, found[reference]), compared)
-    if len({scale(line[0])[0] for line in lines}) == 1:
-        lines = [[re.sub(r'^vocabulary of [\d,]+, ', '', line[0]), *line[1:]] for line in lines]
     columns = [head for corpus in corpora for head in (f'bits per byte, {corpus}', f'difference, {corpus}')]
-    return markdown(['setup', 'model', 'parameters', 'seeds', *columns, 'top-1', 'verdict'], lines)
+    return markdown(['vocabulary', 'setup', 'model', 'parameters', 'seeds', *columns, 'top-1', 'verdict'], lines)
 
 
 def select(sources):
@@ -207,8 +206,18 @@ def expansion_table():
             # another text than `english` of the other lists
             name = corpus if corpus == 'mixture' else f"the mixture's {corpus.title()}"
             text, verdict = difference(bits(mhf, corpus), bits(standard, corpus))
-            lines.append([group, name, number(bits(mhf, corpus)), number(bits(standard, corpus)), text, verdict])
-    heads = ['setup', 'corpus', 'bits per byte, MHF H4', 'bits per byte, Standard', 'difference', "MHF's verdict"]
+            lines.append(
+                [*split_group(group), name, number(bits(mhf, corpus)), number(bits(standard, corpus)), text, verdict]
+            )
+    heads = [
+        'vocabulary',
+        'setup',
+        'corpus',
+        'bits per byte, MHF H4',
+        'bits per byte, Standard',
+        'difference',
+        "MHF's verdict",
+    ]
     return markdown(heads, lines)
 
 
@@ -221,8 +230,7 @@ def front_table():
             # informed signatures replace frequency ranges as soon as they have rows
             if (seeds := found.get(label)) and not (label == RANGES and INFORMED in found):
                 cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                vocabulary = f'{scale(group)[0]:,.0f}'
-                lines.append([vocabulary, label, millions(seeds), str(len(seeds)), *cells])
+                lines.append([split_group(group)[0], label, millions(seeds), str(len(seeds)), *cells])
     heads = ['vocabulary', 'model', 'parameters', 'seeds', 'bits per byte, english', 'bits per byte, fineweb']
     return markdown(heads, lines)
 
