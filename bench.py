@@ -20,7 +20,6 @@ from functools import partial
 import torch
 
 from configurator import check_numbers, configure, did_you_mean
-from mhf.checkpoint import make_config
 from mhf.data import build_table
 from mhf.errors import InputError
 from mhf.generate import Engine
@@ -218,7 +217,8 @@ if __name__ == '__main__':
     check_numbers(config, 'num_hashes')
     chosen = split_setting('benchmarks', BENCHMARKS)
     tok = get_tokenizer(tokenizer)
-    configs = variant_configs(make_config(config, vocab_size=len(tok.tokens), pad_id=tok.pad))
+    fields = {name: config[name] for name in vars(MHFConfig()) if name in config}
+    configs = variant_configs(MHFConfig(**fields | dict(vocab_size=len(tok.tokens), pad_id=tok.pad)))
     _, _, device = init_distributed(device)
     device_type = torch.device(device).type
     dtype = pick_dtype(dtype, device)

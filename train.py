@@ -12,15 +12,17 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X
 
 Reads the bins that prepare.py writes with the same config. README.md, "Code", traces a document to its loss.
-Writes to out_dir: ckpt.pt (the newest), ckpt_previous.pt, ckpt_best.pt, and log.jsonl. If out_dir has a checkpoint, the
-run resumes. The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can
-resume on any number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a
-GPU, it ends with the same bits as an uninterrupted run. A resumed run may not change its data, the model's settings,
-seed, batch_size, init_from, counts_from or unfrozen_end_layers (FIXED in mhf/checkpoint.py).
+Writes to out_dir: ckpt.pt (the newest checkpoint), ckpt_best.pt (the lowest validation loss) and log.jsonl. If out_dir
+has a checkpoint, the run resumes from the newest; to go back to the best, delete ckpt.pt. The global batch at a step
+and the random numbers of a rank depend only on (seed, step), so a run can resume on any number of processes. With the
+same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an
+uninterrupted run. A resumed run may not change its data, the model's settings, seed, batch_size, init_from, counts_from
+or unfrozen_end_layers (run_identity in mhf/checkpoint.py). Processes do not share a model's buffers; checkpoints
+contain those of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
-longer, the one before remains. To go back to the previous checkpoint, delete ckpt.pt; ckpt_best.pt remains the best.
+longer, the one before remains.
 """
 
 import contextlib
@@ -38,7 +40,7 @@ from tqdm import tqdm
 
 from configurator import check_numbers, configure
 from mhf import runtime
-from mhf.checkpoint import lock, make_config, open_start, save
+from mhf.checkpoint import Checkpoint, lock, open_start, optimizer_state, run_identity, save
 from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
 from mhf.errors import InputError, Output
 from model import MHF
@@ -73,6 +75,9 @@ num_hashes = 4  # H; 0 is the Standard model
 num_buckets = 16384
 num_lsh = 0
 single_id = False
+bottleneck = 64  # z, the hidden size of the gate and of the mixers
+rope_theta = 1e6
+norm_eps = 1e-6
 # '': the paper's signatures | train, or a folder of ids: informed signatures (hashing.py), from the token counts of the
 # training data, or of that folder
 counts_from = ''
@@ -124,8 +129,6 @@ if warmup_steps >= schedule_steps:
 # processes
 
 master = runtime.is_rank0()
-if master:
-    lock(out_dir)
 rank, world_size, device = runtime.init_distributed(device, deterministic)
 compile = runtime.pick_compile(compile, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
@@ -224,168 +227,163 @@ def check_finite(step, **values):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-start = open_start(out_dir, init_from, tokenizer)
-same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
-same_on_all_ranks |= {'checkpoint step': start.step, 'device type': torch.device(device).type}
-runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
-start.check(config)
-if start.step >= max_steps:
-    fix = 'raise --max_steps, or choose another --out_dir for a new run'
-    runtime.print0(f'already at step {start.step} of max_steps={max_steps}; {fix}')
-    runtime.cleanup()
-    sys.exit()
-run_config = config | start.architecture
-folder = data_folder(run_config)
-train_bins, val_bins, meta = open_bins(run_config)
-num_blocks = (len(train_bins) - 1) // block_size
-if num_blocks < 1:
-    tokens = f'{folder} has only {len(train_bins):,} training tokens'
-    raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-data = dict(
-    tokenizer=meta['tokenizer'],
-    tokenizer_sha256=meta['tokenizer_sha256'],
-    train_sha256=train_bins.fingerprint,
-    val_sha256=val_bins.fingerprint,
-)
-runtime.check_same_on_all_ranks(data)
-start.check_data(folder, meta, data)
-dtype = config['dtype'] = runtime.pick_dtype(start.settings.get('dtype') if dtype is None else dtype, device)
-runtime.print0(start.describe(config))
+with lock(out_dir) if master else contextlib.nullcontext():
+    start = open_start(out_dir, init_from, tokenizer)
+    dtype = config['dtype'] = runtime.pick_dtype(start.settings.get('dtype') if dtype is None else dtype, device)
+    same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
+    same_on_all_ranks |= {'checkpoint step': start.step, 'device type': torch.device(device).type}
+    runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
+    folder = data_folder(config | start.architecture)
+    train_bins, val_bins, meta = open_bins(config | start.architecture)
+    num_blocks = (len(train_bins) - 1) // block_size
+    if num_blocks < 1:
+        tokens = f'{folder} has only {len(train_bins):,} training tokens'
+        raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
+    model_config = start.model_config(config, meta)
+    identity = run_identity(model_config, config, train_bins, val_bins)
+    runtime.check_same_on_all_ranks(identity)
+    start.check(identity)
+    start.check_data(folder, meta)
+    if start.step >= max_steps:
+        fix = 'raise --max_steps, or choose another --out_dir for a new run'
+        runtime.print0(f'already at step {start.step} of max_steps={max_steps}; {fix}')
+        runtime.cleanup()
+        sys.exit()
+    runtime.print0(start.describe(config))
 
-# -----------------------------------------------------------------------------
-# setup: model
+    # -------------------------------------------------------------------------
+    # setup: model
 
-model_config = make_config(dict(vocab_size=meta['vocab_size'], pad_id=meta['pad_id']) | run_config)
-if 2 * unfrozen_end_layers > model_config.num_layers:
-    limit = f'half of num_layers={model_config.num_layers}'
-    raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be at most {limit}, or 0 to train all layers')
-if start.model:
-    raw_model = start.model.to(device)
-    raw_model.config.block_size = block_size
-    raw_model.config.loss = loss
-else:
-    # of rank 0, because forms and shapes depend on Python's version of Unicode
-    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
-    torch.manual_seed(seed)
-    with torch.device(device):  # a GPU draws other random numbers than a CPU
-        raw_model = MHF(model_config, table, meta['unused_ids'])
-        raw_model.init_weights()
-raw_model.activation_checkpointing = activation_checkpointing
-if unfrozen_end_layers:
-    raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
-if compile:
-    raw_model.compile()
-    torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-autocast = torch.autocast(raw_model.signatures.device.type, torch.bfloat16, enabled=dtype == 'bfloat16')
-model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 1 else raw_model
+    if 2 * unfrozen_end_layers > model_config.num_layers:
+        limit = f'at most half of num_layers={model_config.num_layers}, or 0 to train all layers'
+        raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be {limit}')
+    if start.model:
+        raw_model = start.model.to(device)
+        raw_model.config = model_config
+    else:
+        # of rank 0, because forms and shapes depend on Python's version of Unicode
+        table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
+        torch.manual_seed(seed)
+        with torch.device(device):  # a GPU draws other random numbers than a CPU
+            raw_model = MHF(model_config, table, meta['unused_ids'])
+            raw_model.init_weights()
+    raw_model.activation_checkpointing = activation_checkpointing
+    if unfrozen_end_layers:
+        raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
+    if compile:
+        raw_model.compile()
+        torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
+    autocast = torch.autocast(raw_model.signatures.device.type, torch.bfloat16, enabled=dtype == 'bfloat16')
+    model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 1 else raw_model
 
-# -----------------------------------------------------------------------------
-# setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
+    # -------------------------------------------------------------------------
+    # setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
 
-E = raw_model.embed.weight
-trained = [p for p in raw_model.parameters() if p.requires_grad]
-groups = [
-    dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
-    dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
-    dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
-]
-optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
-start.restore_optimizer(optimizer, raw_model)
-gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
-if compile and cuda_graph and not activation_checkpointing and raw_model.signatures.is_cuda and world_size == 1:
-    example = get_batch(train_bins, [0] * micro_batch_size, raw_model.signatures)
-    gradients = runtime.capture_all(gradients[:accumulation], *example)
+    E = raw_model.embed.weight
+    trained = [p for p in raw_model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
+        dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
+        dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
+    start.restore_optimizer(optimizer, raw_model)
+    gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
+    if compile and cuda_graph and not activation_checkpointing and raw_model.signatures.is_cuda and world_size == 1:
+        example = get_batch(train_bins, [0] * micro_batch_size, raw_model.signatures)
+        gradients = runtime.capture_all(gradients[:accumulation], *example)
 
-# -----------------------------------------------------------------------------
-# training loop
+    # -------------------------------------------------------------------------
+    # training loop
 
-if master:
-    log = runtime.Log(Path(out_dir) / 'log.jsonl', start.step, config | asdict(model_config) if wandb else None)
-stop = runtime.StopSignal(world_size)
-hash_params, layer_params = raw_model.num_params()
-c = raw_model.config
-name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
-sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-epochs = max_steps * batch_size / num_blocks
-runtime.print0(f'{name}: {hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
-if c.num_hashes and c.loss == 'product':
-    runtime.print0('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
-runtime.print0(f'{device}, {dtype}, compile={compile}; {sequences}')
-runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
-peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
-best_val_loss = start.best_val_loss
-step_seconds = []  # without validation and saving
-batches = prefetch(training_batches(train_bins, raw_model.signatures, start.step))
-bar = tqdm(total=max_steps, initial=start.step, desc='train', unit='step', disable=None if master else True)
-for step in range(start.step, max_steps):
-    start_time = time.perf_counter()
-    lr = get_lr(step)
-    for group in optimizer.param_groups:
-        group['lr'] = lr * group['lr_mult']
-    # dropout, or any other random numbers of a model, differ between steps and ranks
-    torch.manual_seed((seed + step * world_size + rank) % 2**64)
-    loss_sum = torch.zeros((), device=device)
-    for k in range(accumulation):
-        x, y = next(batches)
-        if world_size > 1:  # gradients are exchanged once per step
-            model.require_backward_grad_sync = k == accumulation - 1
-        loss_sum += gradients[min(k, 1)](x, y)
-    stop_signal = stop.number
-    shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
-    mean_loss, any_signal = shared.tolist()
-    if any_signal and not stop_signal:
-        stop_signal = signal.SIGTERM  # another rank received it
-    done = step + 1
-    check_finite(done, loss=mean_loss, grad_norm=grad_norm)
-    optimizer.step()
-    step_seconds.append(time.perf_counter() - start_time)
-
-    tokens = done * tokens_per_step
-    bar.update()
     if master:
-        tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
-        log.write(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
-    if master and (done % log_interval == 0 or done == max_steps):
-        seconds = np.median(step_seconds[-log_interval:])
-        speed = tokens_per_step / seconds
-        line = f'loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
-        if peak:
-            line += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
-        tqdm.write(f'step {done}/{max_steps}: {line}')
-    validates = done % eval_interval == 0 or done == max_steps
-    is_best = False
-    if validates:
-        result = evaluate(raw_model, val_bins, autocast)
-        val_loss = result['val_loss']
-        check_finite(done, val_loss=val_loss)
-        is_best = val_loss < best_val_loss
-    if validates and master:
-        log.write(step=done, tokens=tokens, **result)
-        nats = f', -log P(w) {result["val_nats"]:.4f} nats per token' if result['val_nats'] != val_loss else ''
-        best = ' (best)' if is_best else ''
-        tqdm.write(f'step {done}: validation loss {val_loss:.4f}, {result["val_bpb"]:.4f} bits per byte{nats}{best}')
-    if is_best:
-        best_val_loss = val_loss
-    if master and (validates or stop_signal or log.error):
-        checkpoint = dict(
-            model=raw_model.state_dict(),
-            model_config=asdict(raw_model.config),
-            # by name, that of a tied parameter once
-            optimizer={name: optimizer.state[p] for name, p in raw_model.named_parameters() if p.requires_grad},
-            settings=config,
-            step=done,
-            best_val_loss=best_val_loss,
-            data=data,
-            add_bos=True,  # prepare.py puts bos before each document
-        )
-        save(out_dir, checkpoint, is_best)
-        if log.error:
-            raise InputError(f'{log.error}; rerun the same command to resume')
-    if validates or stop_signal:
-        runtime.barrier()  # waits up to an hour for the checkpoint
-    if stop_signal:
-        break
+        log = runtime.Log(Path(out_dir) / 'log.jsonl', start.step, config | asdict(model_config) if wandb else None)
+    stop = runtime.StopSignal(world_size)
+    hash_params, layer_params = raw_model.num_params()
+    c = raw_model.config
+    name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
+    sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
+    epochs = max_steps * batch_size / num_blocks
+    parameters = f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm'
+    runtime.print0(f'{name}: {parameters}')
+    if c.num_hashes and c.loss == 'product':
+        runtime.print0('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
+    runtime.print0(f'{device}, {dtype}, compile={compile}; {sequences}')
+    runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
+    peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
+    best_val_loss = start.best_val_loss
+    step_seconds = []  # without validation and saving
+    batches = prefetch(training_batches(train_bins, raw_model.signatures, start.step))
+    bar = tqdm(total=max_steps, initial=start.step, desc='train', unit='step', disable=None if master else True)
+    for step in range(start.step, max_steps):
+        start_time = time.perf_counter()
+        lr = get_lr(step)
+        for group in optimizer.param_groups:
+            group['lr'] = lr * group['lr_mult']
+        # dropout, or any other random numbers of a model, differ between steps and ranks
+        torch.manual_seed((seed + step * world_size + rank) % 2**64)
+        loss_sum = torch.zeros((), device=device)
+        for k in range(accumulation):
+            x, y = next(batches)
+            if world_size > 1:  # gradients are exchanged once per step
+                model.require_backward_grad_sync = k == accumulation - 1
+            loss_sum += gradients[min(k, 1)](x, y)
+        for p in trained:  # the gradient of an unused parameter is None on one process, and zero under DDP
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        stop_signal = stop.number
+        shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
+        grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
+        mean_loss, any_signal = shared.tolist()
+        if any_signal and not stop_signal:
+            stop_signal = signal.SIGTERM  # another rank received it
+        done = step + 1
+        check_finite(done, loss=mean_loss, grad_norm=grad_norm)
+        optimizer.step()
+        step_seconds.append(time.perf_counter() - start_time)
+
+        tokens = done * tokens_per_step
+        bar.update()
+        if master:
+            tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
+            log.write(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
+        if master and (done % log_interval == 0 or done == max_steps):
+            seconds = np.median(step_seconds[-log_interval:])
+            speed = tokens_per_step / seconds
+            line = f'loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}'
+            line += f', {seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
+            if peak:
+                line += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
+            tqdm.write(f'step {done}/{max_steps}: {line}')
+        validates = done % eval_interval == 0 or done == max_steps
+        is_best = False
+        if validates:
+            result = evaluate(raw_model, val_bins, autocast)
+            val_loss = result['val_loss']
+            check_finite(done, val_loss=val_loss)
+            is_best = val_loss < best_val_loss
+        if validates and master:
+            log.write(step=done, tokens=tokens, **result)
+            line = f'validation loss {val_loss:.4f}, {result["val_bpb"]:.4f} bits per byte'
+            if result['val_nats'] != val_loss:
+                line += f', -log P(w) {result["val_nats"]:.4f} nats per token'
+            tqdm.write(f'step {done}: {line}{" (best)" if is_best else ""}')
+        if is_best:
+            best_val_loss = val_loss
+        if master and (validates or stop_signal):
+            checkpoint = Checkpoint(
+                model=raw_model.state_dict(),
+                optimizer=optimizer_state(optimizer, raw_model),
+                identity=run_identity(raw_model.config, config, train_bins, val_bins),
+                settings=config,
+                tokenizer=meta['tokenizer'],
+                step=done,
+                best_val_loss=best_val_loss,
+            )
+            save(out_dir, checkpoint, is_best)
+        if validates or stop_signal:
+            runtime.barrier()  # waits up to an hour for the checkpoint
+        if stop_signal:
+            break
 
 # -----------------------------------------------------------------------------
 # summary

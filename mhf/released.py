@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hashing import hash_buckets, lsh_coordinates
+from mhf.checkpoint import LoadedModel
 from mhf.errors import InputError
-from mhf.tokenizers import JSON_FILES, download_from_hub
+from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig, validate_table
 
 # fields of MHFConfig -> their keys in config.json, where these have another name
@@ -56,6 +57,46 @@ def rename(name, prefixes):
 
 # -----------------------------------------------------------------------------
 # the model
+
+
+def open_released(source, tokenizer=None):
+    """
+    Loads a released model and its tokenizer from a folder or from the hub -> LoadedModel. Raises InputError.
+
+    Args: tokenizer, a name for get_tokenizer; default: the one that the files name, else mistral
+    """
+    folder = resolve_path(source)
+    if not (folder / 'config.json').exists():
+        raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
+    model = from_pretrained(folder)
+    facts = read_facts(folder)
+    own_tokenizer = facts.pop('tokenizer')
+    tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
+    mismatch = find_mismatch(model, tok, facts.pop('tokenizer_sha256'))
+    if mismatch:
+        its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
+        fix = "name the model's tokenizer"
+        raise InputError(f"{source}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
+    token_mask = model.token_mask.numpy().copy()
+    token_mask[[i for i, token in enumerate(tok.tokens) if token is None]] = False
+    token_mask[len(tok.tokens) :] = False
+    model.set_vocabulary(model.signatures.numpy(), token_mask)
+    return LoadedModel(model, tok, str(source), str(source), **facts)
+
+
+def find_mismatch(model, tok, sha256):
+    """
+    Returns how a tokenizer differs from that of a model, or ''. `sha256` is the fingerprint of the model's tokenizer,
+    None if its files have none.
+    """
+    V = len(tok.tokens)
+    if V > len(model.token_mask) or not has_padding_from(model, V):
+        return f'{V} tokens, expected {model.config.vocab_size}'
+    if sha256:
+        return '' if tokenizer_fingerprint(tok) == sha256 else 'it gives other ids'
+    if model.config.num_hashes and not has_signatures_of(model, tok.tokens):
+        return 'its table is not that of these tokens'
+    return ''
 
 
 def from_pretrained(path_or_hub_id):

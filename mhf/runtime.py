@@ -6,17 +6,13 @@ run, and the signals that stop it.
 import contextlib
 import ctypes
 import functools
-import importlib.util
+import itertools
 import json
 import os
 import re
-import shutil
 import signal
-import sys
-import sysconfig
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,90 +62,32 @@ def pick_device(device=None):
     elif device.startswith('cuda:') and os.environ.get('LOCAL_WORLD_SIZE', '1') != '1':
         raise InputError(f'device={device}: all processes of this machine would use one GPU; use --device=cuda')
     try:
-        torch.zeros(1, device=device).item()  # meta has no values
+        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
         reason = f'{str(e).splitlines()[0][:100]}; this machine has {torch.cuda.device_count()} GPUs'
-        fix = 'use cuda, cuda:1, cpu or mps, and one GPU per process'
-        raise InputError(f'device={device} is not available ({reason}); {fix}') from None
+        raise InputError(f'device={device} is not available ({reason}); use cuda, cuda:1, cpu or mps') from None
     return device
 
 
 def pick_dtype(dtype, device):
     """
-    Returns the precision of matrix products: the requested one, else bfloat16 if a GPU supports it, or if a CPU's
-    matrix products are over 1.2 x as fast in it as in float32. Rank 0 measures its CPU, and all ranks use its choice.
-    Raises InputError for an unsupported precision.
+    Returns the precision of matrix products: the requested one, else bfloat16 on a device with instructions for it.
+    Raises InputError for another precision.
     """
-    if dtype not in (None, 'bfloat16', 'float32'):
+    if dtype is None:
+        if torch.device(device).type == 'cuda':
+            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return 'bfloat16' if is_fast else 'float32'
+    if dtype not in ('bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
-    device_type = torch.device(device).type
-    supported = device_type != 'cuda' or torch.cuda.is_bf16_supported(including_emulation=False)
-    if dtype == 'bfloat16' and not supported:
-        name = torch.cuda.get_device_name(device)
-        raise InputError(f'dtype=bfloat16: {name} does not support it; use --dtype=float32')
-    if dtype is None and device_type == 'cpu':
-        return call_on_rank0(measure_dtype)
-    return dtype or ('bfloat16' if device_type == 'cuda' and supported else 'float32')
-
-
-def measure_dtype():
-    """Returns the faster precision of this CPU, and prints the measurement."""
-    rates = {name: matmul_flops(getattr(torch, name)) for name in ('bfloat16', 'float32')}
-    dtype = 'bfloat16' if rates['bfloat16'] > 1.2 * rates['float32'] else 'float32'
-    measured = ', '.join(f'{rate / 1e9:,.0f} GFLOP/s in {name}' for name, rate in rates.items())
-    print(f'dtype={dtype}: matrix products on one core: {measured}', file=sys.stderr)
     return dtype
 
 
-def matmul_flops(dtype, size=256):
-    """Returns the FLOP/s of a (size, size) matrix product on one core: the fastest of 16."""
-    x = torch.ones(size, size, dtype=dtype)  # a larger product takes seconds without bfloat16 instructions
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several threads, another busy process would delay all of them
-    seconds = []
-    for _ in range(16):
-        start = time.perf_counter()
-        x @ x
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    return 2 * size**3 / min(seconds)
-
-
 def pick_compile(compile, device):
-    """
-    Returns whether to use torch.compile: the requested value, else True on a GPU with Triton and a C compiler. Raises
-    InputError if compile=True and its compiler is missing.
-    """
-    if compile not in (None, True, False):
-        raise InputError(f'compile={compile}: must be True or False')
-    on_gpu = torch.device(device).type == 'cuda'
-    # the only compilers that torch.compile tries
-    missing = no_triton() if on_gpu else no_compiler('CXX', 'clang++' if sys.platform == 'darwin' else 'g++')
-    if compile and missing:
-        raise InputError(f'compile=True: {missing}; or omit --compile')
-    if on_gpu and missing and is_rank0():
-        print(f'torch.compile is off: {missing}', file=sys.stderr)
-    return on_gpu and not missing if compile is None else compile
-
-
-def no_compiler(variable, *names):
-    """Returns '' if the compiler in an environment variable, or one of `names`, exists; otherwise what is missing."""
-    compilers = os.environ.get(variable, '').split()[:1] or names
-    if any(map(shutil.which, compilers)):
-        return ''
-    return f'no C{"++" if variable == "CXX" else ""} compiler: install {" or ".join(names)}, or name one in ${variable}'
-
-
-@functools.cache
-def no_triton():
-    """Returns '' if Triton can compile for a GPU here; otherwise the reason. It needs a C compiler and Python.h."""
-    if not importlib.util.find_spec('triton'):
-        return 'no package triton: pip install triton, on Linux'
-    # where Triton looks; Ubuntu's default scheme is another folder, which is empty
-    headers = Path(sysconfig.get_path('include', 'posix_prefix'))
-    if not (headers / 'Python.h').exists():
-        return f"no Python.h in {headers} (Debian's package python3-dev contains it)"
-    return no_compiler('CC', 'gcc', 'clang')
+    """Returns whether to use torch.compile: the requested value, else True on a GPU."""
+    return torch.device(device).type == 'cuda' if compile is None else compile
 
 
 def peak_flops(device):
@@ -204,8 +142,9 @@ def keep_freed_memory():
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        # M_TRIM_THRESHOLD alone would only end the dynamic M_MMAP_THRESHOLD
+        if mallopt(-3, 2**30) == 1:  # M_MMAP_THRESHOLD
+            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 # -----------------------------------------------------------------------------
@@ -231,12 +170,8 @@ def init_distributed(device=None, deterministic=False):
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     if world_size > 1:
-        try:
-            dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo', timeout=TIMEOUT)
-            host_group()
-        except (RuntimeError, ValueError) as e:  # a missing variable or peer, an address in use
-            reason = ' '.join(str(e).split())[:200]
-            raise InputError(f'rank {rank} of {world_size} cannot connect ({reason}); start it with torchrun') from None
+        dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo', timeout=TIMEOUT)
+        host_group()
     return rank, world_size, device
 
 
@@ -256,15 +191,15 @@ def all_gather_object(value):
 
 
 def call_on_rank0(function, *args):
-    """Returns function(*args) of rank 0 on all ranks, and raises its InputError on all. Results must be picklable."""
+    """Returns function(*args) of rank 0 on all ranks, or raises its error on all. Results must be picklable."""
     result = None
     if is_rank0() or not dist.is_initialized():
         try:
             result = function(*args)
-        except InputError as e:
+        except (InputError, OSError) as e:
             result = e
     result = all_gather_object(result)[0]
-    if isinstance(result, InputError):
+    if isinstance(result, Exception):
         raise result
     return result
 
@@ -284,14 +219,17 @@ def wrap_ddp(model, micro_batch_size, autocast):
     device = model.signatures.device
     c = model.config
     model = DDP(model, device_ids=[device] if device.type == 'cuda' else None, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # they never change
+    model.broadcast_buffers = False  # each rank has its own
     # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
     # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
-    # view of a bucket, which avoids a second copy of the gradients.
+    # view of a bucket, which avoids a second copy of the gradients, and leaves the buffers unchanged.
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     zeros = torch.zeros(micro_batch_size, c.block_size + 1, c.num_coordinates, dtype=int, device=device)
     with autocast:
         model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
     model.zero_grad(set_to_none=False)
+    for buffer, value in buffers:
+        buffer.copy_(value)
     return model
 
 
@@ -319,40 +257,38 @@ def cleanup():
 # the log of a run, and signals
 
 
-class Log:
+def open_log(path, step):
     """
-    log.jsonl: one event per line, a JSON object that starts with its step; optionally also Weights & Biases. `error` is
-    '' or says why an event could not be written.
+    Opens log.jsonl, one JSON object per line that starts with its step, for appending. A run that resumes at `step`
+    repeats what follows: later lines and an incomplete one are dropped. The log of another run gets another name.
+    """
+    if path.exists() and not step:
+        names = (path.with_name(f'log_{k}.jsonl') for k in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+    size = 0
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            event = re.match(rb'{"step": (\d+), .*}\n', line)
+            if not event or int(event[1]) > step:
+                break
+            size += len(line)
+        os.truncate(path, size)
+    return open(path, 'a', buffering=1)
 
-    Args:
-        step: events after it are deleted, because the run repeats them, and so is an incomplete last line
-        wandb_config: settings for Weights & Biases; None: do not use it
-    """
+
+class Log:
+    """log.jsonl, and Weights & Biases if its settings wandb_config are given. `step` is that of open_log()."""
 
     def __init__(self, path, step, wandb_config=None):
-        self.path = path
-        self.error = ''
+        self.file = open_log(path, step)
         self.wandb_run = None
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        # a run that was killed before its first checkpoint may have written a part of its first line
-        if lines and not step and not b'{"step": '.startswith(lines[0][:9]):
-            raise InputError(f'{path} is not the log of a run; choose another --out_dir')
         if wandb_config is not None:
-            try:
-                import wandb
-            except ImportError as e:
-                raise InputError(f'wandb=True: {e}; pip install wandb, or omit --wandb') from None
+            import wandb
+
             self.wandb_run = wandb.init(config=wandb_config)
-        path.touch()
-        events = [re.match(rb'{"step": (\d+), .*}\n', line) for line in lines]
-        os.truncate(path, sum(len(event[0]) for event in events if event and int(event[1]) <= step))
 
     def write(self, **event):
-        try:
-            with open(self.path, 'a') as f:
-                f.write(json.dumps(event) + '\n')
-        except OSError as e:  # a full disk
-            self.error = f'{self.path} cannot be written ({e})'
+        self.file.write(json.dumps(event) + '\n')
         if self.wandb_run:
             self.wandb_run.log(event, step=event['step'])
 

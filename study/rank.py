@@ -110,7 +110,7 @@ def read_contexts(folder, config, model):
 def measure_run(name, folder):
     """The rows of a run's model, at initialization and trained."""
     trained, ckpt = read_checkpoint(folder / 'ckpt.pt')
-    ids = read_contexts(folder, ckpt['settings'] | ckpt['model_config'], trained)
+    ids = read_contexts(folder, ckpt.settings | ckpt.identity, trained)
     torch.manual_seed(1)
     unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
     fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)

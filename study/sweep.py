@@ -222,9 +222,8 @@ class Study:
         self.train(folder, key, entry)
         row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings)
         row |= dict(threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(folder)
-        # only these are not needed to resume, expand or evaluate the run
-        for name in ('ckpt_previous.pt', 'ckpt_best.pt'):
-            (folder / name).unlink(missing_ok=True)
+        # not needed to resume, expand or evaluate the run
+        (folder / 'ckpt_best.pt').unlink(missing_ok=True)
         row |= self.evaluate(folder, entry, row['dtype'])
         nats = [f'{row[f"{corpus}_nats_per_token"]:.4f} nats per token of {corpus}' for corpus in entry['corpora']]
         print(f'{", ".join(map(str, key))}: {", ".join(nats)}', flush=True)

@@ -15,13 +15,13 @@ import expand
 import prepare
 from configurator import read_config
 from hashing import PROPERTIES, informed_table, signature_table
-from mhf.checkpoint import load, make_config, read_checkpoint
+from mhf.checkpoint import load, read_checkpoint
 from mhf.data import Bins
 from mhf.export import save_pretrained
 from mhf.released import from_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
-from model import MHF
+from model import MHF, MHFConfig
 from test_mhf import SAYINGS, bucket_logits, random_model
 
 
@@ -108,7 +108,8 @@ def test_readme_commands_on_a_clone(tmp_path, mistral):
     """README's command for new languages, and the scripts that follow it, run in a clone, from the demo's model on."""
     for name in ('assets', 'config'):
         (tmp_path / name).symlink_to(REPO / name)
-    c = make_config(read_config(REPO / 'config/mhf_tiny.py'))
+    settings = read_config(REPO / 'config/mhf_tiny.py')
+    c = MHFConfig(**{name: value for name, value in settings.items() if name in MHFConfig.__annotations__})
     demo = MHF(c, signature_table(mistral.tokens, c.num_hashes, c.num_buckets, pad_id=mistral.pad))
     demo.init_weights()
     save_pretrained(demo, tmp_path / 'out/mhf_tiny', 'mistral')
