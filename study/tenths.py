@@ -49,9 +49,10 @@ def tenths(nats, counts):
 
 def measure(study, entry, folder):
     """The columns of a run for each of its corpora, {corpus: dict}."""
-    config, ckpt = read_file(folder / 'ckpt.pt')
+    ckpt = read_file(folder / 'ckpt.pt')
+    config = ckpt.model_config
     edited = importlib.import_module(entry.get('edit', 'model'))
-    model = edited.MHF.from_state_dict(config, ckpt['model']).eval().to(pick_device(None))
+    model = edited.MHF.from_state_dict(config, ckpt.model).eval().to(pick_device(None))
     tok = get_tokenizer(study.data[entry['train']].get('tokenizer', 'mistral'))
     counts = count_tokens(entry['train'], tok)
     temperatures = TEMPERATURES if config.loss == 'product' and config.num_hashes else (1.0,)
@@ -59,7 +60,7 @@ def measure(study, entry, folder):
     found = {}
     for corpus, path in entry['corpora'].items():
         ids, _ = held_out_ids(path, tok)
-        with torch.autocast(pick_device(None), torch.bfloat16, enabled=ckpt['settings']['dtype'] == 'bfloat16'):
+        with torch.autocast(pick_device(None), torch.bfloat16, enabled=ckpt.settings['dtype'] == 'bfloat16'):
             nats = token_nats(model, ids, temperatures)
         means = nats.mean(axis=1)
         best = means.argmin() if best is None else best  # on the first corpus, which the run validates on

@@ -172,7 +172,7 @@ def test_expand_a_model(expansion, mistral):
     pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
     frozen = [name for (name, a), b in pairs if torch.equal(a, b)]
     assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
-    assert len(ckpt['optimizer']) == len(list(base.parameters())) - len(frozen)
+    assert len(ckpt.optimizer) == len(list(base.parameters())) - len(frozen)
     assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
 
 
@@ -299,7 +299,7 @@ def test_expand_refuses(expansion, source_model):
 FAILURES = [
     ('raise KeyboardInterrupt', -signal.SIGINT, 'interrupted'),
     # someone else's folder
-    ("os.mkdir('new'); os.mkdir('new/notes')", 1, 'new cannot be written'),
+    ("os.mkdir('new'); os.mkdir('new/notes')", 1, "Directory not empty: 'new"),
 ]  # fmt: skip
 
 
