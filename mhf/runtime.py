@@ -135,6 +135,15 @@ def capture_all(functions, *tensors):
     return replays
 
 
+@contextlib.contextmanager
+def unchanged_buffers(model):
+    """Restores a model's buffers, such as a running mean, after passes that train nothing."""
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
 def keep_freed_memory():
     """
     Lets glibc keep the freed memory of large tensors for later ones. Page faults of new memory would take up to a
@@ -222,14 +231,11 @@ def wrap_ddp(model, micro_batch_size, autocast):
     model.broadcast_buffers = False  # each rank has its own
     # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
     # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
-    # view of a bucket, which avoids a second copy of the gradients, and leaves the buffers unchanged.
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # view of a bucket, which avoids a second copy of the gradients.
     zeros = torch.zeros(micro_batch_size, c.block_size + 1, c.num_coordinates, dtype=int, device=device)
-    with autocast:
+    with autocast, unchanged_buffers(model):
         model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
     model.zero_grad(set_to_none=False)
-    for buffer, value in buffers:
-        buffer.copy_(value)
     return model
 
 

@@ -171,9 +171,8 @@ def test_sampling(lm):
     assert sample() == sample(temperature=1.0) and len(set(sample())) == 3
     assert sample(temperature=0.7) != sample()
     assert len(set(sample(top_k=1, top_p=0.9))) == 1
-    for options in (dict(temperature='hot'), dict(top_p=2), dict(top_k=[2]), dict(max_gen_toks=0)):
-        with pytest.raises(InputError, match=next(iter(options))):
-            sample(**options)
+    with pytest.raises(InputError, match='max_gen_toks'):
+        sample(max_gen_toks=0)
 
 
 def test_truncation(lm, caplog):
