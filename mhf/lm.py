@@ -238,22 +238,20 @@ class MHFLM(TemplateLM):
 
     def parse_gen_kwargs(self, gen_kwargs):
         """Returns a request's generation options with defaults. Raises InputError."""
-        T = self.max_length
-        try:
-            options = normalize_gen_kwargs(gen_kwargs)
-            options['temperature'] = options.get('temperature', 1.0) if options['do_sample'] else 0.0
-            options['top_k'] = options.get('top_k') or None
-            options['top_p'] = options.get('top_p') or None
-            options['until'] = [str(stop) for stop in options['until'] if stop]
-            # options set to 1 (such as num_beams) have no effect
-            unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
-            if unknown:
-                raise ValueError(f'unknown {", ".join(unknown)}; use {", ".join(GENERATION_OPTIONS)}')
-            if not 1 <= options['max_gen_toks'] < T:
-                fix = "change generation_kwargs in a copy of the task's file in eval_tasks/"
-                raise ValueError(f'max_gen_toks={options["max_gen_toks"]}: must be from 1 to {T - 1}; {fix}')
-        except (TypeError, ValueError, OverflowError) as e:
-            raise InputError(f'generation options {gen_kwargs}: {e}') from None
+        options = normalize_gen_kwargs(gen_kwargs)
+        # options set to 1 (such as num_beams) have no effect
+        unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
+        if unknown:
+            known = ', '.join(GENERATION_OPTIONS)
+            raise InputError(f'generation options {gen_kwargs}: unknown {", ".join(unknown)}; use {known}')
+        if not 1 <= options['max_gen_toks'] < self.max_length:
+            problem = f'max_gen_toks={options["max_gen_toks"]}: must be from 1 to {self.max_length - 1}'
+            fix = "change generation_kwargs in a copy of the task's file in eval_tasks/"
+            raise InputError(f'generation options {gen_kwargs}: {problem}; {fix}')
+        options['temperature'] = options.get('temperature', 1.0) if options['do_sample'] else 0.0
+        options['top_k'] = options.get('top_k') or None
+        options['top_p'] = options.get('top_p') or None
+        options['until'] = [str(stop) for stop in options['until'] if stop]
         return options
 
 
@@ -302,19 +300,9 @@ PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for ro
 
 
 def find_files(folder, prefix):
-    """
-    Returns the files in a folder with the rows of a split, prefix*.jsonl, plain or compressed: one file, or all shards
-    *-00000-of-00002.jsonl of one. Raises InputError if there are others, except backups.
-    """
-    rows = re.compile(r'\.jsonl(\.(gz|bz2|xz|zst))?$')
-    shard = re.compile(r'-\d+-of-(\d+)(?=\.jsonl)')
-    paths = sorted(path for path in Path(folder).glob(f'{prefix}*') if rows.search(path.name))
-    names = {shard.sub(r'-of-\1', path.name) for path in paths}
-    counts = {int(count) for path in paths for count in shard.findall(path.name)} or {1}
-    if paths and (len(names) > 1 or counts != {len(paths)}):
-        found = ', '.join(path.name for path in paths)
-        raise InputError(f'{folder} contains {found}: expected one file or all shards of one; move the others away')
-    return [str(path.resolve()) for path in paths]
+    """Returns the files in a folder with the rows of a split: prefix.jsonl, plain or compressed, or all its shards."""
+    name = re.compile(re.escape(prefix) + r'(-\d+-of-\d+)?\.jsonl(\.(gz|bz2|xz|zst))?')
+    return [str(path.resolve()) for path in sorted(Path(folder).glob(f'{prefix}*')) if name.fullmatch(path.name)]
 
 
 def local_config(name, config, folder):
@@ -324,7 +312,7 @@ def local_config(name, config, folder):
     hub_split = config.get('test_split') or config['validation_split']
     scored = next((split for split in (hub_split, 'validation', 'test', 'train') if files[split]), None)
     if scored is None:
-        raise InputError(f'{folder} has no {prefix}_{hub_split}*.jsonl, which task {name} needs')
+        raise InputError(f'{folder} has no {prefix}_{hub_split}.jsonl, which task {name} needs')
     shots_from = 'train' if files['train'] else scored
     notes = []
     if scored != hub_split:
@@ -375,9 +363,7 @@ def load_tasks(names, folder='', num_fewshot=None):
         if name in PAPER:
             config, notes[name] = paper_config(name, folder, num_fewshot)
             specs = [config]
-        if name in PAPER and folder:
-            files = ', '.join(sum(config['dataset_kwargs']['data_files'].values(), []))
-            fix = f'compare {files} with the data on the hub; files of --benchmark_dir need its field names'
+            fix = f'files of {folder} need the field names of the data on the hub' if folder else fix
         if not specs:
             near = did_you_mean(name, manager.all_tasks)
             raise InputError(f"unknown task '{name}'{near}; list lm-eval's tasks with: lm-eval ls tasks")
@@ -390,9 +376,6 @@ def load_tasks(names, folder='', num_fewshot=None):
         for kind, items in found.items():
             loaded[kind] |= items
     for task in loaded['tasks'].values():
-        if getattr(task, 'UNSAFE_CODE', False):
-            fix = 'use lm_eval.simple_evaluate (mhf/lm.py) with confirm_run_unsafe_code=True'
-            raise InputError(f'{task.config.task} runs code that the model generates; {fix}')
         own = task.config.num_fewshot or 0
         task.set_config(key='num_fewshot', value=own if num_fewshot is None else num_fewshot)
         check_examples(task)

@@ -130,12 +130,12 @@ BAD = [
     Bad('expand another kind of tokenizer', DOCS + '--base_tokenizer=tekken', says="base_tokenizer='tekken'"),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", smaller_mistral),
     # eval.py and bench.py
-    Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test*.jsonl'),
+    Bad('no folder of data', EVAL + '--benchmark_dir=nowhere', says='nowhere has no lambada_openai_test.jsonl'),
     Bad('no text to evaluate', EVAL + '--tasks=bits_per_byte', says="tasks=bits_per_byte, text=''"),
     Bad('a missing text', TEXT + 'no.txt', says='no.txt: no such file, glob or data set'),
     Bad('not card660', EVAL + '--tasks=card660 --benchmark_dir=bins', says='dataset.tsv'),
     Bad('eval with another tokenizer', EVAL + '--tokenizer=tekken', says="is not the model's, 'mistral'"),
-    Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa_validation.jsonl.gz', truncated),
+    Bad('a truncated benchmark', EVAL + '--tasks=piqa --benchmark_dir=.', 'piqa: its data cannot be read', truncated),
     Bad('unknown benchmark', 'bench.py --benchmarks=trian', says="did you mean 'train'"),
 ]
 

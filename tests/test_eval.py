@@ -14,6 +14,7 @@ from lm_eval.tasks._index import TaskIndex
 from test_tasks import NO_INDEX
 
 import eval as evaluation
+import mhf.lm
 from mhf.checkpoint import read_checkpoint
 from mhf.errors import InputError
 from mhf.export import save_pretrained
@@ -67,12 +68,9 @@ def test_text_formats(tmp_path, mistral):
         assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes, 0), name
         # a model trained without bos, which does not score the first token
         assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first'), 0), name
-    # bins of another tokenizer, a folder without bins, and a text that the tokenizer drops completely
+    # bins of another tokenizer, a folder without bins
     other = types.SimpleNamespace(name='other', bos=1, eos=2, pad=2, definition=b'', tokens=mistral.tokens)
-    drops = types.SimpleNamespace(name='drops', bos=1, unk=0, tokens=mistral.tokens, decode=lambda ids: '')
-    drops.encode = lambda texts: [[] for _ in texts]
-    nothing = 'no text in it that the tokenizer can encode'
-    for name, tok, says in (('d', other, 'another tokenizer'), ('', mistral, 'meta.json'), ('t.jsonl', drops, nothing)):
+    for name, tok, says in (('d', other, 'another tokenizer'), ('', mistral, 'meta.json')):
         with pytest.raises(InputError, match=says):
             evaluation.read_ids(tmp_path / name, types.SimpleNamespace(tok=tok, bos=tok.bos))
     # a .txt is one document
@@ -80,7 +78,7 @@ def test_text_formats(tmp_path, mistral):
     assert evaluation.read_ids(tmp_path / 't.txt', lm)[0].count(mistral.bos) == 1
     (tmp_path / 'one.txt').write_text('word')
     assert len(evaluation.read_ids(tmp_path / 'one.txt', lm)[0]) == 2
-    with pytest.raises(InputError, match=nothing):
+    with pytest.raises(InputError, match='no text in it that the tokenizer can encode'):
         evaluation.read_ids(tmp_path / 'one.txt', no_bos)
     for scorer in (lm, no_bos):
         measured = evaluation.bits_per_byte(scorer, ids, num_bytes, 0)
@@ -105,24 +103,6 @@ def evaluate(monkeypatch, **settings):
     return newest(settings['output_path'])
 
 
-def custom_tasks(folder):
-    """Writes two tasks, a group of them and their data -> the folder of the tasks."""
-    write_rows(folder / 'sums.jsonl', [dict(question=f'1 + {k} is', answer=str(1 + k)) for k in range(9)])
-    data = dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(folder / 'sums.jsonl'))))
-    data |= dict(test_split='test', doc_to_text='{{question}}')
-    sums = dict(task='sums', output_type='generate_until', doc_to_target='{{answer}}')
-    sums |= dict(generation_kwargs=dict(until=['\n'], max_gen_toks=4))
-    # log P itself
-    metrics = [dict(metric='acc'), dict(metric='perplexity', aggregation='mean')]
-    ends = dict(task='ends', output_type='loglikelihood', doc_to_target=' {{answer}}', metric_list=metrics)
-    (folder / 'custom').mkdir()
-    both = dict(group='both', task=['sums', 'ends'], aggregate_metric_list=[dict(metric='acc')])
-    for name, task in dict(sums=data | sums, ends=data | ends, both=both).items():
-        # JSON is YAML
-        (folder / f'custom/{name}.yaml').write_text(json.dumps(task))
-    return folder / 'custom'
-
-
 def test_eval(trained, tmp_path, monkeypatch, capsys):
     """Scores of tasks, groups and text are printed and written, and agree with the validation of train.py."""
     small_tasks(tmp_path)
@@ -131,16 +111,22 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     assert evaluation.read_word_pairs(tmp_path)[0] == ('red', 'blue', 3.5)
     bins = str(trained / 'bins')
     settings = dict(device='cpu', dtype='float32', out_dir=str(trained / 'out'), benchmark_dir=str(tmp_path), text=bins)
-    settings |= dict(tasks='lambada_openai,both,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
-    # as if lm-eval contained them
+    settings |= dict(tasks='lambada_openai,sums,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
+    # a task of its own that generates text
+    write_rows(tmp_path / 'sums.jsonl', [dict(question=f'1 + {k} is', answer=str(1 + k)) for k in range(9)])
+    sums = dict(task='sums', output_type='generate_until', doc_to_text='{{question}}', doc_to_target='{{answer}}')
+    sums |= dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(tmp_path / 'sums.jsonl'))))
+    sums |= dict(test_split='test', generation_kwargs=dict(until=['\n'], max_gen_toks=4))
+    shutil.copytree(mhf.lm.EVAL_TASKS, tmp_path / 'eval_tasks')
+    (tmp_path / 'eval_tasks/sums.yaml').write_text(json.dumps(sums))  # JSON is YAML
+    monkeypatch.setattr(mhf.lm, 'EVAL_TASKS', tmp_path / 'eval_tasks')
     monkeypatch.setattr(TaskIndex, 'build', TaskIndex.build)
-    exec(NO_INDEX.replace('paths[1:]', f"[*paths[1:], Path('{custom_tasks(tmp_path)}')]"), {})
+    exec(NO_INDEX, {})
     results = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
     for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 5,153 documents', '1B H3B10K'):
         assert words in printed
-    assert set(results['results']) == {'lambada_openai', 'both', 'ends', 'sums', 'record'} and results['bos'] is True
-    assert results['groups'].keys() == {'both'} and 'ends' not in results['notes']
+    assert set(results['results']) == {'lambada_openai', 'sums', 'record'} and results['bos'] is True
     samples = results['samples']['sums']
     assert len(samples) == 9 and all(isinstance(sample['resps'][0][0], str) for sample in samples)
     # overlapping windows see more context than the validation of train.py

@@ -105,24 +105,19 @@ def test_released_models_that_are_refused(tmp_path):
 @pytest.mark.parametrize('H', [3, 0])
 def test_the_head_is_the_embedding(tmp_path, H):
     """
-    lm_head.weight may be absent or equal to the embedding. It may be absent from a Standard model only if its
-    config.json says that the two are tied; false is the default of transformers.
+    lm_head.weight may equal the embedding, or be absent. It may be absent from a Standard model only if its config.json
+    says that the two are tied; false is the default of transformers.
     """
-    m = random_model(num_hashes=H, dtype=torch.float32)
-    for tied in (False, None):
-        folder = write_released(tmp_path / str(tied), m, tie_word_embeddings=tied)
-        if H:
+    folder = write_released(tmp_path, random_model(num_hashes=H, dtype=torch.float32), tie_word_embeddings=None)
+    if H:
+        from_pretrained(folder)
+    else:
+        with pytest.raises(InputError, match='tie_word_embeddings .* lm_head.weight'):
             from_pretrained(folder)
-        else:
-            with pytest.raises(InputError, match='tie_word_embeddings .* lm_head.weight'):
-                from_pretrained(folder)
     file = folder / 'model.safetensors'
     weights = load_file(file)
     E = weights['model.embed_tokens.weight']
     save_file(weights | {'lm_head.weight': E.clone()}, file)
-    assert torch.equal(from_pretrained(folder).embed.weight, E)
-    # as safetensors.torch.save_model writes
-    save_file({name: w for name, w in weights.items() if w is not E} | {'lm_head.weight': E}, file)
     assert torch.equal(from_pretrained(folder).embed.weight, E)
     save_file(weights | {'lm_head.weight': E + 1}, file)
     with pytest.raises(InputError, match='lm_head.weight differs'):
@@ -146,11 +141,6 @@ def test_which_files_have_the_weights(tmp_path):
     # another model, saved into the same folder
     write_released(folder, smaller)
     assert torch.equal(from_pretrained(folder).log_probs(ids), smaller.log_probs(ids))
-    write_released(folder, m, shards=3)
-    (folder / 'model.safetensors').unlink()
-    save_file({}, first)
-    with pytest.raises(InputError, match='Missing key|no model.hash_map'):
-        from_pretrained(folder)
 
 
 @pytest.mark.parametrize('H, single_id', [(1, False), (3, True), (3, False)])
@@ -305,16 +295,10 @@ def test_tokens_added_in_transformers(tmp_path):
     ids = opened.tok.encode(['a zebracorn', 'a <end>'])
     assert ids == tok(['a zebracorn', 'a <end>'], add_special_tokens=False)['input_ids'] and 32768 in ids[0]
     assert opened.tok.eos == 32769 and 32769 in opened.stop_ids
-    x = torch.tensor([[1, *ids[0]]])
-    assert (opened.model.log_probs(x) - grown(x).logits.log_softmax(-1)).abs().max() < 1e-5
     with pytest.raises(InputError, match='32768 tokens, expected 32770'):
-        assert load(str(folder), 'mistral').tok
-    # other roles, or only the model is saved
-    grown.save_pretrained(tmp_path / 'no_tokenizer')
-    with pytest.raises(InputError, match='32768 tokens, expected 32770'):
-        load(str(tmp_path / 'no_tokenizer'))
-    tok = AutoTokenizer.from_pretrained(tmp_path / 'export', eos_token='[INST]')
-    tok.save_pretrained(tmp_path / 'export')
+        load(str(folder), 'mistral')
+    # other roles
+    AutoTokenizer.from_pretrained(tmp_path / 'export', eos_token='[INST]').save_pretrained(tmp_path / 'export')
     assert load(str(tmp_path / 'export')).tok.eos == 3
 
 
@@ -403,12 +387,6 @@ def test_export_deletes_no_files(tmp_path):
     (tmp_path / 'm.tmp').mkdir()
     (tmp_path / 'm.tmp/notes.txt').write_text('mine')
     m = random_model(num_hashes=0, dtype=torch.float32)
-    with pytest.raises(InputError, match='unknown tokenizer'):
-        save_pretrained(m, tmp_path / 'm', 'mistrall')
-    m.head = torch.nn.Parameter(m.embed.weight + 1)
-    with pytest.raises(InputError, match='head has no name'):
-        save_pretrained(m, tmp_path / 'm', 'mistral')
-    del m.head
     full = patch('safetensors.torch.serialize_file', side_effect=SafetensorError('No space left on device'))
     with full, pytest.raises(SafetensorError, match='No space left'):
         save_pretrained(m, tmp_path / 'm', 'mistral')

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from conftest import ok, real_documents, weights, write_jsonl
+from conftest import real_documents, write_jsonl
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -158,28 +158,6 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     assert opened.tok.tokens == tokens and opened.tok.name == str(folder / 'tokenizer.json')
     p = opened.model.log_probs(torch.tensor([[1, V - 1]])).exp()[0, -1]
     assert p.nonzero()[:, 0].tolist() == [*range(V - 4), V - 1] and len(p) > V
-
-
-def test_json_through_the_scripts(few, tmp_path, larger):
-    """prepare.py, train.py, export and sample.py work with a tokenizer.json; an exported folder is complete."""
-    folder = shutil.copytree(few, tmp_path / 'work')
-    shutil.copy(larger.json, folder / 'tok.json')
-    (folder / 'tokenizer_config.json').write_text('{"bos_token": "[INST]", "eos_token": "</s>"}')
-    args = ('cfg.py', '--tokenizer=tok.json', '--data_dir=more', '--data_format=ids')
-    assert not ok('prepare.py', *args, cwd=folder).stderr
-    V = len(larger.tokens)
-    released(folder / 'given', -(-V // 128) * 128, 0, larger.tokens)
-    ok('train.py', *args, '--init_from=given', '--out_dir=grown', '--max_steps=2', '--warmup_steps=1', cwd=folder)
-    token_mask = weights(folder, 'grown')['model']['token_mask']
-    assert token_mask[:V].all() and not token_mask[V:].any() and len(token_mask) > V
-    ok('mhf.export', 'grown', 'out_given', cwd=folder)
-    assert json.loads((folder / 'out_given/config.json').read_text())['tokenizer'] == 'tokenizer.json'
-    for name in ('tok.json', 'tokenizer_config.json'):
-        (folder / name).unlink()
-    tok = load(folder / 'out_given').tok
-    assert tok.tokens == larger.tokens and tok.bos == 3
-    done = ok('sample.py', '--out_dir=out_given', '--num_samples=1', '--max_new_tokens=9', cwd=folder)
-    assert 'sample 1 of 1' in done.stdout
 
 
 def test_a_model_refuses_a_tokenizer_with_the_same_tokens(tmp_path, mistral):
