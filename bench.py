@@ -96,10 +96,9 @@ def random_model(c, tok):
     return model
 
 
-def random_signatures(model, N, T):
-    """Returns the signatures (N, T, H) of random token ids."""
-    used_ids = model.token_mask.nonzero()[:, 0]
-    return model.signatures[used_ids[torch.randint(len(used_ids), (N, T), device=device)]]
+def random_ids(model, N, T):
+    """Returns random token ids (N, T)."""
+    return torch.randint(model.config.vocab_size, (N, T), device=device)
 
 
 # -----------------------------------------------------------------------------
@@ -116,12 +115,12 @@ def training_step(c, tok):
     if compile:
         model.compile(dynamic=False)  # otherwise sizes that differ between variants become symbolic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    s = random_signatures(model, micro_batch_size, c.block_size + 1)
+    ids = random_ids(model, micro_batch_size, c.block_size + 1)
 
     def compute_gradients():
         optimizer.zero_grad()
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == 'bfloat16'):
-            mean_loss = model(s[:, :-1], s[:, 1:])
+            mean_loss = model(ids[:, :-1], ids[:, 1:])
         mean_loss.backward()
 
     def step():
@@ -182,12 +181,12 @@ def bench_infer(configs, tok):
     normalizations = {}
     for name, c in distinct.items():
         model = random_model(c, tok).to(getattr(torch, dtype)).eval()
-        s = random_signatures(model, 1, c.block_size + 1)
+        ids = random_ids(model, 1, c.block_size + 1)
         engine = Engine(model)
         if compile:
             engine.compile(1, prompt.shape[1] + 1 + NEW_TOKENS)
         generations[name] = partial(engine.stream, prompt, 1 + NEW_TOKENS)
-        normalizations[name] = partial(model, s[:, :-1], s[:, 1:])
+        normalizations[name] = partial(model, ids[:, :-1], ids[:, 1:])
     generation_seconds = interleaved(generations, time_generation)
     normalization_seconds = interleaved(normalizations)
     print(f'\ninference, batch size 1, weights in {dtype}')

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
 
 from configurator import configure
-from mhf.data import held_out_ids
+from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
 from mhf.sources import read_documents
@@ -85,7 +85,10 @@ def read_ids(path, lm):
     """
     tok = lm.tok
     if Path(path).is_dir():
-        ids, num_bytes = held_out_ids(Path(path), tok)
+        val = Bins(Path(path), 'val', tok)
+        val.check_table(lm.model.table)
+        ids = val[:].tolist()
+        num_bytes = val.bytes
     else:
         ids = []
         num_bytes = 0
@@ -181,7 +184,7 @@ def word_states(lm, word):
     inputs = []  # of the last block
     hook = lm.model.layers[-1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
     with lm.autocast():
-        h = lm.model.hidden_states(lm.model.signatures[torch.tensor([ids], device=lm.device)])
+        h = lm.model.hidden_states(torch.tensor([ids], device=lm.device))
     hook.remove()
     return dict(last=h[0, -1].float(), second_to_last=inputs[0][0, -1].float())
 

@@ -78,8 +78,8 @@ single_id = False
 bottleneck = 64  # z, the hidden size of the gate and of the mixers
 rope_theta = 1e6
 norm_eps = 1e-6
-# '': the paper's signatures | train, or a folder of ids: informed signatures (hashing.py), from the token counts of the
-# training data, or of that folder
+# '': the paper's signatures | train, or a prepared folder: informed signatures (hashing.py), from the token counts of
+# the training data, or of that folder
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
@@ -130,6 +130,7 @@ if warmup_steps >= schedule_steps:
 
 master = runtime.is_rank0()
 rank, world_size, device = runtime.init_distributed(device, deterministic)
+on_gpu = torch.device(device).type == 'cuda'
 compile = runtime.pick_compile(compile, device)
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
@@ -153,32 +154,28 @@ def get_lr(step):
     return learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def get_batch(bins, starts, table):
-    """
-    Sequences at the token offsets `starts` -> signatures of inputs and targets, each (n, T, H) int64, on the device of
-    the table (V, H), in which token ids are looked up.
-    """
-    tokens = np.stack([bins[start : start + block_size + 1] for start in starts])
-    tokens = torch.from_numpy(tokens.astype(np.int64))
-    if table.is_cuda:
-        tokens = tokens.pin_memory()
-    tokens = tokens.to(table.device, non_blocking=True)
-    signatures = tokens if tokens.dim() == 3 else table[tokens]
-    return signatures[:, :-1], signatures[:, 1:]
+def get_batch(bins, starts):
+    """Sequences at the token offsets `starts` -> token ids of inputs and targets, each (n, T) int64, on the device."""
+    ids = np.stack([bins[start : start + block_size + 1] for start in starts])
+    ids = torch.from_numpy(ids.astype(np.int64))
+    if on_gpu:
+        ids = ids.pin_memory()
+    ids = ids.to(device, non_blocking=True)
+    return ids[:, :-1], ids[:, 1:]
 
 
-def training_batches(bins, table, first_step):
+def training_batches(bins, first_step):
     """
     Yields the micro-batches of this rank from first_step on. Micro-batch k of rank r contains the sequences from
     (k * world_size + r) * micro_batch_size on of the step's batch_size, so another world_size regroups the same batch.
     Runs in a thread, so it sets the CUDA device.
     """
-    if table.is_cuda:
-        torch.cuda.set_device(table.device)
+    if on_gpu:
+        torch.cuda.set_device(device)
     for step in range(first_step, max_steps):
         blocks = block_indices(step, batch_size, (len(bins) - 1) // block_size, seed)
         for micro_batch in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
-            yield get_batch(bins, micro_batch * block_size, table)
+            yield get_batch(bins, micro_batch * block_size)
 
 
 def compute_gradients(model, optimizer, autocast, is_first, x, y):
@@ -205,11 +202,11 @@ def evaluate(model, bins, autocast):
     sums = torch.zeros(2, dtype=torch.float64)
     model.eval()
     for batch in tqdm(batches[rank::world_size], desc='validate', leave=False, disable=None if master else True):
-        x, y = get_batch(bins, batch, model.signatures)
+        x, y = get_batch(bins, batch)
         # the few smaller batches run eagerly, because compiling their shapes would take longer
-        eager = compile and x.shape[:2] != (micro_batch_size, block_size)
+        eager = compile and x.shape != (micro_batch_size, block_size)
         with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
-            token_losses = model.token_losses(x, y, [model.config.loss])
+            token_losses = model.token_losses(x, y)
         sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
     model.train()
     val_loss, nats = (runtime.all_reduce(sums) / n).tolist()  # the trained loss, and -log P(w)
@@ -267,13 +264,15 @@ with lock(out_dir) if master else contextlib.nullcontext():
         with torch.device(device):  # a GPU draws other random numbers than a CPU
             raw_model = MHF(model_config, table, meta['unused_ids'])
             raw_model.init_weights()
+    train_bins.check_table(raw_model.table)
+    raw_model.train()
     raw_model.activation_checkpointing = activation_checkpointing
     if unfrozen_end_layers:
         raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
     if compile:
         raw_model.compile()
         torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-    autocast = torch.autocast(raw_model.signatures.device.type, torch.bfloat16, enabled=dtype == 'bfloat16')
+    autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == 'bfloat16')
     model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 1 else raw_model
 
     # -------------------------------------------------------------------------
@@ -289,8 +288,8 @@ with lock(out_dir) if master else contextlib.nullcontext():
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
     start.restore_optimizer(optimizer, raw_model)
     gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
-    if compile and cuda_graph and not activation_checkpointing and raw_model.signatures.is_cuda and world_size == 1:
-        example = get_batch(train_bins, [0] * micro_batch_size, raw_model.signatures)
+    if compile and cuda_graph and not activation_checkpointing and on_gpu and world_size == 1:
+        example = get_batch(train_bins, [0] * micro_batch_size)
         with runtime.unchanged_buffers(raw_model):
             gradients = runtime.capture_all(gradients[:accumulation], *example)
 
@@ -314,7 +313,7 @@ with lock(out_dir) if master else contextlib.nullcontext():
     peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
     best_val_loss = start.best_val_loss
     step_seconds = []  # without validation and saving
-    batches = prefetch(training_batches(train_bins, raw_model.signatures, start.step))
+    batches = prefetch(training_batches(train_bins, start.step))
     bar = tqdm(total=max_steps, initial=start.step, desc='train', unit='step', disable=None if master else True)
     for step in range(start.step, max_steps):
         start_time = time.perf_counter()
@@ -373,6 +372,7 @@ with lock(out_dir) if master else contextlib.nullcontext():
         if master and (validates or stop_signal):
             checkpoint = Checkpoint(
                 model=raw_model.state_dict(),
+                vocabulary=raw_model.vocabulary(),
                 optimizer=optimizer_state(optimizer, raw_model),
                 identity=run_identity(raw_model.config, config, train_bins, val_bins),
                 settings=config,

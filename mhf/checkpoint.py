@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from mhf.data import check_table, check_tokenizer, lock_folder, replace_durably
+from mhf.data import check_tokenizer, lock_folder, replace_durably
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
@@ -36,6 +36,7 @@ class Checkpoint:
     """The contents of a checkpoint. The file is a dict with these keys."""
 
     model: dict  # state_dict
+    vocabulary: dict  # of the model
     optimizer: dict  # {name of a trained parameter: the optimizer's state}
     identity: dict  # what a resumed run may not change, from run_identity()
     settings: dict  # of train.py, as they were given
@@ -133,7 +134,9 @@ def read_file(path):
 def read_checkpoint(path):
     """Reads a checkpoint of train.py. Returns (model, Checkpoint); only the Checkpoint is mapped to the file."""
     checkpoint = read_file(path)
-    return MHF.from_state_dict(checkpoint.model_config, checkpoint.model), checkpoint
+    model = MHF(checkpoint.model_config, **checkpoint.vocabulary)
+    model.load_state_dict(checkpoint.model)
+    return model.eval(), checkpoint
 
 
 # -----------------------------------------------------------------------------
@@ -189,8 +192,6 @@ class Start:
         """Raises InputError unless the model that init_from names can be trained on a folder."""
         if self.tok:
             check_tokenizer(folder, meta, self.tok)
-            table = self.model.signatures[: meta['vocab_size']].numpy()
-            check_table(folder, meta, table if self.model.config.num_hashes else None)
 
     def restore_optimizer(self, optimizer, model):
         """Moves the optimizer's state of a resumed run to `optimizer`."""

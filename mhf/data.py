@@ -3,9 +3,11 @@ Prepared data sets, which prepare.py writes and train.py reads. Imports numpy, n
 
 A folder contains token ids or signatures:
 
-    signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16, for a MultiHashFormer of this H and B
-    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids, for every model with
-                that tokenizer; train.py looks up the signatures on the device
+    signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16
+    ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids
+
+Bins returns token ids in both cases, so every model with the tokenizer can read either, unless token ids of the folder
+share a signature (Single-ID, or LSH only): then a model needs the folder's table.
 
 It contains these files, three for each unit:
 
@@ -19,6 +21,7 @@ A folder is complete when, for each source, every unit's json exists or the sour
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -179,13 +182,16 @@ def token_dtype(meta):
 
 class Bins:
     """
-    The shards of a split as one array: bins[a:b] contains token ids (b - a,) uint16 or uint32, or signatures
-    (b - a, num_hashes) uint16. `tokens`, `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of
-    the shards' SHA-256, `meta` is meta.json. Keeps no shard open: a data set may have more shards than a process may
-    have open files. Raises InputError if the folder is absent, incomplete or damaged.
+    The shards of a split as one array of token ids, whatever the format of the folder: bins[a:b] is (b - a,) uint16 or
+    uint32. `tokens`, `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of the shards' SHA-256,
+    `meta` is meta.json. Keeps no shard open: a data set may have more shards than a process may have open files. Raises
+    InputError if the folder is absent, incomplete or damaged, or of another tokenizer than `tok` (default: the one that
+    meta.json names).
     """
 
-    def __init__(self, folder, split):
+    def __init__(self, folder, split, tok=None):
+        self.folder = folder
+        self.tok = tok
         self.meta = read_meta(folder)
         if self.meta is None:
             raise InputError(f'{folder} has no prepared data (meta.json); run prepare.py with the same settings')
@@ -201,6 +207,8 @@ class Bins:
             raise InputError(f'{folder} has {self.tokens} {split} tokens: too little text; {fix}')
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
+        if tok:
+            check_tokenizer(folder, self.meta, tok)
         self.dtype = token_dtype(self.meta)
         self.paths = [Path(folder) / shard['file'] for shard in shards]
         # indices of the first token of each shard, and the end
@@ -223,12 +231,62 @@ class Bins:
             path = self.paths[k]
             count = min(stop, self.starts[k + 1]) - start
             offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
-            pieces.append(np.fromfile(path, self.dtype, count, offset=offset))
+            pieces.append(np.fromfile(path, self.dtype, count, offset=offset))  # ids or signatures
             if len(pieces[-1]) < count:
                 raise InputError(f'{path}: only {len(pieces[-1]):,} of {count:,} tokens could be read')
             start += count
             k += 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return tokens if self.lookup is None else self.lookup.find(tokens)
+
+    @functools.cached_property
+    def lookup(self):
+        """The SignatureLookup of a folder of signatures, None for a folder of ids. Raises InputError."""
+        if self.meta['data_format'] == 'ids':
+            return None
+        return SignatureLookup(self.folder, self.meta, self.tok or get_tokenizer(self.meta['tokenizer']))
+
+    def check_table(self, table):
+        """
+        Raises InputError if token ids of the folder share a signature, and the `table` of a model is not the folder's:
+        another model would need the ids. None is the table of a Standard model.
+        """
+        if self.lookup and self.lookup.is_ambiguous:
+            if table is None or fingerprint(table[: self.meta['vocab_size']]) != self.meta['table_sha256']:
+                fix = 'prepare it with --data_format=ids'
+                raise InputError(f'{self.folder} contains signatures that several token ids share; {fix}')
+
+
+class SignatureLookup:
+    """Finds the token ids of signatures. Raises InputError if the table of a folder cannot be built again."""
+
+    def __init__(self, folder, meta, tok):
+        table = build_table(meta, tok.tokens, meta['pad_id'])
+        if fingerprint(table) != meta['table_sha256']:
+            fix = 'prepare it again, in another --data_dir'
+            raise InputError(f'{folder} contains signatures of another version of hashing.py; {fix}')
+        # the zero row is pad_id's, although unused ids have it, too
+        ids = [i for i, token in enumerate(tok.tokens) if i == meta['pad_id'] or token is not None]
+        keys = pack(table[ids])
+        order = keys.argsort(kind='stable')
+        self.folder = folder
+        self.keys = keys[order]
+        self.ids = np.array(ids, token_dtype(meta | dict(data_format='ids')))[order]
+        self.table = table
+        self.is_ambiguous = bool((self.keys[1:] == self.keys[:-1]).any())
+
+    def find(self, signatures):
+        """Signatures (n, H) -> token ids (n,); of several with the same signature, the first. Raises InputError."""
+        ids = self.ids[np.minimum(self.keys.searchsorted(pack(signatures)), len(self.keys) - 1)]
+        if (self.table[ids] != signatures).any():
+            raise InputError(f'{self.folder} is damaged: it contains a signature of no token; prepare it again')
+        return ids
+
+
+def pack(signatures):
+    """Packs signatures (n, H) into integers (n,) uint64: up to H = 4 exactly, above by a hash."""
+    factors = np.array([1 << 16 * i if i < 4 else 3 ** (30 + i) for i in range(signatures.shape[1])], np.uint64)
+    return signatures.astype(np.uint64) @ factors  # modulo 2^64
 
 
 def open_bins(config):
@@ -236,14 +294,15 @@ def open_bins(config):
     folder = data_folder(config)
     train = Bins(folder, 'train')
     meta = train.meta
-    if meta['tokenizer'] != config['tokenizer']:
-        check_tokenizer(folder, meta, get_tokenizer(config['tokenizer']))
+    if meta['tokenizer'] != config['tokenizer'] or meta['data_format'] == 'signatures':
+        train.tok = get_tokenizer(config['tokenizer'])
+        check_tokenizer(folder, meta, train.tok)
     # --data_dir alone means the data of that folder, whatever dataset a config file has
     given = command_line_names()
     if meta['dataset'] != config['dataset'] and ('dataset' in given or 'data_dir' not in given):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir or --dataset')
-    return train, Bins(folder, 'val'), meta
+    return train, Bins(folder, 'val', train.tok), meta
 
 
 # -----------------------------------------------------------------------------
@@ -253,7 +312,10 @@ def open_bins(config):
 def build_table(config, tokens, pad_id):
     """Returns the signatures (V, H) uint16 of a tokenizer. `config` is a config or the contents of meta.json."""
     sizes = (config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh'))
-    return signature_table(tokens, *sizes, pad_id, unique=not config['single_id'])
+    return cached_table(tuple(tokens), *sizes, pad_id, unique=not config['single_id'])
+
+
+cached_table = functools.lru_cache(maxsize=2)(signature_table)  # of a model and of its data, which often are the same
 
 
 def check_tokenizer(folder, meta, tok):
@@ -263,31 +325,22 @@ def check_tokenizer(folder, meta, tok):
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or the folder')
 
 
-def check_table(folder, meta, table):
-    """Raises InputError if a folder contains signatures of another table; None is that of the Standard model."""
-    if meta['data_format'] == 'signatures' and (table is None or meta['table_sha256'] != fingerprint(table)):
-        other = ', '.join(f'{key}={meta[key]}' for key in SIGNATURE_SETTINGS)
-        raise InputError(f'{folder} contains signatures of another table ({other}); prepare with --data_format=ids')
-
-
 def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without counts_from. Raises InputError if the data were prepared with another tokenizer or table.
+    ranges, [] without counts_from. Raises InputError if the data were prepared with another tokenizer.
     """
-    folder = data_folder(config)
     table = None
     ranges = []
     if config['num_hashes']:
         tok = get_tokenizer(config['tokenizer'])
-        check_tokenizer(folder, meta, tok)
+        check_tokenizer(data_folder(config), meta, tok)
         if config['counts_from']:
             counts = counts_of_config(config, tok)
             sizes = (config['num_hashes'], config['num_buckets'])
             table, ranges = informed_table(tok.tokens, counts, *sizes, meta['pad_id'])
         else:
             table = build_table(config, tok.tokens, meta['pad_id'])
-    check_table(folder, meta, table)
     return table, ranges
 
 
@@ -299,40 +352,24 @@ def counts_of_config(config, tok):
     own = data_folder(config)
     folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
     if read_meta(folder) is None:
-        fix = "set it to train, for the run's own data, or to a folder of token ids"
+        fix = "set it to train, for the run's own data, or to a folder that prepare.py has written"
         raise InputError(f'counts_from={folder}: no prepared data (meta.json); {fix}')
     counts = count_tokens(folder, tok)
     print(f'{counts.sum():,} tokens counted in {folder}')
     if folder != own:
-        never = (counts[Bins(own, 'train')[:COUNTED_TOKENS]] == 0).mean()
+        never = (counts[Bins(own, 'train', tok)[:COUNTED_TOKENS]] == 0).mean()
         print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
     return counts
 
 
 def count_tokens(folder, tok):
-    """Counts each token id in the training split of a folder of ids. Returns (V,) int64. Raises InputError."""
-    train = Bins(folder, 'train')
-    check_tokenizer(folder, train.meta, tok)
-    if train.meta['data_format'] != 'ids':
-        raise InputError(f'{folder} contains signatures; prepare it with --data_format=ids to count its tokens')
+    """Counts each token id in the training split of a folder. Returns (V,) int64. Raises InputError."""
+    train = Bins(folder, 'train', tok)
+    train.check_table(None)
     counts = np.zeros(len(tok.tokens), np.int64)
     for start in range(0, len(train), COUNTED_TOKENS):
         counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
     return counts
-
-
-def held_out_ids(folder, tok):
-    """Returns the token ids and the bytes of text of a folder's held-out split. Raises InputError."""
-    val = Bins(folder, 'val')
-    check_tokenizer(folder, val.meta, tok)
-    if val.meta['data_format'] == 'ids':
-        return val[:].tolist(), val.bytes
-    table = build_table(val.meta, tok.tokens, val.meta['pad_id'])
-    check_table(folder, val.meta, table)
-    ids = {table[i].tobytes(): i for i, token in enumerate(tok.tokens) if token is not None}
-    if len(ids) < sum(token is not None for token in tok.tokens):
-        raise InputError(f'{folder}: several token ids share a signature; prepare it with --data_format=ids')
-    return [ids[row.tobytes()] for row in val[:]], val.bytes
 
 
 # -----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def released_config(model):
         tie_word_embeddings=True, torch_dtype='float32',
     )  # fmt: skip
     fields |= {key: getattr(c, name) for key, name in FIELDS.items()}
-    fields['unused_ids'] = (~model.token_mask).nonzero()[:, 0].tolist()
+    fields['unused_ids'] = model.unused_ids.tolist()
     if c.num_hashes:
         # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
         is_misread = c.num_hashes * c.num_buckets == c.vocab_size
@@ -56,14 +56,12 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
     state = model.state_dict()
-    # token_mask follows from the table, and a Standard model has no table
-    del state['token_mask']
-    if not model.config.num_hashes:
-        del state['signatures']
     released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
     # safetensors refuses tensors that share memory, such as tied parameters
     copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     weights = {rename(name, released_names): tensor for name, tensor in copies.items()}
+    if model.config.num_hashes:
+        weights['model.hash_map'] = model.table
     tok = get_tokenizer(tokenizer)
     eos_ids = {tok.eos, *eos_ids}
     generation_config = dict(bos_token_id=tok.bos, eos_token_id=sorted(eos_ids), pad_token_id=tok.pad)

@@ -204,7 +204,7 @@ class MHFLM(TemplateLM):
             visible = (segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0)  # (N, S, S)
             mask = visible.tril()[:, None]
         with self.autocast():
-            h = self.model.hidden_states(self.model.signatures[ids], positions=positions, mask=mask)
+            h = self.model.hidden_states(ids, positions=positions, mask=mask)
             scores = torch.stack(self.model.predict(h[segments > 0], targets))
         return np.split(scores.cpu().double().numpy(), np.cumsum([len(c) for c in continuations])[:-1], axis=1)
 

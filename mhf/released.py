@@ -19,7 +19,7 @@ from hashing import hash_buckets, lsh_coordinates
 from mhf.checkpoint import LoadedModel
 from mhf.errors import InputError
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_fingerprint
-from model import MHF, MHFConfig, validate_table
+from model import MHF, MHFConfig
 
 # fields of MHFConfig -> their keys in config.json, where these have another name
 KEYS = dict(
@@ -38,7 +38,6 @@ SUPPORTED = dict(
 # prefixes of tensor names -> ours; the rest of each name is the same
 RELEASED_NAMES = {
     'model.embed_tokens.': 'embed.',
-    'model.hash_map': 'signatures',
     'model.combiner.scorer.': 'encoder.gate.',
     'model.combiner.output_proj.0.': 'encoder.out.',
     'model.layers.': 'layers.',
@@ -77,10 +76,8 @@ def open_released(source, tokenizer=None):
         its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
         fix = "name the model's tokenizer"
         raise InputError(f"{source}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
-    token_mask = model.token_mask.numpy().copy()
-    token_mask[[i for i, token in enumerate(tok.tokens) if token is None]] = False
-    token_mask[len(tok.tokens) :] = False
-    model.set_vocabulary(model.signatures.numpy(), token_mask)
+    without_token = [i for i, token in enumerate(tok.tokens) if token is None]
+    model.set_vocabulary(model.table, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
     return LoadedModel(model, tok, str(source), str(source), **facts)
 
 
@@ -90,7 +87,7 @@ def find_mismatch(model, tok, sha256):
     None if its files have none.
     """
     V = len(tok.tokens)
-    if V > len(model.token_mask) or not has_padding_from(model, V):
+    if V > model.config.vocab_size or not has_padding_from(model, V):
         return f'{V} tokens, expected {model.config.vocab_size}'
     if sha256:
         return '' if tokenizer_fingerprint(tok) == sha256 else 'it gives other ids'
@@ -109,8 +106,11 @@ def from_pretrained(path_or_hub_id):
     try:
         config_json = read_json(folder / 'config.json')
         weights = read_weights(folder)
-        config = convert_config(config_json, weights.get('model.hash_map'))
-        return MHF.from_state_dict(config, convert_state_dict(config, weights, config_json))
+        table = weights.pop('model.hash_map', None)
+        config = convert_config(config_json, table)
+        model = MHF(config, table, config_json.get('unused_ids') or ())
+        model.load_state_dict(convert_state_dict(config, weights, config_json))
+        return model.eval()
     except (
         SafetensorError,
         RuntimeError,
@@ -176,6 +176,8 @@ def convert_config(config_json, table):
     fields = DEFAULTS | dict(num_hashes=0, loss='product', rope_theta=None, pad_id=None) | read_fields(config_json)
     if fields['rope_theta'] is None:
         raise ValueError('config.json has no rope_theta')
+    if table is None and fields['num_hashes']:
+        raise ValueError(f'num_hashes={fields["num_hashes"]} but no model.hash_map')
     if table is not None:
         fields['vocab_size'] = len(table)
         fields['single_id'] |= table.shape[1] > 1 and bool((table == table[:, :1]).all())
@@ -201,8 +203,8 @@ def parse_eos_ids(config_json):
 
 def convert_state_dict(config, weights, config_json):
     """
-    Returns our state_dict for released weights. Raises ValueError for an unknown tensor, a missing table or another
-    head than the embedding.
+    Returns our state_dict for released weights. Raises ValueError for an unknown tensor or another head than the
+    embedding.
     """
     head = weights.pop('lm_head.weight', None)
     if head is not None and not torch.equal(head, weights.setdefault('model.embed_tokens.weight', head)):
@@ -210,14 +212,7 @@ def convert_state_dict(config, weights, config_json):
     # the head of a MultiHashFormer is always the embedding
     if head is None and not config.num_hashes and not config_json.get('tie_word_embeddings'):
         raise ValueError('tie_word_embeddings is not true, and lm_head.weight is missing')
-    table = weights.pop('model.hash_map', None)
-    if config.num_hashes and table is None:
-        raise ValueError(f'num_hashes={config.num_hashes} but no model.hash_map')
-    state = {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
-    signatures, token_mask = validate_table(config, table, config_json.get('unused_ids') or ())
-    state['signatures'] = torch.tensor(signatures)
-    state['token_mask'] = torch.tensor(token_mask)
-    return state
+    return {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -255,7 +250,7 @@ def has_padding_from(model, V):
     """
     if model.config.num_hashes:
         return not model.signatures[V:].any()
-    rows = len(model.token_mask)
+    rows = model.config.vocab_size
     is_rounded_up = rows % 128 == 0 and rows - V < 128
     return is_rounded_up or (V, rows) == (151669, 151936) or not model.embed.weight[V:].any()
 

@@ -225,14 +225,14 @@ def check_same_on_all_ranks(values):
 
 def wrap_ddp(model, micro_batch_size, autocast):
     """Returns the model under DDP, which starts all ranks with the weights of rank 0."""
-    device = model.signatures.device
-    c = model.config
+    device = model.embed.weight.device
+    shape = (micro_batch_size, model.config.block_size + 1)
     model = DDP(model, device_ids=[device] if device.type == 'cuda' else None, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # each rank has its own
     # DDP rebuilds its buckets after the first backward pass, and then sums in another order. A pass on zeros precedes
     # the first step, so that a resumed run sums in the order of an uninterrupted one. The pass also makes every .grad a
     # view of a bucket, which avoids a second copy of the gradients.
-    zeros = torch.zeros(micro_batch_size, c.block_size + 1, c.num_coordinates, dtype=int, device=device)
+    zeros = torch.zeros(shape, dtype=int, device=device)
     with autocast, unchanged_buffers(model):
         model(zeros[:, :-1], zeros[:, 1:]).backward()  # slices, as in get_batch, so that one graph is compiled
     model.zero_grad(set_to_none=False)

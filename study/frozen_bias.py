@@ -18,8 +18,8 @@ import model
 class MHF(model.MHF):
     counts_from = None  # a folder of token ids
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.register_buffer('bias', torch.zeros(self.config.vocab_size))
 
     def init_weights(self):

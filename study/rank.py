@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from mhf.checkpoint import read_checkpoint
-from mhf.data import data_folder, held_out_ids
+from mhf.data import Bins, data_folder
 from mhf.errors import InputError, install_excepthook
 from mhf.tokenizers import get_tokenizer
 from model import MHF
@@ -62,9 +62,9 @@ def bounds(c):
 
 def random_tokens(model, count):
     """The padding token, whose buckets no other token has, and random others, (count,)."""
-    tokens = model.token_mask.nonzero()[:, 0]
+    excluded = {model.config.pad_id, *model.unused_ids.tolist()}
     pad_id = torch.tensor([model.config.pad_id])
-    tokens = tokens[tokens != pad_id]
+    tokens = torch.tensor([i for i in range(model.config.vocab_size) if i not in excluded])
     chosen = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[: count - 1]
     return torch.cat([pad_id, tokens[chosen]])
 
@@ -98,7 +98,9 @@ def train():
 def read_contexts(folder, config, model):
     """Complete contexts of a run's held-out tokens, (n, T). Raises InputError if they are too few for the bound."""
     T = model.config.block_size
-    ids, _ = held_out_ids(data_folder(config), get_tokenizer(config['tokenizer']))
+    val = Bins(data_folder(config), 'val', get_tokenizer(config['tokenizer']))
+    val.check_table(model.table)
+    ids = val[:].tolist()
     n = min(CONTEXTS, len(ids)) // T
     bound = bounds(model.config)['bound']
     if bound > min(n * T, COLUMNS):
@@ -112,8 +114,7 @@ def measure_run(name, folder):
     trained, ckpt = read_checkpoint(folder / 'ckpt.pt')
     ids = read_contexts(folder, ckpt.settings | ckpt.identity, trained)
     torch.manual_seed(1)
-    unused_ids = (~trained.token_mask).nonzero()[:, 0].tolist()
-    fresh = MHF(trained.config, trained.signatures.numpy(), unused_ids)
+    fresh = MHF(trained.config, **trained.vocabulary())
     fresh.init_weights()
     return [measure(name, weights, model, ids)[0] for weights, model in (('fresh', fresh), ('trained', trained))]
 

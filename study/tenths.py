@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mhf.checkpoint import read_file
-from mhf.data import count_tokens, held_out_ids
+from mhf.data import Bins, count_tokens
 from mhf.errors import install_excepthook
 from mhf.runtime import pick_device
 from mhf.tokenizers import get_tokenizer
@@ -52,14 +52,18 @@ def measure(study, entry, folder):
     ckpt = read_file(folder / 'ckpt.pt')
     config = ckpt.model_config
     edited = importlib.import_module(entry.get('edit', 'model'))
-    model = edited.MHF.from_state_dict(config, ckpt.model).eval().to(pick_device(None))
+    model = edited.MHF(config, **ckpt.vocabulary)
+    model.load_state_dict(ckpt.model)
+    model.eval().to(pick_device(None))
     tok = get_tokenizer(study.data[entry['train']].get('tokenizer', 'mistral'))
     counts = count_tokens(entry['train'], tok)
     temperatures = TEMPERATURES if config.loss == 'product' and config.num_hashes else (1.0,)
     best = None
     found = {}
     for corpus, path in entry['corpora'].items():
-        ids, _ = held_out_ids(path, tok)
+        val = Bins(path, 'val', tok)
+        val.check_table(model.table)
+        ids = val[:].tolist()
         with torch.autocast(pick_device(None), torch.bfloat16, enabled=ckpt.settings['dtype'] == 'bfloat16'):
             nats = token_nats(model, ids, temperatures)
         means = nats.mean(axis=1)

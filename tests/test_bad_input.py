@@ -94,8 +94,6 @@ BAD = [
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('no such data_format', TRAIN + '--data_format=tokens', says="data_format='tokens': must be signatures or ids"),
-    Bad('signatures of another B', TRAIN + '--num_buckets=512', says='of another table (num_hashes=3, num_buckets=256'),
-    Bad('counts of signatures', TRAIN + COUNTS + 'bins', 'bins contains', ids),
     Bad('counts for a model', TRAIN + COUNTS + 'ids --init_from=out', 'init_from=out: the signatures of a model', ids),
     Bad('counts for LSH', TRAIN + '--counts_from=bins --num_lsh=1', says='counts_from=bins: informed signatures need'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3'),

@@ -168,7 +168,7 @@ def test_card660(mistral):
     with_bos = evaluation.card660(lm, pairs)
     without = evaluation.card660(MHFLM(model, mistral), pairs)
     assert with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
-    h = model.hidden_states(model.signatures[torch.tensor([[1, *mistral.encode(['new york'])[0]]])])
+    h = model.hidden_states(torch.tensor([[1, *mistral.encode(['new york'])[0]]]))
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 

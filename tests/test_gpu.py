@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, ok, steps
+from test_kernels import make_index
 
 from mhf import head
 from mhf.generate import Engine
-from mhf.head import value_and_gradient
 from mhf.lm import MHFLM
 from mhf.runtime import capture
 from mhf.tokenizers import get_tokenizer
-from test_mhf import distance, needs_interpreter, plain_twin, random_model, vocabulary
+from test_mhf import distance, needs_interpreter, plain, random_model
 
 pytest.importorskip('triton', reason='needs the package triton')
 # read by cuBLAS when it is initialized, for test_deterministic
@@ -34,21 +34,21 @@ KINDS = [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)]
 
 def everything(m, ids):
     """Returns {name: tensor}: a model's loss, gradients, log P, and losses per position."""
-    x = m.signatures[ids[:, :-1]]
-    y = m.signatures[ids[:, 1:]]
+    x = ids[:, :-1]
+    y = ids[:, 1:]
     m.zero_grad()
     loss = m(x, y)
     loss.backward()
-    measured = {'loss': loss, 'log_probs': m.log_probs(ids), 'losses': torch.stack(m.token_losses(x, y))}
+    measured = {'loss': loss, 'P': m.log_probs(ids).exp(), 'losses': torch.stack(m.token_losses(x, y))}
     return measured | {name: p.grad.clone() for name, p in m.named_parameters()}
 
 
 @pytest.fixture(scope='module', params=KINDS, ids=['exact', 'product', 'Standard'])
 def reference(request):
-    """A model in float64 on the CPU, token ids, and everything() of model.MHF."""
-    m = random_model(**request.param)
-    ids = torch.randint(3, 300, (3, 41))
-    return m, ids, everything(plain_twin(m), ids)
+    """A model in float64 on the CPU, token ids, and everything() with plain torch."""
+    m = random_model(**request.param, unused_ids=[290])
+    ids = torch.randint(3, 290, (3, 41))
+    return m, ids, plain(everything, m, ids)
 
 
 @pytest.mark.parametrize('use_kernels', [pytest.param(False, marks=on_a_gpu), with_kernels])
@@ -72,37 +72,46 @@ def test_equals_the_cpu(reference, dtype, tolerance, use_kernels, monkeypatch):
 
 
 def random_logits(V, H, B, n, dtype):
-    """Returns a vocabulary with a random table, and random bucket logits, on DEVICE."""
-    m = vocabulary(torch.randint(1, B, (V, H)).numpy(), B).to(DEVICE)
-    return m, [torch.randn(n, B, device=DEVICE, dtype=dtype) for _ in range(H)]
+    """Returns the index of a random table, random bucket logits, and a random gradient of token logits, on DEVICE."""
+    index = make_index(np.random.default_rng(0).integers(1, B, (V, H)), B)
+    o = [torch.randn(n, B, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(H)]
+    return [tensor.to(DEVICE) for tensor in index], o, torch.randn(n, V, device=DEVICE)
 
 
 @on_a_gpu
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance, monkeypatch):
-    """-log P and its gradient by the kernels equal those in columns, and repeat to the bit."""
-    m, o = random_logits(32768, 4, 16384, 4096, dtype)
-    y = m.signatures[:4096]
-    loss, *gradient = value_and_gradient(m.negative_log_likelihood, o, y)
-    again, *gradient_again = value_and_gradient(m.negative_log_likelihood, o, y)
-    assert torch.equal(loss, again) and all(map(torch.equal, gradient, gradient_again))
+    """Token logits and their adjoint by the kernels equal those in columns, and repeat to the bit."""
+    index, o, weights = random_logits(32768, 4, 16384, 2048, dtype)
+
+    def logits_and_gradients():
+        logits = head.token_logits(o, *index)
+        return [logits.detach(), *torch.autograd.grad(logits, o, weights)]
+
+    by_kernels = logits_and_gradients()
+    assert all(map(torch.equal, by_kernels, logits_and_gradients()))
     monkeypatch.setattr(head, 'has_kernels', lambda device: False)
-    expected, *in_columns = value_and_gradient(m.negative_log_likelihood, o, y)
-    assert (loss - expected).abs().max() < 1e-5
-    assert distance(torch.cat(gradient), torch.cat(in_columns)) < tolerance
+    for a, b in zip(by_kernels, logits_and_gradients(), strict=True):
+        assert distance(a, b) < tolerance
 
 
 @on_a_gpu
-def test_memory_of_the_kernels():
-    """The kernels allocate at most 1.1 x the memory of the transposed bucket logits and the token logits."""
-    m, o = random_logits(32768, 4, 16384, 4096, torch.bfloat16)
-    o = [o_i.requires_grad_() for o_i in o]
-    m.negative_log_likelihood([o_i[:1] for o_i in o], m.signatures[:1])
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    m.negative_log_likelihood(o, m.signatures[:4096])
-    token_logits = 4 * 4096 * 32768
-    assert torch.cuda.max_memory_allocated() - before < 1.1 * (sum(o_i.nbytes for o_i in o) + token_logits)
+@pytest.mark.parametrize('loss, bound', [('exact', 1.1), ('product', 1.1)])
+def test_memory_of_a_chunk(loss, bound):
+    """A chunk of the head allocates at most the memory that head.chunk_size counts, and the gradient of E."""
+    m = random_model(dtype=torch.float32, loss=loss, vocab_size=32768, num_buckets=16384, num_hashes=4).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        n = head.chunk_size(DEVICE, m.config)
+        h = torch.randn(1, n, m.config.hidden_size, device=DEVICE, requires_grad=True)
+        m.hidden_states = lambda x: h
+        ids = torch.zeros(1, n, dtype=torch.int64, device=DEVICE)
+        m.compile()
+        m(ids, ids)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        m(ids, ids)
+    counted = n * (6 * 4 * 16384 + 8 * 32768) + 2 * m.embed.weight.nbytes
+    assert torch.cuda.max_memory_allocated() - before < bound * counted
 
 
 # -----------------------------------------------------------------------------
@@ -119,7 +128,7 @@ def train(device, dtype='float32', compiled=False, loss='exact'):
         m.compile()
     optimizer = torch.optim.AdamW(m.parameters(), lr=3e-3, fused=True)
     losses = []
-    for batch in m.signatures[ids.to(device)]:
+    for batch in ids.to(device):
         with torch.autocast(device, torch.bfloat16, enabled=dtype == 'bfloat16'):
             value = m(batch[:, :-1], batch[:, 1:])
         value.backward()

@@ -32,7 +32,7 @@ import expand
 import prepare
 from hashing import fingerprint, signature_table
 from mhf import data, sources
-from mhf.data import Bins, data_folder, get_table, held_out_ids, open_bins
+from mhf.data import Bins, count_tokens, data_folder, get_table, open_bins
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 
@@ -88,22 +88,47 @@ def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
     assert np.load('large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
 
 
-def test_signatures_equal_ids(tmp_path, mistral):
-    """Shards of signatures equal table[ids], and can be read back as ids unless token ids share a signature."""
+@pytest.mark.parametrize('num_hashes', [3, 6])
+def test_signatures_equal_ids(tmp_path, mistral, num_hashes):
+    """Shards of signatures equal table[ids], and are read as the same ids; a damaged or another table is an error."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
-    same = dict(num_hashes=3, num_buckets=2048)
+    same = dict(num_hashes=num_hashes, num_buckets=2048)
     ids = prepared('ids', **same)
-    prepared('s', **same, data_format='signatures')
-    table = signature_table(mistral.tokens, 3, 2048, pad_id=mistral.pad)
+    assert prepared('s', **same, data_format='signatures') == ids
+    table = signature_table(mistral.tokens, num_hashes, 2048, pad_id=mistral.pad)
     assert Bins('s', 'val').meta['table_sha256'] == fingerprint(table)
     for split, split_ids in zip(data.SPLITS, ids, strict=True):
-        signatures = Bins('s', split)[:]
+        signatures = np.load(f's/{split}_000000.bin')
         assert signatures.dtype == np.uint16 and (signatures == table[split_ids]).all()
-    for folder in ('ids', 's'):
-        assert held_out_ids(folder, mistral) == (ids[1], Bins(folder, 'val').bytes)
-    prepared('single', **same, data_format='signatures', single_id=True)
-    with pytest.raises(InputError, match='several token ids share a signature'):
-        held_out_ids('single', mistral)
+        assert Bins('s', split)[:].dtype == Bins('ids', split)[:].dtype
+    assert (count_tokens('s', mistral) == count_tokens('ids', mistral)).all()
+    damaged = np.load('s/val_000000.bin')
+    damaged[7, 0] += 1
+    np.save('x.npy', damaged)
+    os.replace('x.npy', 's/val_000000.bin')
+    with pytest.raises(InputError, match='contains a signature of no token'):
+        Bins('s', 'val')[:]
+    meta = json.loads(Path('s/meta.json').read_text())
+    Path('s/meta.json').write_text(json.dumps(meta | dict(table_sha256='0')))
+    with pytest.raises(InputError, match='another version of hashing.py'):
+        Bins('s', 'train')[:]
+
+
+def test_shared_signatures(tmp_path, mistral):
+    """Only a model with the folder's table can read signatures that several token ids share."""
+    write_jsonl(tmp_path / 'docs.jsonl', real_documents()[:20])
+    same = dict(num_hashes=2, num_buckets=2048, single_id=True)
+    ids = prepared('ids', **same)
+    table = signature_table(mistral.tokens, 2, 2048, pad_id=mistral.pad, unique=False)
+    assert (table[prepared('s', **same, data_format='signatures')[0]] == table[ids[0]]).all()
+    bins = Bins('s', 'train')
+    bins.check_table(table)
+    for other in (None, signature_table(mistral.tokens, 2, 2048, pad_id=mistral.pad)):
+        Bins('ids', 'train').check_table(other)
+        with pytest.raises(InputError, match='share; prepare it with --data_format=ids'):
+            bins.check_table(other)
+    with pytest.raises(InputError, match='share'):
+        count_tokens('s', mistral)
 
 
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
@@ -529,8 +554,7 @@ def test_bins_must_fit_the_tokenizer(tmp_path, mistral, data_format):
     _, val, meta = open_bins(config)
     expected = signature_table(mistral.tokens, 3, 256, 0, mistral.pad)
     assert (get_table(config, meta)[0] == expected).all() and meta['vocab_size'] == 32768 and len(val) > 9
-    if data_format == 'ids':
-        assert get_table(config | dict(num_hashes=0), meta)[0] is None
+    assert get_table(config | dict(num_hashes=0), meta)[0] is None
     (tmp_path / 'copy.model').write_bytes(mistral.sp.serialized_model_proto())
     copy = config | dict(tokenizer='copy.model')
     assert (get_table(copy, open_bins(copy)[2])[0] == expected).all()

@@ -27,7 +27,6 @@ from mhf.lm import open_lm
 from mhf.released import from_pretrained, has_padding_from
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
-from model import validate_table
 from test_mhf import SAYINGS, bucket_logits, random_model, write_released
 
 
@@ -359,8 +358,7 @@ def test_exports_that_transformers_refuses(tmp_path):
     An id without a token keeps probability 0 after an export; transformers refuses what it would ignore, also a
     MultiHashFormer whose E has the size of a Qwen3's embedding.
     """
-    unused = random_model(num_hashes=0, dtype=torch.float32)
-    unused.set_vocabulary(*validate_table(unused.config, unused_ids=[5, 60, 299]))
+    unused = random_model(num_hashes=0, dtype=torch.float32, unused_ids=[5, 60, 299])
     scaled = random_model(num_hashes=0, embedding_scale=4.0, dtype=torch.float32)
     ids = torch.tensor([[1, 7, 9]])
     same_size = random_model(num_buckets=100, dtype=torch.float32)

@@ -11,7 +11,7 @@ import pytest
 from conftest import REPO, ok, run, snapshot, weights
 
 from configurator import find_settings
-from mhf.data import Bins, held_out_ids
+from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 from study import report, tenths
@@ -138,7 +138,7 @@ def test_tenths(finished, monkeypatch):
     tenths.main()
     tenths.main()
     (row,) = read_csv(finished / 'study/tenths.csv')
-    ids, _ = held_out_ids('data', get_tokenizer('mistral'))
+    ids = Bins('data', 'val')[:]
     counts = [float(row[f'count_{k}']) for k in range(1, 11)]
     sizes = [len(part) for part in np.array_split(ids[1:], 10)]
     nats = sum(size * float(row[f'nats_{k}']) for k, size in enumerate(sizes, 1))

@@ -15,7 +15,7 @@ import expand
 import prepare
 from hashing import signature_table
 from mhf.checkpoint import load
-from mhf.data import held_out_ids
+from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.export import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
@@ -71,7 +71,7 @@ def test_byte_level_json(tmp_path):
     settings = prepare.config | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
     held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
-    assert held_out_ids(tmp_path / 'd', tok)[0] == held_out
+    assert Bins(tmp_path / 'd', 'val', tok)[:].tolist() == held_out
 
 
 def test_roles_of_a_json(tmp_path, mistral):
