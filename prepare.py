@@ -8,13 +8,12 @@ interruption; the output is identical.
     $ python prepare.py --dataset='fineweb-2:arb_Arab@2e9,fineweb-2:hin_Deva@2e9,fineweb-edu@2e9'    # tokens of each
 
 A unit is one input file, or consecutive small files of up to UNIT_BYTES. It becomes one shard of each split. A rerun
-skips finished units and starts an interrupted one over; split a very large file to lose less. mhf/data.py describes
-the output, and README.md, "Code", the path from a document to its loss.
+skips finished units and starts an interrupted one over; split a very large file to lose less. mhf/sources.py describes
+the input, mhf/data.py the output.
 """
 
 import contextlib
 import hashlib
-import itertools
 import os
 from array import array
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ from mhf.data import SPLITS
 from mhf.errors import InputError
 from mhf.tokenizers import Changes, get_tokenizer, tokenizer_facts
 
-# stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs of .txt,
-# .jsonl (also .gz .xz .zst) or .parquet, separated by commas | a mixture with the tokens of each: a.txt@2e9,b.txt@1e9
+# stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
+# by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
+# mixture with the tokens of each: a.jsonl@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
@@ -83,17 +83,15 @@ def describe_sources(config, existing):
     previous = existing['sources'] if existing else []
     pinned = {s['dataset']: s['units'] for s in previous if sources.hub_folder(s['dataset'])}
     described = []
-    first_unit = 0
-    source_by_file = {}
+    known = set()
     for name, limit in sources.parse_mixture(config['dataset']):
         units = pinned.get(name) or group_files(sources.input_files(name))
-        for path, *_ in itertools.chain(*units):
-            file = os.path.realpath(path)
-            other_unit, other = source_by_file.setdefault(file, (first_unit, name))
-            if other_unit != first_unit:
-                raise InputError(f"'{other}' and '{name}' both contain {path}; name each file once")
+        files = {os.path.realpath(path) for unit in units for path, *_ in unit}
+        if common := known & files:
+            raise InputError(f'dataset: two sources contain {min(common)}; name each file once')
+        known |= files
+        first_unit = sum(len(source['units']) for source in described)
         described.append(dict(dataset=name, limit=limit, first_unit=first_unit, units=units))
-        first_unit += len(units)
     return described
 
 

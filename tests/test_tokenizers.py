@@ -160,17 +160,29 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     assert p.nonzero()[:, 0].tolist() == [*range(V - 4), V - 1] and len(p) > V
 
 
-def test_a_model_refuses_a_tokenizer_with_the_same_tokens(tmp_path, mistral):
-    """A tokenizer with the same token strings that encodes text differently is not the model's."""
+@pytest.mark.parametrize('change', ['normalizer', 'merges', 'bos'])
+def test_another_tokenizer_with_the_same_tokens(tmp_path, mistral, change):
+    """Models and folders refuse a tokenizer with the same tokens that encodes text differently or has another bos."""
     for name in ('own', 'other'):
         (tmp_path / name).mkdir()
         write_tokenizer(mistral, tmp_path / name, add_bos=False)
-    path = tmp_path / 'other/tokenizer.json'
+    own, path = (tmp_path / f'{name}/tokenizer.json' for name in ('own', 'other'))
     spec = json.loads(path.read_text())
-    spec['normalizer'] = dict(type='Sequence', normalizers=[dict(type='Lowercase'), spec['normalizer']])
+    if change == 'normalizer':
+        spec['normalizer'] = dict(type='Sequence', normalizers=[dict(type='Lowercase'), spec['normalizer']])
+    elif change == 'merges':
+        spec['model']['merges'].reverse()
+    else:
+        roles = path.with_name('tokenizer_config.json')
+        roles.write_text(roles.read_text().replace('"<s>"', '"[INST]"'))
     path.write_text(json.dumps(spec))
     m = random_model(num_hashes=0, vocab_size=32768, dtype=torch.float32)
-    save_pretrained(m, tmp_path / 'exported', str(tmp_path / 'own/tokenizer.json'))
+    save_pretrained(m, tmp_path / 'exported', str(own))
     assert load(str(tmp_path / 'exported')).tok.tokens == mistral.tokens
     with pytest.raises(InputError, match="is not the model's"):
         load(str(tmp_path / 'exported'), str(path))
+    write_jsonl(tmp_path / 'docs.jsonl', SAYINGS)
+    settings = prepare.config | dict(dataset=f'{tmp_path}/docs.jsonl', data_dir=f'{tmp_path}/d', data_format='ids')
+    prepare.main(settings | dict(tokenizer=str(own)))
+    with pytest.raises(InputError, match='was prepared with another tokenizer'):
+        prepare.main(settings | dict(tokenizer=str(path)))
