@@ -271,6 +271,8 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
         raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     device = pick_device(device)
     keep_freed_memory()
+    if torch.device(device).type == 'cuda':
+        torch.cuda.set_device(device)  # kernels run on the current GPU
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(out_dir, tokenizer)
