@@ -9,6 +9,8 @@ over the ids that have a token.
     $ python eval.py --tasks=bits_per_byte --text=book.txt
     $ python eval.py --tasks=card660 --benchmark_dir=card660
 
+A new benchmark is an lm-eval file NAME.yaml in eval_tasks/, like race_v2.yaml, for --tasks=NAME.
+
 Writes results/<model>/results_<date>.json, whose `samples` are the prompts and answers of lm-eval's tasks. Bits per
 byte include the bos of each later document, unless contexts have no bos (see `bos`).
 """

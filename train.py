@@ -11,7 +11,8 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     torchrun restarts a run that fails, which then resumes (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X
 
-Reads the bins that prepare.py writes with the same config. README.md, "Code", traces a document to its loss.
+Reads the bins that prepare.py writes with the same config. README.md, "The method in code", leads from a document to
+its loss.
 Writes to out_dir: ckpt.pt (the newest checkpoint), ckpt_best.pt (the lowest validation loss) and log.jsonl. If out_dir
 has a checkpoint, the run resumes from the newest; to go back to the best, delete ckpt.pt. The global batch at a step
 and the random numbers of a rank depend only on (seed, step), so a run can resume on any number of processes. With the
