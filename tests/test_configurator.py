@@ -42,12 +42,10 @@ def test_accepts(tmp_path):
     assert got['compile'] is True and got['max_steps'] == 1000
 
 
-@pytest.mark.parametrize('setting, value', [('out_dir', '~'), ('dataset', 'a.txt,~/b.txt@2e9'), ('data_dir', '~/x')])
-def test_paths_are_expanded(tmp_path, setting, value):
+def test_paths_are_expanded(tmp_path):
     """~ at the start of a path becomes the home folder, on the command line and in a file."""
-    expanded = value.replace('~', str(Path.home()))
-    assert train(tmp_path, '', f'--{setting}={value}')[setting] == expanded
-    assert train(tmp_path, f'{setting} = {value!r}')[setting] == expanded
+    for got in (train(tmp_path, '', '--dataset=a.txt,~/b.txt@2e9'), train(tmp_path, 'dataset = "a.txt,~/b.txt@2e9"')):
+        assert got['dataset'] == f'a.txt,{Path.home()}/b.txt@2e9'
 
 
 # prints lines, then exits with 7
@@ -82,9 +80,7 @@ runpy.run_path('a.py', run_name='__main__')"
 """
 
 
-@pytest.mark.parametrize(
-    'command', ['python a.py >&-', 'python a.py >&- 2>&-', NOTEBOOK, 'PYTHONUNBUFFERED=1 python a.py']
-)
+@pytest.mark.parametrize('command', ['python a.py >&- 2>&-', NOTEBOOK, 'PYTHONUNBUFFERED=1 python a.py'])
 def test_any_stdout(tmp_path, command):
     """A script runs without stdout and stderr, in a notebook, and with an output that lacks a character."""
     done = shell(tmp_path, command, PYTHONIOENCODING='ascii')
@@ -130,19 +126,12 @@ def test_the_command_line_overrides_files(tmp_path):
 # on the command line, or in a file; test_bad_input.py has more
 REFUSED = [
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
-    ('--max_steps=None', 'max_steps=None is NoneType'),
     ('--learning_rate=fast', "learning_rate='fast' is str"),
-    ('--wandb=1', 'wandb=1 is int, expected bool'),
     ('--max_stepps=1', "did you mean 'max_steps'"),
-    ('--max_steps=((((', 'is str, expected int'),
-    ('max_steps = "4"', 'max_steps'),
     ('--init_from=', 'init_from is empty'),
-    ('--seed=', 'seed is empty'),
-    ('out_dir = ""', 'out_dir is empty'),
     ('--device', '--device needs a value'),
     ('learning_rate = 1j', 'learning_rate=1j is complex, expected a number'),
     ('1/0', 'c.py: ZeroDivisionError'),
-    ('x = [', 'SyntaxError: .*line 1'),
     ('from math import pi', "unknown setting 'pi'"),
 ]
 

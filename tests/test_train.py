@@ -402,17 +402,6 @@ Attention.__init__ = changed
     torch.testing.assert_close(a, {name: b[name] for name in a}, rtol=1e-3, atol=1e-6)
 
 
-def test_a_fork_adds_a_setting(quick):
-    """A new setting needs one line in train.py: checkpoints without it resume, and the next ones contain it."""
-    for path in REPO.glob('*.py'):
-        shutil.copy(path, quick)
-    source = (quick / 'train.py').read_text()
-    (quick / 'train.py').write_text(source.replace('\nbatch_size = 256', '\ndropout = 0.0\nbatch_size = 256'))
-    forked = "import configurator, pathlib, conftest; conftest.REPO = configurator.HERE = pathlib.Path('.').resolve()"
-    ok('train.py', 'cfg.py', '--max_steps=25', '--dropout=0.1', cwd=quick, patch=forked)
-    assert weights(quick)['settings']['dropout'] == 0.1
-
-
 def test_a_finished_run_is_one_line(quick):
     """The command of a finished run prints one line and changes nothing."""
     before = snapshot(quick)
