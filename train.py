@@ -40,8 +40,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import check_numbers, configure
-from mhf import runtime
-from mhf.checkpoint import Checkpoint, lock, open_start, optimizer_state, run_identity, save
+from mhf import checkpoint, runtime
 from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
 from mhf.errors import InputError, Output
 from model import MHF
@@ -112,10 +111,7 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 config = configure(globals())
 Output.ignores_errors = True  # a closed pipe or terminal never ends a run
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'learning_rate embedding_lr_mult warmup_steps lr_decay_steps weight_decay grad_clip')
-check_numbers(config, 'num_hashes embedding_scale unfrozen_end_layers')
-check_numbers(config, 'beta1 beta2', below=1)
-check_numbers(config, 'seed', below=2**64)
+check_numbers(config, 'embedding_lr_mult warmup_steps lr_decay_steps grad_clip unfrozen_end_layers')
 schedule_steps = lr_decay_steps or max_steps
 if counts_from and (not num_hashes or num_lsh or single_id):
     fix = 'set num_hashes above 0, num_lsh=0 and single_id=False'
@@ -225,29 +221,34 @@ def check_finite(step, **values):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-with lock(out_dir) if master else contextlib.nullcontext():
-    start = open_start(out_dir, init_from, tokenizer)
-    dtype = config['dtype'] = runtime.pick_dtype(start.settings.get('dtype') if dtype is None else dtype, device)
+with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
+    raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
+    first_step = resumed.step if resumed else 0
+    best_val_loss = resumed.best_val_loss if resumed else math.inf
+    if resumed and dtype is None:
+        dtype = resumed.settings['dtype']
+    dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
     same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
-    same_on_all_ranks |= {'checkpoint step': start.step, 'device type': torch.device(device).type}
+    same_on_all_ranks |= {'checkpoint step': first_step, 'device type': torch.device(device).type}
     runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
-    folder = data_folder(config | start.architecture)
-    train_bins, val_bins, meta = open_bins(config | start.architecture)
+    architecture = asdict(raw_model.config) if raw_model else {}
+    folder = data_folder(config | architecture)
+    train_bins, val_bins, meta = open_bins(config | architecture)
     num_blocks = (len(train_bins) - 1) // block_size
     if num_blocks < 1:
         tokens = f'{folder} has only {len(train_bins):,} training tokens'
         raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-    model_config = start.model_config(config, meta)
-    identity = run_identity(model_config, config, train_bins, val_bins)
+    model_config = checkpoint.run_config(config, meta, raw_model)
+    identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
     runtime.check_same_on_all_ranks(identity)
-    start.check(identity)
-    start.check_data(folder, meta)
-    if start.step >= max_steps:
+    if resumed:
+        checkpoint.check_identity(out_dir, resumed, identity)
+    if first_step >= max_steps:
         fix = 'raise --max_steps, or choose another --out_dir for a new run'
-        runtime.print0(f'already at step {start.step} of max_steps={max_steps}; {fix}')
+        runtime.print0(f'already at step {first_step} of max_steps={max_steps}; {fix}')
         runtime.cleanup()
         sys.exit()
-    runtime.print0(start.describe(config))
+    runtime.print0(checkpoint.describe_start(config, identity, resumed))
 
     # -------------------------------------------------------------------------
     # setup: model
@@ -255,8 +256,8 @@ with lock(out_dir) if master else contextlib.nullcontext():
     if 2 * unfrozen_end_layers > model_config.num_layers:
         limit = f'at most half of num_layers={model_config.num_layers}, or 0 to train all layers'
         raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be {limit}')
-    if start.model:
-        raw_model = start.model.to(device)
+    if raw_model:
+        raw_model.to(device)
         raw_model.config = model_config
     else:
         # of rank 0, because forms and shapes depend on Python's version of Unicode
@@ -287,7 +288,9 @@ with lock(out_dir) if master else contextlib.nullcontext():
         dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
     ]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
-    start.restore_optimizer(optimizer, raw_model)
+    if resumed:
+        checkpoint.restore_optimizer(optimizer, raw_model, resumed.optimizer)
+        resumed = None  # its tensors are mapped to a file that the run will replace
     gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
     if compile and cuda_graph and not activation_checkpointing and on_gpu and world_size == 1:
         example = get_batch(train_bins, [0] * micro_batch_size)
@@ -298,7 +301,7 @@ with lock(out_dir) if master else contextlib.nullcontext():
     # training loop
 
     if master:
-        log = runtime.Log(Path(out_dir) / 'log.jsonl', start.step, config | asdict(model_config) if wandb else None)
+        log = runtime.Log(Path(out_dir) / 'log.jsonl', first_step, config | asdict(model_config) if wandb else None)
     stop = runtime.StopSignal(world_size)
     hash_params, layer_params = raw_model.num_params()
     c = raw_model.config
@@ -312,11 +315,10 @@ with lock(out_dir) if master else contextlib.nullcontext():
     runtime.print0(f'{device}, {dtype}, compile={compile}; {sequences}')
     runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
     peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
-    best_val_loss = start.best_val_loss
     step_seconds = []  # without validation and saving
-    batches = prefetch(training_batches(train_bins, start.step))
-    bar = tqdm(total=max_steps, initial=start.step, desc='train', unit='step', disable=None if master else True)
-    for step in range(start.step, max_steps):
+    batches = prefetch(training_batches(train_bins, first_step))
+    bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
+    for step in range(first_step, max_steps):
         start_time = time.perf_counter()
         lr = get_lr(step)
         for group in optimizer.param_groups:
@@ -371,17 +373,17 @@ with lock(out_dir) if master else contextlib.nullcontext():
         if is_best:
             best_val_loss = val_loss
         if master and (validates or stop_signal):
-            checkpoint = Checkpoint(
+            contents = checkpoint.Checkpoint(
                 model=raw_model.state_dict(),
                 vocabulary=raw_model.vocabulary(),
-                optimizer=optimizer_state(optimizer, raw_model),
-                identity=run_identity(raw_model.config, config, train_bins, val_bins),
+                optimizer=checkpoint.optimizer_state(optimizer, raw_model),
+                identity=checkpoint.run_identity(raw_model.config, config, train_bins, val_bins),
                 settings=config,
                 tokenizer=meta['tokenizer'],
                 step=done,
                 best_val_loss=best_val_loss,
             )
-            save(out_dir, checkpoint, is_best)
+            checkpoint.save(out_dir, contents, is_best)
         if validates or stop_signal:
             runtime.barrier()  # waits up to an hour for the checkpoint
         if stop_signal:

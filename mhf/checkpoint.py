@@ -1,7 +1,6 @@
 """
 Checkpoints: train.py writes them and resumes from them, and every script loads trained models.
 
-    start = open_start('out/mhf_tiny', init_from='scratch', tokenizer='mistral')    # where a run of train.py starts
     loaded = load('out/mhf_tiny')        # the out_dir of a run, a *.pt, a folder in the released format, or a hub id
     loaded.model, loaded.tok
 
@@ -10,18 +9,17 @@ Checkpoint, from which a run can resume.
 """
 
 import contextlib
-import math
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from mhf.data import check_tokenizer, lock_folder, replace_durably
+from mhf.data import lock_folder, replace_durably
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
@@ -143,6 +141,27 @@ def read_checkpoint(path):
 # the start of a run
 
 
+def open_start(out_dir, init_from, tokenizer):
+    """
+    Returns the model with which a run starts, None for a new one, and the Checkpoint from which it resumes, or None.
+    The tokenizer of the model that init_from names must be `tokenizer`. Raises InputError.
+    """
+    path = find_checkpoint(out_dir)
+    if path:
+        return read_checkpoint(path)
+    return (None if init_from == 'scratch' else load(init_from, tokenizer).model), None
+
+
+def run_config(settings, meta, model=None):
+    """
+    Returns the MHFConfig of a run with these settings and bins (meta.json) that starts with `model`. init_from decides
+    all fields but block_size and loss.
+    """
+    fields = asdict(model.config) if model else dict(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
+    names = MHFConfig.__annotations__ if settings['init_from'] == 'scratch' else ('block_size', 'loss')
+    return MHFConfig(**fields | {name: settings[name] for name in names if name in settings})
+
+
 def run_identity(model_config, settings, train_bins, val_bins):
     """Returns what a resumed run may not change: model, data, and the settings that decide what a step trains on."""
     identity = asdict(model_config) | {name: settings[name] for name in FIXED_SETTINGS}
@@ -150,66 +169,12 @@ def run_identity(model_config, settings, train_bins, val_bins):
     return identity | dict(zip(FINGERPRINTS, fingerprints, strict=True))
 
 
-@dataclass
-class Start:
-    """Where a run starts. The defaults are a new run with a new model."""
-
-    source: str = ''  # a description of the model's origin
-    model: MHF | None = None
-    tok: object = None  # the tokenizer of the model that init_from names
-    step: int = 0
-    best_val_loss: float = math.inf
-    optimizer: dict = field(default_factory=dict)  # {name of a trained parameter: the optimizer's state}
-    settings: dict = field(default_factory=dict)  # of a resumed run, as they were given
-    identity: dict = field(default_factory=dict)  # of a resumed run
-
-    @property
-    def architecture(self):
-        """The fields of MHFConfig that the model decides, {} without a model."""
-        fields = asdict(self.model.config) if self.model else {}
-        return {name: value for name, value in fields.items() if name not in ('block_size', 'loss')}
-
-    def model_config(self, settings, meta):
-        """
-        Returns the MHFConfig of a run with these settings and bins (meta.json): after init_from, the model's with the
-        block_size and the loss of the settings.
-        """
-        fields = self.architecture or dict(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
-        given = {name: value for name, value in settings.items() if name in MHFConfig.__annotations__}
-        return MHFConfig(**(fields | given if settings['init_from'] == 'scratch' else given | fields))
-
-    def check(self, identity):
-        """Raises InputError if the run of a checkpoint had another identity."""
-        if self.settings:
-            # a field that is new in MHFConfig has its default
-            recorded = asdict(self.model.config) | self.identity
-            changes = describe_changes(recorded, identity)
-            if changes:
-                fix = 'undo the change, or choose another --out_dir for a new run'
-                raise InputError(f'{self.source} is the checkpoint of a run with other settings: {changes}; {fix}')
-
-    def check_data(self, folder, meta):
-        """Raises InputError unless the model that init_from names can be trained on a folder."""
-        if self.tok:
-            check_tokenizer(folder, meta, self.tok)
-
-    def restore_optimizer(self, optimizer, model):
-        """Moves the optimizer's state of a resumed run to `optimizer`."""
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for name, p in trained.items() if self.settings else ():
-            # copied, because the checkpoint is mapped to a file that the run will replace
-            state = self.optimizer.pop(name)
-            optimizer.state[p] = tree_map_only(torch.Tensor, lambda x, p=p: x.to(p.device, copy=True), state)
-
-    def describe(self, settings):
-        """Returns a line that says where the run starts, and which settings differ."""
-        if self.settings:
-            changes = describe_changes(self.settings, settings)
-            return f'resumed at step {self.step}' + (f'; changed settings: {changes}' if changes else '')
-        if self.model:
-            changes = describe_changes(settings, self.architecture, 'the setting is')
-            return f'model: {self.source}' + (f', with another architecture: {changes}' if changes else '')
-        return f'model: new, seed={settings["seed"]}'
+def check_identity(out_dir, checkpoint, identity):
+    """Raises InputError if the run of a checkpoint had another identity."""
+    recorded = asdict(checkpoint.model_config) | checkpoint.identity  # a field that is new has its default
+    if changes := describe_changes(recorded, identity):
+        fix = 'undo the change, or choose another --out_dir for a new run'
+        raise InputError(f'{out_dir} contains a run with other settings: {changes}; {fix}')
 
 
 def describe_changes(old, new, word='was'):
@@ -218,25 +183,27 @@ def describe_changes(old, new, word='was'):
     return ', '.join(f'{name}={new[name]!s:.64} ({word} {old[name]!s:.64})' for name in names)
 
 
-def open_start(out_dir, init_from, tokenizer):
-    """
-    Returns the Start of a run: that of the newest checkpoint if out_dir has one; else the model that init_from names,
-    whose tokenizer must be `tokenizer`; else, with 'scratch', an empty one. Raises InputError.
-    """
-    path = find_checkpoint(out_dir)
-    if path:
-        model, ckpt = read_checkpoint(path)
-        names = ('step', 'best_val_loss', 'optimizer', 'settings', 'identity')
-        return Start(str(path), model, **{name: getattr(ckpt, name) for name in names})
-    if init_from == 'scratch':
-        return Start()
-    loaded = load(init_from, tokenizer)
-    return Start(loaded.name, loaded.model, loaded.tok)
+def describe_start(settings, identity, checkpoint=None):
+    """Returns a line that says where a run starts, and which settings differ."""
+    if checkpoint:
+        changes = describe_changes(checkpoint.settings, settings)
+        return f'resumed at step {checkpoint.step}' + (f'; changed settings: {changes}' if changes else '')
+    if settings['init_from'] == 'scratch':
+        return f'model: new, seed={settings["seed"]}'
+    changes = describe_changes(settings, identity, 'the setting is')
+    return f'model: {settings["init_from"]}' + (f', with another architecture: {changes}' if changes else '')
 
 
 def optimizer_state(optimizer, model):
     """Returns {name: the optimizer's state} of the trained parameters; a tied parameter has one name."""
     return {name: optimizer.state[p] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def restore_optimizer(optimizer, model, states):
+    """Copies the result of optimizer_state() to the optimizer of the same model."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            optimizer.state[p] = tree_map_only(torch.Tensor, lambda x, p=p: x.to(p.device, copy=True), states[name])
 
 
 # -----------------------------------------------------------------------------

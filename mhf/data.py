@@ -292,17 +292,15 @@ def pack(signatures):
 def open_bins(config):
     """Returns the Bins of train and val, and meta.json, of a config. Raises InputError."""
     folder = data_folder(config)
-    train = Bins(folder, 'train')
+    tok = get_tokenizer(config['tokenizer'])
+    train = Bins(folder, 'train', tok)
     meta = train.meta
-    if meta['tokenizer'] != config['tokenizer'] or meta['data_format'] == 'signatures':
-        train.tok = get_tokenizer(config['tokenizer'])
-        check_tokenizer(folder, meta, train.tok)
     # --data_dir alone means the data of that folder, whatever dataset a config file has
     given = command_line_names()
     if meta['dataset'] != config['dataset'] and ('dataset' in given or 'data_dir' not in given):
         differs = f'{meta["dataset"]}, not from {config["dataset"]}'
         raise InputError(f'{folder} was prepared from {differs}; change --data_dir or --dataset')
-    return train, Bins(folder, 'val', train.tok), meta
+    return train, Bins(folder, 'val', tok), meta
 
 
 # -----------------------------------------------------------------------------
@@ -328,13 +326,12 @@ def check_tokenizer(folder, meta, tok):
 def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without counts_from. Raises InputError if the data were prepared with another tokenizer.
+    ranges, [] without counts_from. Raises InputError.
     """
     table = None
     ranges = []
     if config['num_hashes']:
         tok = get_tokenizer(config['tokenizer'])
-        check_tokenizer(data_folder(config), meta, tok)
         if config['counts_from']:
             counts = counts_of_config(config, tok)
             sizes = (config['num_hashes'], config['num_buckets'])

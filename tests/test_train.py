@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -37,6 +38,7 @@ from conftest import (
 
 from mhf.checkpoint import find_checkpoint, load, read_checkpoint
 from mhf.data import Bins, block_indices
+from mhf.runtime import keep_freed_memory
 
 # a patch that delays every write of a checkpoint
 SLOW_SAVE = """
@@ -425,7 +427,7 @@ def test_from_weights_of_another_run(quick):
     differing = (
         'num_buckets=256 (the setting is 512), num_kv_heads=1 (the setting is 2), num_layers=2 (the setting is 3)'
     )
-    assert f'model: out/ckpt.pt, step 24, with another architecture: {differing}\n' in stopped.stdout
+    assert f'model: out, with another architecture: {differing}\n' in stopped.stdout
     assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
     shutil.move(quick / 'out', quick / 'moved')  # a resumed run does not read it
     says = 'init_from=scratch (was out), num_buckets=512 (was 256), num_kv_heads=2 (was 1); undo the change'
@@ -484,6 +486,16 @@ def test_a_new_run_keeps_the_log_of_another(quick):
         path.unlink()
     ok('train.py', 'cfg.py', *until(1), '--warmup_steps=0', cwd=quick)
     assert (quick / 'out/log_1.jsonl').read_text() == log and len(steps(quick)) == 1
+
+
+@pytest.mark.parametrize('result, calls', [(1, [-3, -1]), (0, [-3])])
+def test_freed_memory_is_kept(monkeypatch, result, calls):
+    """M_TRIM_THRESHOLD is not set if glibc refuses M_MMAP_THRESHOLD."""
+    called = []
+    mallopt = lambda parameter, value: called.append(parameter) or result  # noqa: E731
+    monkeypatch.setattr('ctypes.CDLL', lambda _: SimpleNamespace(mallopt=mallopt))
+    keep_freed_memory()
+    assert called == calls
 
 
 # -----------------------------------------------------------------------------
