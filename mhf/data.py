@@ -17,7 +17,8 @@ It contains these files, three for each unit:
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
                       written last
 
-A folder is complete when, for each source, every unit's json exists or the source has reached its token limit.
+A folder is complete when, for each source, every unit's json exists or the source has reached its token limit and has
+held-out text.
 """
 
 import contextlib
