@@ -148,11 +148,10 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
     share a bucket of hash 0, tokens of one shape one of hash 1. Otherwise a bucket is shared by keys (forms, shapes,
     strings) of similar counts only: keys are divided into classes int(2 ln(count + 1)), where count is the sum over
     the key's tokens. For every hash a class owns a range of buckets. Its keys, sorted by a hash, take them in turn.
+    Forms and shapes depend on Python's version of Unicode, so a model stores its table.
 
     Args: tokens, num_hashes, num_buckets, pad_id as in signature_table; counts (V,), how often each token id occurs in
         a sample of the training data; properties, functions token -> key of the first hashes.
-
-    Text functions depend on Python's version of Unicode, so a model stores its table.
 
     Returns the table (V, H) uint16, and for each hash its ranges, a list of [lower, offset, size], rarest class first:
     the smallest relative frequency of the class (0 of the rarest), its first bucket and its number of buckets. Without
