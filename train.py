@@ -113,8 +113,8 @@ Output.ignores_errors = True  # a closed pipe or terminal never ends a run
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
 check_numbers(config, 'embedding_lr_mult warmup_steps lr_decay_steps grad_clip unfrozen_end_layers')
 schedule_steps = lr_decay_steps or max_steps
-if counts_from and (not num_hashes or num_lsh or single_id):
-    fix = 'set num_hashes above 0, num_lsh=0 and single_id=False'
+if counts_from and (num_lsh or single_id):
+    fix = 'set num_lsh=0 and single_id=False, or counts_from='
     raise InputError(f'counts_from={counts_from}: informed signatures need MurmurHash3; {fix}')
 if counts_from and init_from != 'scratch':
     fix = 'the signatures of a model never change; omit counts_from'

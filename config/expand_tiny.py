@@ -9,6 +9,7 @@ output_dir = init_from = 'out/mhf_tiny_grown'
 tokenizer = 'out/tokenizer/expand_tiny.model'
 out_dir = 'out/expand_tiny'
 base_tokenizer = 'mistral'
+counts_from = ''  # the expanded model has its signatures
 # 240 paragraphs each; assets/text/README.md names their source and license
 corpora = ','.join(f'assets/text/{_name}.jsonl.xz' for _name in ('ar', 'zh', 'hi'))
 _tokens = {f'assets/text/{_name}.jsonl.xz': _n for _name, _n in dict(ar=44000, zh=34400, hi=46100).items()}

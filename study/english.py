@@ -26,7 +26,7 @@ DATA = {
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', corpora=dict(english='data/study_english', fineweb='data/study_fineweb'))
-_COMMON |= dict(config='config/mhf_tiny.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_lr_mult=1.0)
+_COMMON |= dict(config='config/mhf_tiny_paper.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_lr_mult=1.0)
 # the paper's initialization
 _COMMON |= dict(encoder_init='normal', embedding_scale=1.0, num_lsh=0, single_id=False, ablation='')
 _COMMON |= dict(beta1=0.9, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)

@@ -21,7 +21,8 @@ for _language, _file in _FILES.items():
     DATA[f'data/expansion_{_language}'] = _recipe | _HELD_OUT
 DATA['data/expansion_english'] |= _ENGLISH
 
-_COMMON = dict(config='config/mhf_tiny.py', seeds=(1, 2, 3), loss='exact', num_lsh=0, single_id=False, ablation='')
+_COMMON = dict(config='config/mhf_tiny_paper.py', seeds=(1, 2, 3), loss='exact')
+_COMMON |= dict(num_lsh=0, single_id=False, ablation='')
 _COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)

@@ -36,7 +36,7 @@ class MHF(model.MHF):
 
 def main():
     del sys.argv[0]  # the script with its own arguments remains
-    flag = '--counts_from='  # which train.py refuses for Standard
+    flag = '--counts_from='  # which train.py ignores for Standard
     for argument in [argument for argument in sys.argv if argument.startswith(flag)]:
         MHF.counts_from = argument.removeprefix(flag)
         sys.argv.remove(argument)

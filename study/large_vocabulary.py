@@ -24,10 +24,8 @@ for _folder in (_SAMPLE, _SHORT_SAMPLE, _LONG_SAMPLE):
     _tokens = _folder.rpartition('_')[-1]
     DATA[_folder] = DATA[_ENGLISH] | dict(dataset=f'{{corpus_dir}}/english_edu.jsonl.xz@{_tokens}')
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB))
-_COMMON |= dict(
-    group='vocabulary of 131,072, 3.07 M tokens', config='config/mhf_tiny.py', seeds=(1, 2, 3), learning_rates=(1e-3,)
-)
-_COMMON |= dict(loss='exact', num_lsh=0, single_id=False, ablation='')
+_COMMON |= dict(group='vocabulary of 131,072, 3.07 M tokens', config='config/mhf_tiny_paper.py', seeds=(1, 2, 3))
+_COMMON |= dict(learning_rates=(1e-3,), loss='exact', num_lsh=0, single_id=False, ablation='')
 _COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
 _COMMON |= dict(max_steps=1500, eval_interval=250, warmup_steps=150, lr_decay_steps=0)
 _COMMON |= dict(micro_batch_size=4, compile=False, deterministic=True, dtype='bfloat16')

@@ -89,7 +89,7 @@ def train():
     folders = {name: Path('out/rank') / name.replace(', ', '_').replace(' ', '_') for name in MODELS}
     for name, folder in folders.items():
         flags = f'--out_dir={folder} {_TINY} {MODELS[name]}'.split()
-        done = subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny.py', *flags])
+        done = subprocess.run([sys.executable, HERE.parent / 'train.py', 'config/mhf_tiny_paper.py', *flags])
         if done.returncode:
             sys.exit(done.returncode)  # train.py has printed the error
     return folders
