@@ -11,15 +11,15 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     torchrun restarts a run that fails, which then resumes (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X
 
-Reads the bins that prepare.py writes with the same config. README.md, "The method in code", leads from a document to
-its loss.
-Writes to out_dir: ckpt.pt (the newest checkpoint), ckpt_best.pt (the lowest validation loss) and log.jsonl. If out_dir
-has a checkpoint, the run resumes from the newest; to go back to the best, delete ckpt.pt. The global batch at a step
-and the random numbers of a rank depend only on (seed, step), so a run can resume on any number of processes. With the
-same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends with the same bits as an
-uninterrupted run. A resumed run may not change its data, the model's settings, seed, batch_size, init_from, counts_from
-or unfrozen_end_layers (run_identity in mhf/checkpoint.py). Processes do not share a model's buffers; checkpoints
-contain those of rank 0.
+Reads the bins that prepare.py writes with the same config; README.md, "The method in code", leads from a document to
+its loss. Writes to out_dir ckpt.pt, the newest checkpoint, ckpt_best.pt, the one with the lowest validation loss, and
+log.jsonl. If out_dir has a checkpoint, the run resumes from the newest; to go back to the best, delete ckpt.pt.
+
+The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can resume on any
+number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends
+with the same bits as an uninterrupted run. A resumed run may not change its data, the model's settings, seed,
+batch_size, init_from, counts_from or unfrozen_end_layers (run_identity in mhf/checkpoint.py). Processes do not share a
+model's buffers; checkpoints contain those of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
@@ -228,9 +228,6 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
     if resumed and dtype is None:
         dtype = resumed.settings['dtype']
     dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
-    same_on_all_ranks = {name: value for name, value in config.items() if name not in ('out_dir', 'data_dir')}
-    same_on_all_ranks |= {'checkpoint step': first_step, 'device type': torch.device(device).type}
-    runtime.check_same_on_all_ranks(same_on_all_ranks | {'torch version': torch.__version__})
     architecture = asdict(raw_model.config) if raw_model else {}
     folder = data_folder(config | architecture)
     train_bins, val_bins, meta = open_bins(config | architecture)
@@ -240,7 +237,8 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
         raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
     model_config = checkpoint.run_config(config, meta, raw_model)
     identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
-    runtime.check_same_on_all_ranks(identity)
+    versions = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
+    runtime.check_same_on_all_ranks(config | identity | versions, except_for=('out_dir', 'data_dir'))
     if resumed:
         checkpoint.check_identity(out_dir, resumed, identity)
     if first_step >= max_steps:
@@ -295,7 +293,8 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
     if compile and cuda_graph and not activation_checkpointing and on_gpu and world_size == 1:
         example = get_batch(train_bins, [0] * micro_batch_size)
         with runtime.unchanged_buffers(raw_model):
-            gradients = runtime.capture_all(gradients[:accumulation], *example)
+            pool = torch.cuda.graph_pool_handle()
+            gradients = [runtime.capture(function, *example, pool=pool) for function in gradients[:accumulation]]
 
     # -------------------------------------------------------------------------
     # training loop

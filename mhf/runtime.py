@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 
 import torch
@@ -126,15 +125,6 @@ def capture(function, *tensors, pool=None):
     return replay
 
 
-def capture_all(functions, *tensors):
-    """Captures functions of the same tensors, which run one after another. Returns a list; see capture()."""
-    start = time.perf_counter()
-    pool = torch.cuda.graph_pool_handle()
-    replays = [capture(function, *tensors, pool=pool) for function in functions]
-    print(f'compiled in {time.perf_counter() - start:.0f} s')
-    return replays
-
-
 @contextlib.contextmanager
 def unchanged_buffers(model):
     """Restores a model's buffers, such as a running mean, after passes that train nothing."""
@@ -213,11 +203,12 @@ def call_on_rank0(function, *args):
     return result
 
 
-def check_same_on_all_ranks(values):
-    """Raises InputError if a dict differs between ranks."""
+def check_same_on_all_ranks(values, except_for=()):
+    """Raises InputError if a dict differs between ranks, except for some keys."""
     first, *later = all_gather_object(values)
+    keys = [key for key in first if key not in except_for]
     for rank, other in enumerate(later, 1):
-        differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in first if other.get(key) != first[key]]
+        differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in keys if other.get(key) != first[key]]
         if differing:
             fix = 'use the same settings, files and versions on all machines'
             raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')
@@ -263,30 +254,25 @@ def cleanup():
 # the log of a run, and signals
 
 
-def open_log(path, step):
+class Log:
     """
-    Opens log.jsonl, one JSON object per line that starts with its step, for appending. A run that resumes at `step`
-    repeats what follows: later lines and an incomplete one are dropped. The log of another run gets another name.
+    log.jsonl, one JSON object per line that starts with its step, and Weights & Biases if `wandb_config` are settings.
+    A run that resumes at `step` repeats what follows: later lines and an incomplete one are dropped. A new run gives
+    the log of another run another name.
     """
-    if path.exists() and not step:
-        names = (path.with_name(f'log_{k}.jsonl') for k in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
-    size = 0
-    if path.exists():
+
+    def __init__(self, path, step, wandb_config=None):
+        if path.exists() and not step:
+            names = (path.with_name(f'log_{k}.jsonl') for k in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
+        self.file = open(path, 'a', buffering=1)
+        size = 0
         for line in path.read_bytes().splitlines(keepends=True):
             event = re.match(rb'{"step": (\d+), .*}\n', line)
             if not event or int(event[1]) > step:
                 break
             size += len(line)
-        os.truncate(path, size)
-    return open(path, 'a', buffering=1)
-
-
-class Log:
-    """log.jsonl, and Weights & Biases if its settings wandb_config are given. `step` is that of open_log()."""
-
-    def __init__(self, path, step, wandb_config=None):
-        self.file = open_log(path, step)
+        self.file.truncate(size)
         self.wandb_run = None
         if wandb_config is not None:
             import wandb
