@@ -36,7 +36,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from configurator import command_line_names
-from hashing import fingerprint, informed_table, signature_table
+from hashing import fingerprint, hash128, informed_table, signature_table
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
@@ -285,9 +285,9 @@ class SignatureLookup:
 
 
 def pack(signatures):
-    """Packs signatures (n, H) into integers (n,) uint64: up to H = 4 exactly, above by a hash."""
-    factors = np.array([1 << 16 * i if i < 4 else 3 ** (30 + i) for i in range(signatures.shape[1])], np.uint64)
-    return signatures.astype(np.uint64) @ factors  # modulo 2^64
+    """Packs signatures (n, H) into integers (n,) uint64: up to H = 4 exactly, above with random factors."""
+    factors = [1 << 16 * i if i < 4 else hash128(str(i), 0) % 2**64 for i in range(signatures.shape[1])]
+    return signatures.astype(np.uint64) @ np.array(factors, np.uint64)  # modulo 2^64
 
 
 def open_bins(config):

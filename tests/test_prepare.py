@@ -88,14 +88,15 @@ def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
     assert np.load('large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
 
 
-@pytest.mark.parametrize('num_hashes', [3, 6])
-def test_signatures_equal_ids(tmp_path, mistral, num_hashes):
+@pytest.mark.parametrize('num_hashes, num_buckets', [(3, 2048), (6, 64), (12, 8)])
+def test_signatures_equal_ids(tmp_path, mistral, num_hashes, num_buckets):
     """Shards of signatures equal table[ids], and are read as the same ids; a damaged or another table is an error."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
-    same = dict(num_hashes=num_hashes, num_buckets=2048)
+    same = dict(num_hashes=num_hashes, num_buckets=num_buckets)
     ids = prepared('ids', **same)
     assert prepared('s', **same, data_format='signatures') == ids
-    table = signature_table(mistral.tokens, num_hashes, 2048, pad_id=mistral.pad)
+    table = signature_table(mistral.tokens, num_hashes, num_buckets, pad_id=mistral.pad)
+    assert not Bins('s', 'val').lookup.is_ambiguous
     assert Bins('s', 'val').meta['table_sha256'] == fingerprint(table)
     for split, split_ids in zip(data.SPLITS, ids, strict=True):
         signatures = np.load(f's/{split}_000000.bin')
