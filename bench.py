@@ -6,9 +6,8 @@ Benchmarks a config on this machine: MultiHashFormer with the exact and the prod
     $ python bench.py config/mhf_1b.py --benchmarks=train --variants=exact --micro_batch_size=4
 
 Every field of model.MHFConfig is a setting: --num_buckets=7966. FLOPs are those of matrix products: 2 per multiply-add;
-causal attention counts half. The GEMM share is the FLOP/s of a training step divided by that of large matrix products
-in the same run. Peak memory, on a GPU only, excludes parameters and optimizer state. A Standard config is compared with
-H4B16K. For the time of each kernel, run train.py under torch.profiler.
+causal attention counts half. Peak memory, on a GPU only, excludes parameters and optimizer state. A Standard config is
+compared with H4B16K. For the time of each kernel, run train.py under torch.profiler.
 """
 
 import gc
@@ -66,15 +65,6 @@ def interleaved(functions, measure=timed):
     return {name: statistics.median(r[name] for r in rounds[1:]) for name in functions}
 
 
-def measure_gemm():
-    """Returns the FLOP/s of large matrix products."""
-    size = 8192 if device_type == 'cuda' else 2048
-    calls = 20 if device_type == 'cuda' else 1  # per measurement; a GPU raises its clock under load
-    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    seconds = [timed(lambda: [x @ x for _ in range(calls)]) for _ in range(9)]
-    return calls * 2 * size**3 / min(seconds[1:])
-
-
 # -----------------------------------------------------------------------------
 # models
 
@@ -108,7 +98,7 @@ def random_ids(model, N, T):
 def training_step(c, tok):
     """
     Returns a model, a function that trains it on one micro-batch, as train.py does: forward, backward, clipping and
-    AdamW; its first call's seconds and the peak memory of the second in bytes, 0 if it is unknown.
+    AdamW; and the peak memory of its second call in bytes, 0 if it is unknown.
     """
     model = random_model(c, tok)
     model.activation_checkpointing = activation_checkpointing
@@ -128,7 +118,7 @@ def training_step(c, tok):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    first_seconds = timed(step)
+    step()
     optimizer.zero_grad()  # frees the gradients, so that the peak includes them
     peak_memory = 0
     if device_type == 'cuda':
@@ -138,23 +128,21 @@ def training_step(c, tok):
         peak_memory = torch.cuda.max_memory_allocated() - before
         if compile:
             compute_gradients = capture(compute_gradients)
-    return model, step, first_seconds, peak_memory
+    return model, step, peak_memory
 
 
 def bench_train(configs, tok):
     """Prints time and memory of a training step."""
     steps = {variant: training_step(c, tok) for variant, c in configs.items()}
-    medians = interleaved({variant: step for variant, (_, step, *_) in steps.items()})
-    gemm_flops = measure_gemm()
+    medians = interleaved({variant: step for variant, (_, step, _) in steps.items()})
     print(f'\ntraining step, {micro_batch_size} x {config["block_size"]:,} tokens, compile={compile}')
-    print(f'matrix products: {gemm_flops / 1e9:,.0f} GFLOP/s')
-    print('                parameters        ms    tokens/s  MFLOP/token  GEMM share  peak memory  first step')
-    for variant, (model, _, first_seconds, peak_memory) in steps.items():
+    print('                parameters        ms    tokens/s  MFLOP/token   GFLOP/s  peak memory')
+    for variant, (model, _, peak_memory) in steps.items():
         speed = micro_batch_size * config['block_size'] / medians[variant]
         flops = model.estimate_flops()
         times = f'{medians[variant] * 1e3:>10,.1f}{speed:>12,.1f}'
         print(f'{variant:<10}{sum(model.num_params()):>16,}{times}{flops / 1e6:>13,.2f}', end='')
-        print(f'{flops * speed / gemm_flops:>12.0%}{peak_memory / 1e9:>10.2f} GB{first_seconds:>10.1f} s')
+        print(f'{flops * speed / 1e9:>10,.0f}{peak_memory / 1e9:>10.2f} GB')
 
 
 # -----------------------------------------------------------------------------
