@@ -36,8 +36,8 @@ dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
 tokenizer = 'mistral'
-# signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids), from which train.py
-# looks up signatures of any num_hashes and num_buckets. num_hashes=0 (Standard) always writes ids
+# signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids). Every model with the
+# tokenizer reads either, but of signatures that tokens share only one with their table. num_hashes=0 always writes ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384

@@ -72,6 +72,15 @@ def test_byte_level_json(tmp_path):
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
     held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
     assert Bins(tmp_path / 'd', 'val', tok)[:].tolist() == held_out
+    # with LSH on all hashes, similar strings share a signature
+    lsh = dict(num_buckets=8, num_lsh=4, data_dir=f'{tmp_path}/lsh')
+    prepare.main(settings | lsh | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
+    val = Bins(tmp_path / 'lsh', 'val', tok)
+    table = signature_table(tok.tokens, 4, 8, num_lsh=4, pad_id=tok.pad)
+    val.check_table(table)
+    assert (table[val[:]] == table[held_out]).all()
+    with pytest.raises(InputError, match='share; prepare it with --data_format=ids'):
+        val.check_table(signature_table(tok.tokens, 4, 8, pad_id=tok.pad))
 
 
 def test_roles_of_a_json(tmp_path, mistral):

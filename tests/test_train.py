@@ -124,6 +124,7 @@ def held_out_nats(folder, out='out'):
     """Returns -log P of the held-out tokens of a folder, in nats per token, by log_probs of a run's model."""
     model, _ = read_checkpoint(folder / out / 'ckpt.pt')
     ids = torch.from_numpy(Bins(folder / 'bins', 'val')[:].astype(np.int64))
+    assert not model.training
     total = 0.0
     for b in range(0, len(ids) - 1, 16):
         row = ids[b : b + 17]
