@@ -111,17 +111,14 @@ def parse_flag(argument, script, defaults):
 
 def read_config(path, defaults=()):
     """
-    Returns {name: value} of a config file. Raises InputError for its errors and for names that are neither in
+    Returns {name: value} of a config file. Raises InputError for names that are neither in
     `defaults` nor settings in the source of a script.
     """
     file = Path(path) if Path(path).is_file() else HERE / path
     if not file.is_file():
         near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
         raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
-    try:
-        scope = runpy.run_path(str(file))
-    except Exception as e:  # the file may raise anything
-        raise InputError(f'{path}: {type(e).__name__}: {e}') from None
+    scope = runpy.run_path(str(file))
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     known = set().union(defaults, *map(find_settings, SCRIPTS))
     for key in settings:
@@ -134,8 +131,7 @@ def print_help(scope):
     """Prints a script's docstring, and its settings as they are in its source."""
     above, _, _ = Path(scope['__file__']).read_text(encoding='utf-8').partition(CALL)
     first = re.search(r'^(#.*\n)*[a-z]\w* = ', above, re.MULTILINE).start()
-    docstring = scope['__doc__'] or ''  # python -OO has no docstrings
-    print(f'{docstring.strip()}\n\n# settings: --name=value\n\n{above[first:]}'.strip())
+    print(f'{scope["__doc__"].strip()}\n\n# settings: --name=value\n\n{above[first:]}'.strip())
 
 
 def configure(scope):

@@ -3,7 +3,6 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
 
     $ python train.py config/mhf_tiny.py                                  # one process: a GPU if available, else a CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
-    $ torchrun --standalone --nproc_per_node=2 train.py config/mhf_tiny.py --device=cpu --micro_batch_size=4
 
     two machines, the first at 10.0.0.1; the second has --node_rank=1:
     $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
@@ -17,9 +16,8 @@ log.jsonl. If out_dir has a checkpoint, the run resumes from the newest; to go b
 
 The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can resume on any
 number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends
-with the same bits as an uninterrupted run. A resumed run may not change its data, the model's settings, seed,
-batch_size, init_from, counts_from or unfrozen_end_layers (run_identity in mhf/checkpoint.py). Processes do not share a
-model's buffers; checkpoints contain those of rank 0.
+with the same bits as an uninterrupted run. What a resumed run may not change is in run_identity (mhf/checkpoint.py).
+Processes do not share a model's buffers; checkpoints contain those of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
@@ -111,16 +109,12 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 config = configure(globals())
 Output.ignores_errors = True  # a closed pipe or terminal never ends a run
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'embedding_lr_mult warmup_steps lr_decay_steps grad_clip unfrozen_end_layers')
+check_numbers(config, 'embedding_lr_mult lr_decay_steps grad_clip unfrozen_end_layers')
 schedule_steps = lr_decay_steps or max_steps
-if counts_from and (num_lsh or single_id):
-    fix = 'set num_lsh=0 and single_id=False, or counts_from='
-    raise InputError(f'counts_from={counts_from}: informed signatures need MurmurHash3; {fix}')
-if counts_from and init_from != 'scratch':
-    fix = 'the signatures of a model never change; omit counts_from'
-    raise InputError(f'counts_from={counts_from}, init_from={init_from}: {fix}')
-if warmup_steps >= schedule_steps:
-    raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
+check_numbers(config, 'warmup_steps', below=schedule_steps)
+if counts_from and (num_lsh or single_id or init_from != 'scratch'):
+    need = 'informed signatures need a new model, num_lsh=0 and single_id=False'
+    raise InputError(f'counts_from={counts_from}: {need}; omit counts_from, or change these settings')
 
 # -----------------------------------------------------------------------------
 # processes
@@ -176,10 +170,7 @@ def training_batches(bins, first_step):
 
 
 def compute_gradients(model, optimizer, autocast, is_first, x, y):
-    """
-    Adds the gradients of a micro-batch to those of the step's earlier ones; is_first: there are none. Returns its share
-    of the mean loss over all tokens.
-    """
+    """Adds the gradients of a micro-batch. Returns its share of the mean loss over all tokens of the step."""
     if is_first:
         optimizer.zero_grad(set_to_none=world_size == 1)  # DDP's gradients are views of its buckets
     with autocast:
@@ -251,9 +242,6 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
     # -------------------------------------------------------------------------
     # setup: model
 
-    if 2 * unfrozen_end_layers > model_config.num_layers:
-        limit = f'at most half of num_layers={model_config.num_layers}, or 0 to train all layers'
-        raise InputError(f'unfrozen_end_layers={unfrozen_end_layers}: must be {limit}')
     if raw_model:
         raw_model.to(device)
         raw_model.config = model_config

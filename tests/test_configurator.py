@@ -31,21 +31,26 @@ def train(folder, file, *argv):
 
 
 def test_accepts(tmp_path):
-    """An int for a float, None, a value with '=', a bare --flag, private names and a byte order mark are accepted."""
-    file = '\ufeffimport math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nmax_new_tokens = 7\n'
-    argv = ('--weight_decay=0', '--out_dir=a=b', '--wandb', '--compile=None', '--device=cpu', '--dataset=1')
-    got = train(tmp_path, file, *argv)
+    """
+    An int for a float, 1e3 for an int, None, a value with '=', a bare --flag, private names, a byte order mark and ~ in
+    a path are accepted. The command line overrides files, and a later file an earlier one.
+    """
+    file = '\ufeffimport math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nmax_new_tokens = 7\nseed = 2\n'
+    (tmp_path / 'a.py').write_text('warmup_steps = 4\nseed = 1\nbeta1 = 0.5')
+    argv = (
+        '--weight_decay=0',
+        '--out_dir=a=b',
+        '--wandb',
+        '--compile=None',
+        '--device=cpu',
+        '--dataset=a.txt,~/b.txt@2e9',
+    )
+    got = train(tmp_path, file, *argv, '--seed=3', '--warmup_steps=1e3', tmp_path / 'a.py')
     assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
     assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
-    assert got['device'] == 'cpu' and got['dataset'] == '1' and 'max_new_tokens' not in got and '_n' not in got
-    got = train(tmp_path, 'max_steps = 4', '--max_steps=1e3', '--compile=True')
-    assert got['compile'] is True and got['max_steps'] == 1000
-
-
-def test_paths_are_expanded(tmp_path):
-    """~ at the start of a path becomes the home folder, on the command line and in a file."""
-    for got in (train(tmp_path, '', '--dataset=a.txt,~/b.txt@2e9'), train(tmp_path, 'dataset = "a.txt,~/b.txt@2e9"')):
-        assert got['dataset'] == f'a.txt,{Path.home()}/b.txt@2e9'
+    assert got['device'] == 'cpu' and 'max_new_tokens' not in got and '_n' not in got
+    assert got['dataset'] == f'a.txt,{Path.home()}/b.txt@2e9'
+    assert (got['warmup_steps'], got['seed'], got['beta1']) == (1000, 3, 0.5)
 
 
 # prints lines, then exits with 7
@@ -72,76 +77,47 @@ def shell(folder, command, **environment):
     return subprocess.run(['bash', '-c', command], cwd=folder, capture_output=True, env=environment)
 
 
-NOTEBOOK = """python -c "
-import io, runpy, sys
-sys.argv = ['a.py']
-sys.stdout = io.StringIO()
-runpy.run_path('a.py', run_name='__main__')"
-"""
-
-
-@pytest.mark.parametrize('command', ['python a.py >&- 2>&-', NOTEBOOK, 'PYTHONUNBUFFERED=1 python a.py'])
+@pytest.mark.parametrize('command', ['python a.py >&- 2>&-', 'PYTHONUNBUFFERED=1 python a.py'])
 def test_any_stdout(tmp_path, command):
-    """A script runs without stdout and stderr, in a notebook, and with an output that lacks a character."""
+    """A script runs without stdout and stderr, and with an output that lacks a character."""
     done = shell(tmp_path, command, PYTHONIOENCODING='ascii')
     assert done.returncode == 7 and done.stderr in (b'to stderr\n', b''), done.stderr
     assert not done.stdout or done.stdout.startswith(b'caf? caf? ')
 
 
-@pytest.mark.parametrize('lines, unbuffered', [(1, '1'), (10_000, '')])
-def test_a_closed_pipe(tmp_path, lines, unbuffered):
+def test_a_closed_pipe(tmp_path):
     """A script ends silently when the reader of its output has exited, unless it ignores closed output."""
-    command = f'(sleep 0.2; exec python a.py --lines={lines} %s) %s | head -0; exit ${{PIPESTATUS[0]}}'
-    done = shell(tmp_path, command % ('', '2>err'), PYTHONUNBUFFERED=unbuffered)
+    command = '(sleep 0.2; exec python a.py --lines=10000 %s) %s | head -0; exit ${PIPESTATUS[0]}'
+    done = shell(tmp_path, command % ('', '2>err'))
     assert done.returncode == 1 and (tmp_path / 'err').read_bytes() == b''
-    done = shell(tmp_path, command % ('--ends=False', '2>&1'), PYTHONUNBUFFERED=unbuffered)
-    assert done.returncode == 7
-
-
-def test_lines_are_written_at_once(tmp_path):
-    """A line arrives in a pipe before the script prints the next one."""
-    done = shell(tmp_path, 'python a.py --lines=2 2>&1 | cut -c 1-3')
-    assert done.stdout.decode().split() == ['caf', 'to'] * 2
+    assert shell(tmp_path, command % ('--ends=False', '2>&1')).returncode == 7
 
 
 def test_an_error_of_the_ranks_is_printed_once(tmp_path):
-    """Under torchrun one rank prints an error that all have, even if it is the last to find it, or its own error."""
+    """Under torchrun one rank prints an error that all have, even if it is the last to find it."""
     late = "import os, signal, time\ntime.sleep(2 if os.environ.get('LOCAL_RANK') == '0' else 0)\n"
     late += 'signal.signal(signal.SIGTERM, lambda *_: None)\n'
     (tmp_path / 'late.py').write_text(late + PRINTS, encoding='utf-8')
     done = shell(tmp_path, 'python -m torch.distributed.run --standalone --nproc_per_node=3 late.py --lines=many')
     assert done.returncode == 1 and done.stderr.count(b'error: lines=') == 1, done.stderr
-    # local rank 0 has none
-    done = shell(tmp_path, 'python a.py --lines=many', LOCAL_RANK='1')
-    assert done.returncode == 1 and done.stderr.startswith(b'error: lines=')
-
-
-def test_the_command_line_overrides_files(tmp_path):
-    """--key=value overrides config files in any order, and a later config file overrides an earlier one."""
-    (tmp_path / 'a.py').write_text('max_steps = 4\nseed = 1\nbeta1 = 0.5')
-    got = train(tmp_path, 'max_steps = 5\nseed = 2', '--seed=3', tmp_path / 'a.py')
-    assert (got['max_steps'], got['seed'], got['beta1']) == (4, 3, 0.5)
 
 
 # on the command line, or in a file; test_bad_input.py has more
 REFUSED = [
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
-    ('--learning_rate=fast', "learning_rate='fast' is str"),
     ('--max_stepps=1', "did you mean 'max_steps'"),
     ('--init_from=', 'init_from is empty'),
     ('--device', '--device needs a value'),
     ('learning_rate = 1j', 'learning_rate=1j is complex, expected a number'),
-    ('1/0', 'c.py: ZeroDivisionError'),
     ('from math import pi', "unknown setting 'pi'"),
 ]
 
 
 @pytest.mark.parametrize('wrong, culprit', REFUSED)
 def test_refuses(tmp_path, wrong, culprit):
-    """Unknown names, wrong types and errors in a config file are reported in one line."""
-    with pytest.raises(InputError, match=culprit) as e:
-        train(tmp_path, '', *wrong.split()) if wrong.startswith('--') else train(tmp_path, wrong)
-    assert '\n' not in str(e.value)
+    """Unknown names, missing values and wrong types are refused."""
+    with pytest.raises(InputError, match=culprit):
+        train(tmp_path, '', wrong) if wrong.startswith('--') else train(tmp_path, wrong)
 
 
 FORK = '''"""Does it."""
@@ -176,7 +152,7 @@ print(config)
 def test_a_fork(tmp_path):
     """
     A default may be any expression below a function; one line is a setting on the command line and in a file. Lists are
-    settings, a number of numpy becomes a float, and other values are refused.
+    settings, a number of numpy becomes a float. --help prints the docstring and each setting with its comments.
     """
     shutil.copy(REPO / 'configurator.py', tmp_path)
     (tmp_path / 'fork.py').write_text(FORK)
@@ -193,28 +169,9 @@ def test_a_fork(tmp_path):
     assert done.stdout.count(b'\n') == 3 and b'called' not in done.stderr
     assert b"unknown setting '--after'" in shell(tmp_path, 'python fork.py --after=1').stderr
     assert shell(tmp_path, 'python -c "import fork" --x=7').stdout.decode() == f'{defaults}\n'
-    (tmp_path / 'fork.py').write_text(FORK.replace('[64, 128]', 'print'))
-    assert b'error: windows=<built-in function print>' in shell(tmp_path, 'python fork.py').stderr
-
-
-def test_help_prints_comments(tmp_path):
-    """--help prints the docstring and each setting with its comments; python -OO has no docstrings."""
-    (tmp_path / 'fork.py').write_text(FORK)
     settings = FORK[FORK.index('# size') : FORK.index('\nconfig = ')]
-    shown = f'# settings: --name=value\n\n{settings}\n'
-    assert shell(tmp_path, 'python fork.py --help').stdout.decode() == f'Does it.\n\n{shown}'
-    assert shell(tmp_path, 'python -OO fork.py -h').stdout.decode() == shown
-
-
-def test_other_packages_of_the_same_name(tmp_path):
-    """Config files and scripts import this repository's packages, whatever packages are installed."""
-    for name in ('mhf', 'config'):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / '__init__.py').touch()
-    environment = os.environ | dict(PYTHONPATH=str(tmp_path))
-    command = [sys.executable, 'train.py', 'config/mhf_1b_h3b10k.py', '--max_steps=0']
-    done = subprocess.run(command, cwd=REPO, capture_output=True, env=environment)
-    assert done.stderr.startswith(b'error: max_steps=0'), done.stderr
+    shown = f'Does it.\n\n# settings: --name=value\n\n{settings}\n'
+    assert shell(tmp_path, 'python fork.py --help').stdout.decode() == shown
 
 
 def test_configs_are_the_paper_s():
@@ -247,7 +204,6 @@ def test_configs_follow_the_command_line():
             if isinstance(node, ast.Assign | ast.AugAssign):
                 read = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
                 assert not read & {name for script in configurator.SCRIPTS for name in default_settings(script)}, path
-    assert configured('train.py', 'config/expand_tiny.py', '--max_steps=300')['lr_decay_steps'] == 0
 
 
 def test_scripts_agree_on_defaults():
