@@ -227,8 +227,7 @@ def front_table():
     for (name, group), labels in FRONT.items():
         found = models(open_list(name), group)
         for label in labels:
-            # informed signatures replace frequency ranges as soon as they have rows
-            if (seeds := found.get(label)) and not (label == RANGES and INFORMED in found):
+            if seeds := found.get(label):
                 cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
                 lines.append([split_group(group)[0], label, millions(seeds), str(len(seeds)), *cells])
     heads = ['vocabulary', 'model', 'parameters', 'seeds', 'bits per byte, english', 'bits per byte, fineweb']
