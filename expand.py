@@ -38,7 +38,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tqdm import tqdm
 
 from configurator import configure
-from hashing import extend_frequency_table
+from hashing import extend_informed_table
 from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.errors import InputError
@@ -306,7 +306,7 @@ def expand_model(model, tok, larger, documents):
         table = larger.tokens  # only its length matters
     elif c.frequency_ranges:
         frequencies = relative_frequencies(larger, documents)[V:]
-        table = extend_frequency_table(model.signatures[:V].numpy(), larger.tokens[V:], frequencies, c.frequency_ranges)
+        table = extend_informed_table(model.signatures[:V].numpy(), larger.tokens, frequencies, c.frequency_ranges)
     else:
         table = build_table(vars(c), larger.tokens, c.pad_id)
         if (model.signatures[:V].numpy() != table[:V]).any():

@@ -108,57 +108,132 @@ def rehash_collisions(table, tokens, registered, B):
 
 
 # -----------------------------------------------------------------------------
-# frequency ranges: an alternative to the paper's table
+# informed signatures: an alternative to the paper's table
 
 
-def frequency_table(tokens, counts, num_hashes, num_buckets, pad_id=None):
+def form(token):
+    """The form of a token (str or bytes): its text without surrounding white space, in lower case."""
+    text = token_text(token)
+    return token if text is None else text.strip().casefold() or text
+
+
+def shape(token):
     """
-    Computes signatures in which a bucket is shared by tokens of similar frequency only. Tokens are divided into classes
-    int(2 ln(count + 1)). In every coordinate a class owns a range of buckets. Its tokens, sorted by a hash of their
-    string, take these buckets in turn.
+    The shape of a token (str or bytes): whether white space precedes it; lower, Title or UPPER case; its last three
+    letters.
+    """
+    text = token_text(token)
+    if text is None:
+        return token
+    stripped = text.strip()
+    case = 'U' if stripped.isupper() and len(stripped) > 1 else 'T' if stripped[:1].isupper() else 'l'
+    return f'{text[:1].isspace():d}{case}{stripped.casefold()[-3:]}'
+
+
+def token_text(token):
+    """The text of a token (str or bytes), None if its bytes are not UTF-8. Tokenizers write a space as ▁ or Ġ."""
+    try:
+        return token.decode() if isinstance(token, bytes) else token.replace('▁', ' ').replace('Ġ', ' ')
+    except UnicodeDecodeError:
+        return None
+
+
+PROPERTIES = (form, shape)  # what the first two hashes of an informed signature depend on
+
+
+def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, properties=PROPERTIES):
+    """
+    Computes signatures that know how a token is spelled and how often it occurs. Hash 0 depends on a token's form only,
+    hash 1 on its shape, the others on its string (with fewer than 3 hashes, all on its string). Tokens of one form
+    share a bucket of hash 0, tokens of one shape one of hash 1. Otherwise a bucket is shared by keys (forms, shapes,
+    strings) of similar counts only: keys are divided into classes int(2 ln(count + 1)), where count is the sum over
+    the key's tokens. For every hash a class owns a range of buckets. Its keys, sorted by a hash, take them in turn.
 
     Args: tokens, num_hashes, num_buckets, pad_id as in signature_table; counts (V,), how often each token id occurs in
-        a sample of the training data.
+        a sample of the training data; properties, functions token -> key of the first hashes.
 
-    Returns the table (V, H) uint16, and the ranges, a list of [lower, offset, size], rarest class first: the smallest
-    relative frequency of the class (0 of the rarest), its first bucket and its number of buckets. Raises InputError for
-    H or B out of range, and if there are too few buckets.
+    Text functions depend on Python's version of Unicode, so a model stores its table.
+
+    Returns the table (V, H) uint16, and for each hash its ranges, a list of [lower, offset, size], rarest class first:
+    the smallest relative frequency of the class (0 of the rarest), its first bucket and its number of buckets. Without
+    properties, the ranges of all hashes are equal, and are returned once. Raises InputError for H or B out of range,
+    and if there are too few buckets.
     """
     check_sizes(num_hashes, num_buckets)
-    used = np.array([w is not None and i != pad_id for i, w in enumerate(tokens)])
-    classes = np.where(used, 2 * np.log1p(counts), -1).astype(int)
-    members = [np.flatnonzero(used & (classes == k)) for k in np.unique(classes[used])]
-    sizes = range_sizes([counts[ids] for ids in members], num_hashes, num_buckets)
+    properties = properties if num_hashes >= 3 else ()
+    used = [i for i, w in enumerate(tokens) if w is not None and i != pad_id]
     table = np.zeros((len(tokens), num_hashes), np.uint16)
+    ranges = []
+    for i in range(num_hashes):
+        keys = [properties[i](tokens[k]) if i < len(properties) else tokens[k] for k in used]
+        table[used, i], ranges_of_hash = hash_keys(keys, counts[used], num_buckets, num_hashes, i)
+        ranges.append(ranges_of_hash)
+    taken = set()
+    for k in used:
+        if table[k].tobytes() in taken:
+            shared = table[k, : len(properties)]
+            frequency = counts[k] / counts[used].sum()
+            table[k] = free_signature(tokens[k], frequency, ranges[-1], shared, num_hashes, taken)
+        taken.add(table[k].tobytes())
+    return table, ranges if properties else ranges[0]
+
+
+def hash_keys(keys, counts, num_buckets, num_hashes, i):
+    """
+    The buckets of hash i.
+
+    Args: keys of n tokens (str or bytes); counts (n,) of the tokens.
+
+    Returns the buckets (n,) int64, and the ranges of the hash, as in informed_table.
+    """
+    numbers = {}
+    number = [numbers.setdefault(key, len(numbers)) for key in keys]
+    totals = np.bincount(number, counts)
+    words = np.array([hash_words(key, i + 1)[i] for key in numbers])
+    classes = (2 * np.log1p(totals)).astype(int)
+    members = [np.flatnonzero(classes == k) for k in np.unique(classes)]
+    sizes = range_sizes([totals[ids] for ids in members], num_hashes, num_buckets)
+    buckets = np.zeros(len(totals), np.int64)
     ranges = []
     offset = 1  # bucket 0 is padding
     for ids, size in zip(members, sizes, strict=True):
-        words = np.array([hash_words(tokens[i], num_hashes) for i in ids])  # (n, H)
-        ranks = words.argsort(axis=0, kind='stable').argsort(axis=0)
-        table[ids] = offset + ranks % size
-        lower = counts[ids].min() / counts.sum() if ranges else 0.0  # a token that is added later may be rarer than all
+        ranks = words[ids].argsort(kind='stable').argsort()
+        buckets[ids] = offset + ranks % size
+        lower = totals[ids].min() / totals.sum() if ranges else 0.0  # a key that is added later may be rarer than all
         ranges.append([float(lower), offset, int(size)])
         offset += int(size)
-    taken = set()
-    for i in np.flatnonzero(used):
-        if table[i].tobytes() in taken:
-            table[i] = free_signature(tokens[i], counts[i] / counts.sum(), ranges, num_hashes, taken)
-        taken.add(table[i].tobytes())
-    return table, ranges
+    return buckets[number], ranges
 
 
-def extend_frequency_table(table, tokens, frequencies, ranges):
+def extend_informed_table(table, tokens, frequencies, ranges):
     """
-    Appends the signatures of new tokens to a table of frequency_table, whose rows do not change.
+    Appends the signatures of new tokens to a table of informed_table, whose rows do not change. A new token shares the
+    buckets of the tokens of its form and of its shape; a new form or shape is hashed into the range of its frequency.
 
-    Args: table (V, H); tokens, n strings (str or bytes); frequencies (n,), their relative frequencies; ranges.
+    Args: table (V, H); tokens, the V + n strings in id order (str or bytes); frequencies (n,), the relative frequencies
+        of the new tokens; ranges, from informed_table.
 
     Returns (V + n, H) uint16. Raises InputError if a token's range and all rarer ones are full.
     """
+    V, H = table.shape
+    new_tokens = tokens[V:]
+    properties = PROPERTIES if isinstance(ranges[0][0], list) else ()
+    shared = np.zeros((len(new_tokens), len(properties)), np.uint16)
+    for i, key_of in enumerate(properties):
+        buckets = {key_of(tokens[k]): table[k, i] for k in table.any(axis=1).nonzero()[0]}
+        keys = [key_of(token) for token in new_tokens]
+        totals = {}
+        for key, frequency in zip(keys, frequencies, strict=True):
+            totals[key] = totals.get(key, 0) + frequency
+        for key in totals.keys() - buckets.keys():
+            _, offset, size = [r for r in ranges[i] if totals[key] >= r[0]][-1]
+            buckets[key] = offset + hash_words(key, i + 1)[i] % size
+        shared[:, i] = [buckets[key] for key in keys]
     rows = list(table.astype(np.uint16))
     taken = {row.tobytes() for row in rows}
-    for token, frequency in zip(tokens, frequencies, strict=True):
-        rows.append(free_signature(token, frequency, ranges, table.shape[1], taken))
+    ranges_of_strings = ranges[-1] if properties else ranges
+    for token, frequency, row in zip(new_tokens, frequencies, shared, strict=True):
+        rows.append(free_signature(token, frequency, ranges_of_strings, row, H, taken))
         taken.add(rows[-1].tobytes())
     return np.stack(rows)
 
@@ -186,21 +261,25 @@ def range_sizes(counts, num_hashes, num_buckets):
     return np.clip(low * weights, smallest, n).astype(int)
 
 
-def free_signature(token, frequency, ranges, num_hashes, taken):
+def free_signature(token, frequency, ranges, shared, num_hashes, taken):
     """
     Hashes a token into the range of its relative frequency, or of the next rarer class that has a free signature.
 
-    Args: token (str or bytes); ranges, from frequency_table; taken, the set of the signatures in use, as bytes.
+    Args: token (str or bytes); ranges of the hashes of its string; shared, its buckets of the hashes before, which do
+        not change; taken, the set of the signatures in use, as bytes.
 
     Returns (H,) uint16. Raises InputError if no signature is free.
     """
+    row = np.zeros(num_hashes, np.uint16)
+    row[: len(shared)] = shared
+    exponents = range(num_hashes - len(shared))
+    first = hash128(token, 0)
     own = sum(frequency >= lower for lower, _, _ in ranges)
     for _, offset, size in reversed(ranges[:own]):
-        first = hash128(token, 0)
-        # tries the size**H signatures of the range in turn, from the one that the hash selects; if as many as are taken
-        # and one more are tried, one is free
-        for number in range(first, first + min(size**num_hashes, len(taken) + 1)):
-            row = np.array([offset + number // size**i % size for i in range(num_hashes)], np.uint16)
+        # tries the signatures of the range in turn, from the one that the hash selects; if as many as are taken and one
+        # more are tried, one is free
+        for number in range(first, first + min(size ** len(exponents), len(taken) + 1)):
+            row[len(shared) :] = [offset + number // size**k % size for k in exponents]
             if row.tobytes() not in taken:
                 return row
     larger = 'num_hashes' if num_hashes == 1 else 'num_buckets or num_hashes'

@@ -34,7 +34,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from configurator import command_line_names
-from hashing import fingerprint, frequency_table, signature_table
+from hashing import fingerprint, informed_table, signature_table
 from mhf.errors import InputError
 from mhf.sources import reading
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
@@ -295,7 +295,7 @@ def get_table(config, meta, counts=None):
             table = build_table(config, tok.tokens, meta['pad_id'])
         else:
             sizes = (config['num_hashes'], config['num_buckets'])
-            table, ranges = frequency_table(tok.tokens, counts, *sizes, meta['pad_id'])
+            table, ranges = informed_table(tok.tokens, counts, *sizes, meta['pad_id'])
     check_table(folder, meta, table)
     return table, ranges
 

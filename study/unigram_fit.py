@@ -16,7 +16,7 @@ import argparse
 import numpy as np
 import torch
 
-from hashing import frequency_table, signature_table
+from hashing import informed_table, signature_table
 from mhf.data import count_tokens, read_meta
 from mhf.errors import InputError, install_excepthook
 from mhf.tokenizers import get_tokenizer
@@ -84,7 +84,8 @@ def main():
     sizes = (args.num_hashes, args.num_buckets)
     tables = {
         "the paper's": signature_table(tok.tokens, *sizes, pad_id=tok.pad),
-        'frequency ranges': frequency_table(tok.tokens, counts, *sizes, pad_id=tok.pad)[0],
+        'informed': informed_table(tok.tokens, counts, *sizes, pad_id=tok.pad)[0],
+        'informed by counts alone': informed_table(tok.tokens, counts, *sizes, pad_id=tok.pad, properties=())[0],
     }
     print(f'{used.sum():,} tokens in the vocabulary, H={args.num_hashes}, B={args.num_buckets}')
     for name, table in tables.items():
