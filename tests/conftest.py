@@ -51,9 +51,6 @@ def fork_server():
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # if pytest itself runs under torchrun
-        for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'):
-            patch.delenv(name, raising=False)
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         multiprocessing.forkserver.ensure_running()
