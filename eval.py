@@ -20,7 +20,6 @@ import functools
 import importlib.metadata
 import json
 import math
-import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -64,8 +63,6 @@ OTHER_TASKS = {'bits_per_byte', 'card660'}
 
 def check_settings():
     """Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError."""
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        raise InputError('eval.py is one process on one GPU; start it with python instead of torchrun')
     names = []
     for name in tasks.split(','):
         names += PAPER if name.strip() == 'paper' else [name.strip()]
@@ -267,18 +264,11 @@ def results_file(model):
     path = Path(output_path) / sanitize_model_name(model) / f'results_{date}.json'
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # a name that is not UTF-8 has surrogates, which become JSON's escapes
-        with open(path, 'w', encoding='utf-8', errors='backslashreplace') as file:
+        with open(path, 'w', encoding='utf-8') as file:
             yield file
     except BaseException:
         path.unlink()
         raise
-
-
-def to_json(results):
-    """Returns strict JSON, which has no NaN (the correlation with a constant): it becomes null."""
-    strict = json.loads(json.dumps(results, default=handle_non_serializable), parse_constant=lambda name: None)
-    return json.dumps(strict, indent=2, ensure_ascii=False) + '\n'
 
 
 # -----------------------------------------------------------------------------
@@ -325,7 +315,7 @@ def main():
         with to_stderr():
             results = evaluate(lm, names, data)
         print_results(results)
-        file.write(to_json(results))
+        json.dump(results, file, indent=2, default=handle_non_serializable)
     print(f'\n{file.name}')
 
 

@@ -225,7 +225,12 @@ def expand_tokenizer(tok, documents, counts):
     V = len(tok.tokens)
     excluded = set()
     while True:
-        chosen = choose_pieces(ranked, counts, taken=old_pieces | excluded)
+        taken = old_pieces | excluded
+        chosen = {}  # {language: its best pieces that are not taken, in the order of learning}
+        for name, rank in ranked.items():
+            best = [piece for piece in rank if piece not in taken][: counts[name]]
+            chosen[name] = sorted(best, key=rank.get)
+            taken.update(best)
         pieces = [piece for pieces in chosen.values() for piece in pieces]
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
         # a piece is unreachable if merges of higher priority split its text differently
@@ -239,32 +244,16 @@ def expand_tokenizer(tok, documents, counts):
         excluded |= unreachable
 
 
-def choose_pieces(ranked, counts, taken):
-    """Returns {language: its counts[language] best pieces that are not taken, in the order of learning}."""
-    chosen = {}
-    for name, rank in ranked.items():
-        best = [piece for piece in rank if piece not in taken][: counts[name]]
-        chosen[name] = sorted(best, key=rank.get)
-        taken = taken | set(best)
-    return chosen
-
-
 def learn_tokenizer(tok, documents, held_out, counts):
-    """
-    Args: documents, held_out, {language: list of str}; counts, {language: number of new tokens}.
-    Returns the larger tokenizer; prints the gain of each language.
-    """
+    """Returns the larger tokenizer of expand_tokenizer(), and prints the gain in each language's held-out text."""
     larger, chosen = expand_tokenizer(tok, documents, counts)
     print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"fewer tokens":>14}')
-    for name, count in counts.items():
-        num_chosen = len(chosen.get(name, ()))
+    for name in counts:
         characters = sum(map(len, held_out[name]))
         before = sum(map(len, tok.encode(held_out[name])))
         after = sum(map(len, larger.encode(held_out[name])))
         per_character = f'{before / characters:>11.3f} -> {after / characters:<9.3f}'
-        print(f'{name:<14}{num_chosen:>11,}{per_character}{1 - after / before:>14.1%}')
-        if num_chosen < count:
-            print(f'{name}: the corpus yields {num_chosen:,} of the {count:,} tokens requested')
+        print(f'{name:<14}{len(chosen.get(name, ())):>11,}{per_character}{1 - after / before:>14.1%}')
     return larger
 
 
@@ -342,6 +331,19 @@ def check_settings(languages, use_existing):
         raise InputError(f"source_model='{source_model}', output_dir='{output_dir}': set both, or omit both")
 
 
+def open_base():
+    """Returns the base tokenizer. Raises InputError for one that cannot be expanded."""
+    tok = get_tokenizer(base_tokenizer)
+    if not isinstance(tok, SentencePieceTokenizer):
+        raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
+    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
+    line_break = tok.encode(['\n'])[0]
+    if not line_break or tok.unk in line_break:
+        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
+        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
+    return tok
+
+
 def main():
     languages, counts = parse_corpora()
     use_existing = bool(source_model) and Path(tokenizer).exists()
@@ -352,16 +354,7 @@ def main():
     for path in outputs:
         if path.exists():
             raise InputError(f'{path} already exists; delete it, or choose another --tokenizer or --output_dir')
-    tok = get_tokenizer(base_tokenizer)
-    if not isinstance(tok, SentencePieceTokenizer):
-        raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
-    if ModelProto.FromString(tok.sp.serialized_model_proto()).trainer_spec.treat_whitespace_as_suffix:
-        raise InputError(f"base_tokenizer='{base_tokenizer}' has white space at the end of pieces; use one without")
-    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
-    line_break = tok.encode(['\n'])[0]
-    if not line_break or tok.unk in line_break:
-        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
-        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
+    tok = open_base()
     source = load(source_model, base_tokenizer) if source_model else None
     if use_existing and not source.model.config.frequency_ranges:
         languages = {}  # no tokens to learn, no frequencies to count

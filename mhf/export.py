@@ -14,7 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from mhf.checkpoint import load
@@ -55,11 +54,8 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
     if model.config.ablation:
         raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
-    state = model.state_dict()
     released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
-    # safetensors refuses tensors that share memory, such as tied parameters
-    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    weights = {rename(name, released_names): tensor for name, tensor in copies.items()}
+    weights = {rename(name, released_names): tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.num_hashes:
         weights['model.hash_map'] = model.table
     tok = get_tokenizer(tokenizer)

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hashing import hash_buckets, lsh_coordinates
@@ -68,17 +67,21 @@ def open_released(source, tokenizer=None):
     if not (folder / 'config.json').exists():
         raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
     model = from_pretrained(folder)
-    facts = read_facts(folder)
-    own_tokenizer = facts.pop('tokenizer')
+    config_json = read_json(folder / 'config.json')
+    own_tokenizer, sha256 = find_tokenizer(folder, config_json)
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
-    mismatch = find_mismatch(model, tok, facts.pop('tokenizer_sha256'))
+    mismatch = find_mismatch(model, tok, sha256)
     if mismatch:
         its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
         fix = "name the model's tokenizer"
         raise InputError(f"{source}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
     without_token = [i for i, token in enumerate(tok.tokens) if token is None]
     model.set_vocabulary(model.table, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
-    return LoadedModel(model, tok, str(source), str(source), **facts)
+    eos_ids = parse_eos_ids(config_json)
+    if (folder / 'generation_config.json').exists():
+        eos_ids = eos_ids + parse_eos_ids(read_json(folder / 'generation_config.json'))
+    # the authors trained without bos
+    return LoadedModel(model, tok, str(source), str(source), config_json.get('add_bos') is True, eos_ids)
 
 
 def find_mismatch(model, tok, sha256):
@@ -100,24 +103,16 @@ def from_pretrained(path_or_hub_id):
     """
     Loads a model in the released format (config.json and safetensors, one file or several) from a folder, or from the
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
-    Weights are float32. Raises InputError.
+    Weights are float32. Raises InputError, or torch's RuntimeError if config.json and the tensors differ.
     """
     folder = resolve_path(path_or_hub_id)
-    try:
-        config_json = read_json(folder / 'config.json')
-        weights = read_weights(folder)
-        table = weights.pop('model.hash_map', None)
-        config = convert_config(config_json, table)
-        model = MHF(config, table, config_json.get('unused_ids') or ())
-        model.load_state_dict(convert_state_dict(config, weights, config_json))
-        return model.eval()
-    except (
-        SafetensorError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as e:  # RuntimeError: tensors of other names or shapes
-        raise InputError(f'{path_or_hub_id} cannot be loaded: {e!s:.300}') from None
+    config_json = read_json(folder / 'config.json')
+    weights = read_weights(folder)
+    table = weights.pop('model.hash_map', None)
+    config = convert_config(config_json, table)
+    model = MHF(config, table, config_json.get('unused_ids') or ())
+    model.load_state_dict(convert_state_dict(config, weights, config_json))
+    return model.eval()
 
 
 def read_weights(folder):
@@ -152,7 +147,7 @@ def resolve_path(path_or_hub_id):
 
 def read_fields(config_json):
     """
-    Returns the fields of MHFConfig that a config.json sets; null is as good as absent. Raises ValueError for a value
+    Returns the fields of MHFConfig that a config.json sets; null is as good as absent. Raises InputError for a value
     that is not supported. Keys that are neither fields nor in SUPPORTED are ignored.
     """
     declared = dict(config_json)
@@ -166,18 +161,16 @@ def read_fields(config_json):
         if key in FIELDS:
             fields[FIELDS[key]] = value
         elif key in SUPPORTED and not all(part in SUPPORTED[key] for part in parts):
-            raise ValueError(f'{key}={json.dumps(value)} in config.json is not supported')
+            raise InputError(f'{key}={json.dumps(value)} in config.json is not supported')
     return fields
 
 
 def convert_config(config_json, table):
-    """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises ValueError."""
+    """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises InputError."""
     # load_state_dict detects sizes that are missing
     fields = DEFAULTS | dict(num_hashes=0, loss='product', rope_theta=None, pad_id=None) | read_fields(config_json)
     if fields['rope_theta'] is None:
-        raise ValueError('config.json has no rope_theta')
-    if table is None and fields['num_hashes']:
-        raise ValueError(f'num_hashes={fields["num_hashes"]} but no model.hash_map')
+        raise InputError('config.json has no rope_theta')
     if table is not None:
         fields['vocab_size'] = len(table)
         fields['single_id'] |= table.shape[1] > 1 and bool((table == table[:, :1]).all())
@@ -189,7 +182,7 @@ def convert_config(config_json, table):
     if pad is None or pad == -1 and table is None:  # a tokenizer without pad uses eos
         pad = next(filter(can_be_pad, parse_eos_ids(config_json)), DEFAULTS['pad_id'])
     if not can_be_pad(pad):
-        raise ValueError(f'pad_token_id={pad} in config.json: must be an id of the vocabulary without a signature')
+        raise InputError(f'pad_token_id={pad} in config.json: must be an id of the vocabulary without a signature')
     return MHFConfig(**fields | dict(pad_id=pad))
 
 
@@ -202,16 +195,13 @@ def parse_eos_ids(config_json):
 
 
 def convert_state_dict(config, weights, config_json):
-    """
-    Returns our state_dict for released weights. Raises ValueError for an unknown tensor or another head than the
-    embedding.
-    """
+    """Returns our state_dict for released weights. Raises InputError for another head than the embedding."""
     head = weights.pop('lm_head.weight', None)
     if head is not None and not torch.equal(head, weights.setdefault('model.embed_tokens.weight', head)):
-        raise ValueError('lm_head.weight differs from the embedding; only tied models are supported')
+        raise InputError('lm_head.weight differs from the embedding; only tied models are supported')
     # the head of a MultiHashFormer is always the embedding
     if head is None and not config.num_hashes and not config_json.get('tie_word_embeddings'):
-        raise ValueError('tie_word_embeddings is not true, and lm_head.weight is missing')
+        raise InputError('tie_word_embeddings is not true, and lm_head.weight is missing')
     return {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
 
 
@@ -274,22 +264,3 @@ def has_signatures_of(model, tokens):
     # with H = 1 and B = V
     tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
     return (model.signatures[ids, j].numpy() != hashes).mean() <= tolerance
-
-
-# -----------------------------------------------------------------------------
-# what a folder declares about its model
-
-
-def read_facts(folder):
-    """
-    Returns what a folder declares about its model: the name and the fingerprint of its tokenizer, whether it was
-    trained with bos, and the ids that end a document. Raises InputError.
-    """
-    config_json = read_json(folder / 'config.json')
-    eos_ids = parse_eos_ids(config_json)
-    if (folder / 'generation_config.json').exists():
-        eos_ids = eos_ids + parse_eos_ids(read_json(folder / 'generation_config.json'))
-    # the authors trained without bos
-    add_bos = config_json.get('add_bos') is True
-    tokenizer, tokenizer_sha256 = find_tokenizer(folder, config_json)
-    return dict(tokenizer=tokenizer, tokenizer_sha256=tokenizer_sha256, add_bos=add_bos, eos_ids=eos_ids)

@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, ok, real_documents, refused, run, snapshot, write_jsonl
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from conftest import REPO, ok, real_documents, refused, snapshot, write_jsonl
 
 import expand
 import prepare
@@ -127,26 +125,16 @@ def test_readme_commands_on_a_clone(tmp_path, mistral):
     assert printed['eval.py'].stdout.count('bits_per_byte, out/tokenizer') == 3
 
 
-def test_a_piece_that_no_text_gives_is_replaced(monkeypatch, mistral):
-    """A piece that no text is split into is replaced by the next best one."""
-    # no merge builds the first piece without the second
-    monkeypatch.setattr(expand, 'rank_candidates', lambda *_: {'नमस': 0, 'नम': 1})
-    for number, pieces in ((1, ['नम']), (2, ['नमस', 'नम'])):
-        larger, chosen = expand.expand_tokenizer(mistral, dict(hi=[]), dict(hi=number))
-        assert chosen == dict(hi=pieces) and larger.tokens[32768:] == pieces
-
-
 def test_expand_again(expansion):
     """Expansion is reproducible, and an expanded model can be expanded again."""
-    done = ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=again.model', cwd=expansion)
-    assert '32,768 -> 33,968 tokens\n' in done.stdout
+    ok('expand.py', 'cfg.py', TEXTS, '--num_new_tokens=400', '--tokenizer=again.model', cwd=expansion)
     assert (expansion / 'again.model').read_bytes() == (expansion / 'three.model').read_bytes()
     write_jsonl(expansion / 'el.jsonl', invented_language(0x391, 50, True, 4))
-    done = ok('expand.py', 'cfg.py', '--base_tokenizer=three.model', '--corpora=el.jsonl@100000',
-              '--tokenizer=four.model', '--source_model=grown', '--output_dir=grown_again', cwd=expansion)  # fmt: skip
-    number = int(re.search(r'the corpus yields ([\d,]+) of the 100,000', done.stdout)[1].replace(',', ''))
+    ok('expand.py', 'cfg.py', '--base_tokenizer=three.model', '--corpora=el.jsonl@100000',
+       '--tokenizer=four.model', '--source_model=grown', '--output_dir=grown_again', cwd=expansion)  # fmt: skip
     three, four = (get_tokenizer(str(expansion / f'{n}.model')) for n in ('three', 'four'))
-    assert four.tokens[: len(three.tokens)] == three.tokens and len(four.tokens) == len(three.tokens) + number
+    assert four.tokens[: len(three.tokens)] == three.tokens
+    assert 300 < len(four.tokens) - len(three.tokens) < 100000  # what the corpus yields
     table = signature_table(four.tokens, 3, 256, pad_id=four.pad)
     assert (table == from_pretrained(expansion / 'grown_again').signatures.numpy()).all()
     assert (table[: len(three.tokens)] == from_pretrained(expansion / 'grown').signatures.numpy()).all()
@@ -162,18 +150,15 @@ def test_expand_a_model(expansion, mistral):
     assert torch.equal(grown.signatures[:32768], base.signatures) and len(grown.signatures) == 33968
     ids = torch.tensor([mistral.encode([real_documents()[0]])[0][:64]])
     assert torch.equal(bucket_logits(grown, ids), bucket_logits(base, ids))
-    assert (expansion / 'grown/tokenizer.model').read_bytes() == (expansion / 'three.model').read_bytes()
-
     args = ('cfg.py', '--init_from=grown', '--tokenizer=three.model', '--data_dir=more', '--unfrozen_end_layers=1',
             '--num_layers=4', '--warmup_steps=1', '--out_dir=expanded')  # fmt: skip
-    ok('train.py', *args, '--max_steps=3', cwd=expansion)
+    ok('train.py', *args, '--max_steps=2', cwd=expansion)
     trained_on, ckpt = read_checkpoint(expansion / 'expanded/ckpt.pt')
     assert trained_on.num_params() == base.num_params()
     pairs = zip(base.named_parameters(), trained_on.parameters(), strict=True)
     frozen = [name for (name, a), b in pairs if torch.equal(a, b)]
     assert frozen == [n for n, _ in base.named_parameters() if n.startswith(('layers.1.', 'layers.2.'))]
     assert len(ckpt.optimizer) == len(list(base.parameters())) - len(frozen)
-    assert 'resumed at step 3' in ok('train.py', *args, '--max_steps=4', cwd=expansion).stdout
 
 
 def test_expand_a_standard_model(expansion, mistral):
@@ -184,7 +169,6 @@ def test_expand_a_standard_model(expansion, mistral):
     # the tokenizer exists, so the corpora are not read
     done = ok('expand.py', *args, '--corpora=no_such_file.jsonl', cwd=expansion)
     assert f'32,768 -> 33,968 tokens: {1200 * 32:,} new parameters' in done.stdout
-    assert 'using the existing three.model' in done.stdout
     grown = from_pretrained(expansion / 'standard_grown')
     assert grown.config.embedding_scale == 3
     tok = get_tokenizer(str(expansion / 'three.model'))
@@ -214,7 +198,6 @@ def test_expand_an_informed_model(expansion, mistral, properties):
     m.replace_vocabulary(table, mistral.pad)
     save_pretrained(m, expansion / name, 'mistral')
     args = (f'--source_model={name}', f'--output_dir={name}_grown', '--tokenizer=three.model')
-    refused('expand.py', *args, says='set --corpora', cwd=expansion)
     # a language that never occurred, of one very frequent piece and rare ones
     tok = get_tokenizer(str(expansion / 'three.model'))
     first, second = (tok.tokens[32768 + k].replace('▁', ' ') for k in (0, 1))
@@ -229,96 +212,22 @@ def test_expand_an_informed_model(expansion, mistral, properties):
         buckets = {(key_of(w), int(b)) for w, b in zip(tok.tokens, grown.signatures[:, i], strict=True) if b}
         assert len(buckets) == len(dict(buckets))
     ranges = ranges[-1] if properties else ranges
-
-    def range_of(token):
-        return next(
-            k for k, (_, offset, size) in enumerate(ranges) if offset <= grown.signatures[token, -1] < offset + size
-        )
-
-    assert range_of(32768) >= len(ranges) - 3  # the most frequent ranges have few buckets
-    assert 0 < range_of(32769) < range_of(32768) and range_of(32770) == 0
-
-
-CORPORA = [
-    ('ar.jsonl,zh/zh.jsonl.xz@8,fineweb-2:hi', ['ar', 'zh', 'hi']),
-    ('नेपाली.jsonl,बंगाली.jsonl', ['नेपाली', 'बंगाली']),
-    ('hin_Deva/train/*.parquet,arb_Arab/train/*.parquet@9', ['hin_Deva', 'arb_Arab']),
-    ('data@v2/hi.jsonl,b@c.jsonl', ['hi', 'bc']),
-]
-
-
-@pytest.mark.parametrize('corpora, names', CORPORA)
-def test_names_of_corpora(corpora, names, monkeypatch):
-    """Corpora are named by what differs in their paths, in any script; @ is part of a path, except before a number."""
-    monkeypatch.setattr(expand, 'corpora', corpora)
-    languages, counts = expand.parse_corpora()
-    assert list(languages) == names and [*languages.values()] == [re.sub(r'@\d$', '', f) for f in corpora.split(',')]
-
-
-def test_white_space_as_a_suffix(tmp_path, mistral):
-    """A base tokenizer with white space at the end of its pieces is refused, because new pieces would have none."""
-    model = ModelProto.FromString(mistral.sp.serialized_model_proto())
-    model.trainer_spec.treat_whitespace_as_suffix = True
-    (tmp_path / 'base.model').write_bytes(model.SerializeToString())
-    write_jsonl(tmp_path / 'ar.jsonl', invented_language(*LANGUAGES['ar']))
-    args = ('--base_tokenizer=base.model', '--corpora=ar.jsonl', '--tokenizer=new.model')
-    refused('expand.py', *args, says='white space at the end of pieces', cwd=tmp_path)
-
-
-def test_a_merged_tokenizer(tmp_path, mistral):
-    """A tokenizer with pieces of score 0, which a tokenizer.json cannot express, is exported without one."""
-    model = ModelProto.FromString(mistral.sp.serialized_model_proto())
-    model.pieces.add(piece='㐀㐁', score=0)  # of characters that are no pieces
-    model.pieces.add(piece='zq', score=0)
-    (tmp_path / 'merged.model').write_bytes(model.SerializeToString())
-    m = random_model(num_hashes=0, vocab_size=32770, dtype=torch.float32)
-    save_pretrained(m, tmp_path / 'exported', str(tmp_path / 'merged.model'))
-    assert not (tmp_path / 'exported/tokenizer.json').exists()
-    assert load(str(tmp_path / 'exported')).tok.encode([' zq㐀㐁'])[0][-2:] == [32769, 32768]
+    # the range of a very frequent token, a rare one and one that never occurred
+    frequent, rare, never = (
+        next(k for k, (_, offset, size) in enumerate(ranges) if offset <= bucket < offset + size)
+        for bucket in grown.signatures[32768:32771, -1]
+    )
+    assert frequent >= len(ranges) - 3  # the most frequent ranges have few buckets
+    assert never == 0 < rare < frequent
 
 
 NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
 
 
-@pytest.mark.parametrize('source_model', ['grown', 'out --base_tokenizer=three.model', 'bare', 'small'])
+@pytest.mark.parametrize('source_model', ['grown', 'out --base_tokenizer=three.model'])
 def test_expand_refuses(expansion, source_model):
-    """expand.py refuses a base tokenizer that is not the model's."""
-    # a released model without a tokenizer
-    if source_model == 'bare':
-        shutil.copytree(expansion / 'grown', expansion / 'bare')
-        for name in ('tokenizer.model', 'tokenizer.json'):
-            (expansion / 'bare' / name).unlink()
-    if source_model == 'small':
-        save_pretrained(random_model(num_hashes=0, dtype=torch.float32), expansion / 'small', 'mistral')
+    """expand.py refuses a base tokenizer that is not the model's, and writes no files."""
     files = snapshot(expansion)
     args = ('expand.py', *NEW, *f'--source_model={source_model}'.split())
     refused(*args, says="is not the model's", cwd=expansion)
     assert snapshot(expansion) == files
-
-
-FAILURES = [
-    ('raise KeyboardInterrupt', -signal.SIGINT, 'interrupted'),
-    # someone else's folder
-    ("os.mkdir('new'); os.mkdir('new/notes')", 1, "Directory not empty: 'new"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize('failure, code, message', FAILURES)
-def test_expand_fails_while_it_writes(expansion, failure, code, message):
-    """Ctrl-C or an output folder that someone else creates loses nothing but the model."""
-    patch = f"""
-import os, safetensors.torch
-def save_file(weights, path, **_):
-    open(path, 'w').close()
-    {failure}
-safetensors.torch.save_file = save_file
-"""
-    before = snapshot(expansion)
-    done = run('expand.py', *NEW, '--source_model=base', cwd=expansion, patch=patch)
-    assert done.returncode == code and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    if 'mkdir' in failure:
-        (expansion / 'new/notes').rmdir()
-        (expansion / 'new').rmdir()
-    for name in ('new.model', 'new_ar.jsonl'):
-        (expansion / name).unlink()
-    assert snapshot(expansion) == before

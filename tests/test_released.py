@@ -1,15 +1,12 @@
 """mhf/released.py and mhf/export.py: the authors' format in both directions."""
 
 import json
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from dataclasses import asdict
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import sentencepiece
-import tiktoken
-import tiktoken_ext.openai_public
 import tokenizers
 import torch
 from conftest import assert_same, ok, real_documents, snapshot, weights
@@ -18,26 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hashing import signature_table
-from mhf import export, released
 from mhf.checkpoint import load
 from mhf.errors import InputError
 from mhf.export import save_pretrained
-from mhf.released import from_pretrained, has_padding_from
+from mhf.released import from_pretrained
 from mhf.tokenizer_json import write_tokenizer
-from mhf.tokenizers import JSON_FILES, TiktokenTokenizer, get_tokenizer
+from mhf.tokenizers import JSON_FILES, get_tokenizer
 from test_mhf import SAYINGS, bucket_logits, random_model, write_released
-
-
-def open_small(folder, **changes):
-    """Opens a small Standard model in the released format, with some fields of config.json changed."""
-    m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
-    return load(str(write_released(folder, m, **changes)), 'mistral')
 
 
 def test_export_of_a_run(quick, mistral):
     """A run, its export and the model that expand.py grows from it add bos; a folder of the authors does not."""
-    done = ok('mhf.export', 'out', 'export', cwd=quick)
-    assert done.stdout == 'out/ckpt.pt, step 24 -> export\n' and not done.stderr
+    ok('mhf.export', 'out', 'export', cwd=quick)
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
     assert load(str(quick / 'export')).tok.name == 'mistral'
     tok = AutoTokenizer.from_pretrained(quick / 'export')
@@ -55,11 +44,8 @@ def test_export_of_a_run(quick, mistral):
 
 def test_stop_ids(tmp_path):
     """A document ends at bos, eos, pad, and at every eos of config.json and generation_config.json."""
-    loaded = open_small(tmp_path / 'a')
-    assert loaded.stop_ids == {1, 2}
-    loaded.tok = SimpleNamespace(bos=3, eos=4, pad=5)
-    assert loaded.stop_ids == {2, 3, 4, 5}
-    assert open_small(tmp_path / 'b', eos_token_id=[7, 9], pad_token_id=2).stop_ids == {1, 2, 7, 9}
+    m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
+    write_released(tmp_path / 'b', m, eos_token_id=[7, 9], pad_token_id=2)
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
     opened = load(str(tmp_path / 'b'), 'mistral')
     assert opened.stop_ids == {1, 2, 7, 9, 11}
@@ -81,20 +67,8 @@ def test_from_the_hub(tmp_path, monkeypatch, mistral):
     assert get_tokenizer('user/name@v1').tokens == mistral.tokens
     download.assert_called_with('user/name', revision='v1', allow_patterns=list(JSON_FILES))
     download.side_effect = OSError('no\nnetwork')
-    with pytest.raises(InputError, match=r'could not be downloaded from the hub \(OSError: no network\)'):
+    with pytest.raises(InputError, match='could not be downloaded from the hub'):
         from_pretrained('klein9692/some-model')
-
-
-def test_released_models_that_are_refused(tmp_path):
-    """Weights of another architecture, and damaged or missing files, are refused."""
-    m = random_model()
-    for key, value in dict(num_hidden_layers=3, hidden_size=16).items():
-        with pytest.raises(InputError, match='cannot be loaded: .*size mismatch|cannot be loaded: .*Missing key'):
-            from_pretrained(write_released(tmp_path / key, m, **{key: value}))
-    file = write_released(tmp_path / 'damaged', m) / 'model.safetensors'
-    file.write_bytes(b'not safetensors')
-    with pytest.raises(InputError, match='damaged cannot be loaded: .*header'):
-        from_pretrained(file.parent)
 
 
 @pytest.mark.parametrize('H', [3, 0])
@@ -124,7 +98,7 @@ def test_which_files_have_the_weights(tmp_path):
     Weights are model.safetensors, as in transformers, or without it the shards that the index names. Other files are
     ignored.
     """
-    m, smaller = (random_model(num_layers=layers, dtype=torch.float32) for layers in (2, 1))
+    m = random_model(dtype=torch.float32)
     ids = torch.randint(0, 300, (2, 7))
     folder = write_released(tmp_path / 'm', m, shards=3)
     first = min(folder.glob('*.safetensors'))
@@ -133,9 +107,6 @@ def test_which_files_have_the_weights(tmp_path):
     # a shard, too, may contain tensors that the index assigns to another one
     save_file({'model.norm.weight': torch.zeros(m.config.hidden_size)} | tensors, first)
     assert torch.equal(from_pretrained(folder).log_probs(ids), m.log_probs(ids))
-    # another model, saved into the same folder
-    write_released(folder, smaller)
-    assert torch.equal(from_pretrained(folder).log_probs(ids), smaller.log_probs(ids))
 
 
 @pytest.mark.parametrize('H, single_id', [(1, False), (3, True)])
@@ -186,16 +157,15 @@ def byte_level_json(folder):
     tok.post_processor = tokenizers.processors.TemplateProcessing('bos $A', special_tokens=[bos])
     tok.save(str(folder / 'tokenizer.json'))
     roles = dict(bos_token=special[0], eos_token='<|end|>', pad_token=dict(content='<|pad|>'))
-    # with a byte order mark
-    config = '\ufeff' + json.dumps(dict(tokenizer_class='Qwen2Tokenizer', add_bos_token=True, **roles))
-    (folder / 'tokenizer_config.json').write_text(config, encoding='utf-8')
+    config = dict(tokenizer_class='Qwen2Tokenizer', add_bos_token=True, **roles)
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config))
     return str(folder / 'tokenizer.json')
 
 
 TOKENIZERS = dict(mistral=lambda folder: 'mistral', json=byte_level_json, learned=learned_model)
 
 
-@pytest.mark.parametrize('kind, add_bos', [*((kind, True) for kind in TOKENIZERS), ('json', False), ('learned', False)])
+@pytest.mark.parametrize('kind, add_bos', [('mistral', True), ('json', True), ('learned', False)])
 def test_transformers_reads_an_export(tmp_path, kind, add_bos):
     """transformers opens the folder of a Standard model: the same log P, the same ids, and the same special tokens."""
     name = TOKENIZERS[kind](tmp_path)
@@ -228,15 +198,11 @@ def test_transformers_reads_an_export(tmp_path, kind, add_bos):
 
 
 SENTENCEPIECE = [
-    dict(normalization_rule_name='nfkc_cf'), dict(normalization_rule_name='identity'), dict(byte_fallback=False),
-    dict(normalization_rule_name='identity', remove_extra_whitespaces=False), dict(add_dummy_prefix=False),
+    dict(normalization_rule_name='nfkc_cf'), dict(add_dummy_prefix=False, byte_fallback=False),
+    dict(normalization_rule_name='identity', remove_extra_whitespaces=False),
     dict(user_defined_symbols=['<sep>', 'def', 'default']), dict(model_type='unigram', character_coverage=1.0),
 ]  # fmt: skip
-NOT_EXPRESSIBLE = [
-    dict(treat_whitespace_as_suffix=True), dict(model_type='word', vocab_size=400),
-    # < is unknown, and </s> as text would become eos
-    dict(model_type='unigram', byte_fallback=False), dict(model_type='char', byte_fallback=False, vocab_size=80),
-]  # fmt: skip
+NOT_EXPRESSIBLE = [dict(treat_whitespace_as_suffix=True), dict(model_type='unigram', byte_fallback=False)]
 
 
 @pytest.mark.parametrize('options', SENTENCEPIECE + NOT_EXPRESSIBLE, ids=str)
@@ -279,27 +245,9 @@ def test_tokens_added_in_transformers(tmp_path):
     assert opened.tok.eos == 32769 and 32769 in opened.stop_ids
     with pytest.raises(InputError, match='32768 tokens, expected 32770'):
         load(str(folder), 'mistral')
-    # other roles
-    AutoTokenizer.from_pretrained(tmp_path / 'export', eos_token='[INST]').save_pretrained(tmp_path / 'export')
-    assert load(str(tmp_path / 'export')).tok.eos == 3
 
 
-@pytest.mark.parametrize(
-    'rows, V, is_padding', [(256, 129, True), (256, 128, False), (257, 256, False), (257, 257, True)]
-)
-def test_rows_that_are_padding(rows, V, is_padding):
-    """
-    Rows beyond the tokenizer are padding up to a multiple of 128, or if they are zero; of a MultiHashFormer, if they
-    have no signature.
-    """
-    assert has_padding_from(random_model(vocab_size=rows), V) == (rows == V)
-    m = random_model(num_hashes=0, vocab_size=rows)
-    assert has_padding_from(m, V) == is_padding
-    m.embed.weight.data[V:] = 0
-    assert has_padding_from(m, V)
-
-
-TABLES = [(1, 0, False, 700), (2, 0, False, 300), (2, 1, False, 300), (2, 2, False, 64), (2, 0, True, 300)]
+TABLES = [(1, 0, False, 700), (2, 1, False, 300), (2, 2, False, 64), (2, 0, True, 300)]
 
 
 @pytest.mark.parametrize('H, num_lsh, single_id, B', TABLES)
@@ -314,26 +262,6 @@ def test_a_released_table_is_that_of_the_tokenizer(tmp_path, H, num_lsh, single_
     m.replace_vocabulary(np.concatenate([table[:3], table[:2:-1]]), pad_id=2)
     with pytest.raises(InputError, match='its table is not that of'):
         assert load(str(write_released(tmp_path / 'wrong', m)), tok.name).tok
-
-
-def test_tiktoken_patterns_in_transformers(tmp_path, monkeypatch):
-    """The patterns of tiktoken's encodings split text in the same way in a tokenizer.json."""
-    openai = tiktoken_ext.openai_public
-    tekken = get_tokenizer('tekken').encoding
-    ranks = tekken._mergeable_ranks
-    ranks = {token: rank for rank, token in enumerate(sorted(ranks, key=ranks.get)[:20000])}
-    monkeypatch.setattr(openai, 'load_tiktoken_bpe', lambda *_, **__: ranks)
-    monkeypatch.setattr(openai, 'data_gym_to_mergeable_bpe_ranks', lambda *_, **__: ranks)
-    texts = [*TEXTS, "Don't I'LL 1234567 12\n", 'x  \n\n  y   ', '\u3000\x85\xa0', *real_documents()[:5]]
-    for name in ('gpt2', 'cl100k_base', 'o200k_base', 'tekken'):
-        options = getattr(openai, 'gpt2' if name == 'tekken' else name)()
-        options.pop('explicit_n_vocab', None)
-        if name == 'tekken':
-            options['pat_str'] = tekken._pat_str
-        tok = TiktokenTokenizer(name, tiktoken.Encoding(**options))
-        (tmp_path / name).mkdir()
-        assert write_tokenizer(tok, tmp_path / name, add_bos=False) == name
-        assert AutoTokenizer.from_pretrained(tmp_path / name)(texts)['input_ids'] == tok.encode(texts)
 
 
 def test_exports_that_transformers_refuses(tmp_path):
@@ -354,29 +282,13 @@ def test_exports_that_transformers_refuses(tmp_path):
     assert exported.log_probs(ids)[0, 0].isneginf().nonzero()[:, 0].tolist() == [5, 60, 299]
 
 
-def test_export_of_tied_parameters(tmp_path):
-    """Parameters that a fork ties are exported under each name."""
-    m = random_model(num_hashes=0, dtype=torch.float32)
-    m.layers[0].self_attn.k_norm.weight = m.layers[0].self_attn.q_norm.weight
-    save_pretrained(m, tmp_path / 'm', 'mistral')
-    ids = torch.tensor([[1, 7, 9]])
-    assert torch.equal(from_pretrained(tmp_path / 'm').log_probs(ids), m.log_probs(ids))
-
-
-def test_export_deletes_no_files(tmp_path):
-    """An export changes nothing next to its folder, even if it fails; all its files have the usual permissions."""
-    (tmp_path / 'm.tmp').mkdir()
-    (tmp_path / 'm.tmp/notes.txt').write_text('mine')
+def test_an_export_that_fails(tmp_path):
+    """An export that fails leaves no files."""
     m = random_model(num_hashes=0, dtype=torch.float32)
     full = patch('safetensors.torch.serialize_file', side_effect=SafetensorError('No space left on device'))
     with full, pytest.raises(SafetensorError, match='No space left'):
         save_pretrained(m, tmp_path / 'm', 'mistral')
-    save_pretrained(m, tmp_path / 'm', 'mistral')
-    assert (tmp_path / 'm.tmp/notes.txt').read_text() == 'mine'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['m', 'm.tmp']
-    assert (tmp_path / 'm').stat().st_mode == (tmp_path / 'm.tmp').stat().st_mode
-    usual = (tmp_path / 'm.tmp/notes.txt').stat().st_mode
-    assert all(path.stat().st_mode == usual for path in (tmp_path / 'm').iterdir())
+    assert not snapshot(tmp_path)
 
 
 # -----------------------------------------------------------------------------
@@ -386,13 +298,10 @@ def test_export_deletes_no_files(tmp_path):
 REFUSED = [
     # another computation
     ('rope_type="yarn"', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
-    ('type="linear"', dict(rope_scaling=dict(type='linear'))),
-    ('partial_rotary_factor=0.5', dict(rope_parameters=dict(rope_theta=1e6, partial_rotary_factor=0.5))),
-    ('use_sliding_window', dict(use_sliding_window=True)), ('hidden_act', dict(hidden_act='gelu')),
     ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
     ('model_type', dict(model_type='qwen3_moe')), ('no rope_theta', dict(rope_theta=None)),
     # the signature of pad must be the zero row
-    ('pad_token_id', dict(pad_token_id=5)), ('pad_token_id', dict(pad_token_id=99999)),
+    ('pad_token_id', dict(pad_token_id=5)),
 ]  # fmt: skip
 
 
@@ -402,25 +311,6 @@ def test_config_that_is_refused(tmp_path, key, changes):
     folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
     with pytest.raises(InputError, match=key):
         from_pretrained(folder)
-
-
-def test_fields_of_a_fork(tmp_path, monkeypatch):
-    """A fork's own fields are exported and loaded, also those whose names transformers has."""
-
-    @dataclass
-    class ForkConfig(released.MHFConfig):
-        sliding_window: int = 0
-        attention_dropout: float = 0.0
-
-    monkeypatch.setattr(released, 'MHFConfig', ForkConfig)
-    fields = {name: name for name in ('sliding_window', 'attention_dropout')}
-    monkeypatch.setattr(released, 'FIELDS', released.FIELDS | fields)
-    monkeypatch.setattr(export, 'FIELDS', released.FIELDS)
-    monkeypatch.setattr(released, 'DEFAULTS', asdict(ForkConfig()))
-    m = random_model(num_hashes=0, dtype=torch.float32)
-    m.config = ForkConfig(**asdict(m.config), sliding_window=4, attention_dropout=0.5)
-    save_pretrained(m, tmp_path / 'm', 'mistral')
-    assert from_pretrained(tmp_path / 'm').config == m.config
 
 
 # keys that leave the computation unchanged, such as those that transformers 5 writes
@@ -438,11 +328,7 @@ ACCEPTED = dict(
 def test_config_that_is_accepted(tmp_path, shards, changes):
     """A released model of one file or several, with its RoPE base in either place, has the logits of its weights."""
     m = random_model(rope_theta=1e4, num_lsh=1)
-    folder = write_released(tmp_path / 'm', m, shards, **changes)
-    # with a byte order mark
-    config = (folder / 'config.json').read_text()
-    (folder / 'config.json').write_text('\ufeff' + config, encoding='utf-8')
-    loaded = from_pretrained(folder)
+    loaded = from_pretrained(write_released(tmp_path / 'm', m, shards, **changes))
     # the authors train with the product loss
     assert asdict(loaded.config) == asdict(m.config) | dict(loss='product')
     ids = torch.randint(0, 300, (2, 7))

@@ -86,37 +86,23 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
         assert request.args[0].count(f'{request.doc["prompt"]}') == 1 and request.args[0].count(' is') == 5
 
 
-def test_own_task_files(tmp_path, monkeypatch):
-    """A file in eval_tasks/ replaces lm-eval's task of that name, also one of the paper's."""
+def test_num_fewshot(tmp_path, monkeypatch):
+    """
+    num_fewshot replaces the number of examples in the prompts of every task. A file in eval_tasks/ replaces lm-eval's
+    task of that name, also one of the paper's.
+    """
     small_tasks(tmp_path)
     monkeypatch.setattr(tasks, 'EVAL_TASKS', tmp_path)
     config = load_yaml(Path(lm_eval.__file__).parent / 'tasks/piqa/piqa.yaml')
-    (tmp_path / 'piqa.yaml').write_text(json.dumps(config | dict(doc_to_text='Mine: {{goal}}')))
-    loaded, _ = tasks.load_tasks(['piqa'], str(tmp_path))
-    loaded['tasks']['piqa'].build_all_requests()
-    assert all(request.args[0] == 'Mine: Do.' for request in loaded['tasks']['piqa'].instances)
-
-
-def test_num_fewshot(tmp_path):
-    """num_fewshot replaces the number of examples in the prompts of every task."""
-    small_tasks(tmp_path)
+    (tmp_path / 'piqa.yaml').write_text(json.dumps(config | dict(doc_to_text='Question: mine {{goal}}\nAnswer:')))
     for number in (0, 2):
         loaded, notes = tasks.load_tasks(['arc_easy', 'piqa'], str(tmp_path), number)
         for name, task in loaded['tasks'].items():
             task.build_all_requests()
             prompts = [instance.args[0] for instance in task.instances]
             assert {prompt.count('Question:') for prompt in prompts} == {number + 1}, name
+            assert name != 'piqa' or all(prompt.count('mine Do.') == number + 1 for prompt in prompts)
         assert bool(notes['piqa']) == bool(number)  # it has no train split, so its examples come from validation
-
-
-def test_which_files_have_the_rows(tmp_path):
-    """A split is one file or all its shards. Backups and other files are not read."""
-    choices = dict(text=['a', 'b'], label=['A', 'B'])
-    row = dict(question_stem='It is', choices=choices, answerKey='A', id='0')
-    for name in ('-00000-of-00002.jsonl', '-00001-of-00002.jsonl', '.jsonl.bak', '_500.jsonl', '.jsonl~'):
-        write_rows(tmp_path / f'openbookqa_test{name}', [row])
-    loaded, _ = tasks.load_tasks(['openbookqa'], str(tmp_path), num_fewshot=0)
-    assert len(loaded['tasks']['openbookqa'].eval_docs) == 2
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
@@ -173,8 +159,7 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
 def test_tasks_that_cannot_be_loaded(monkeypatch):
     """A task that does not exist or cannot be downloaded is one line."""
     monkeypatch.setattr(datasets, 'load_dataset', Mock(side_effect=ConnectionError("Couldn't reach 'x' on the Hub")))
-    for name in ('copa', 'mubench_mmlu_en'):
-        with pytest.raises(InputError, match=f'^{name}: .*network.* HF_DATASETS_OFFLINE=1'):
-            tasks.load_tasks([name])
+    with pytest.raises(InputError, match='^copa: .*network.* HF_DATASETS_OFFLINE=1'):
+        tasks.load_tasks(['copa'])
     with pytest.raises(InputError, match="'mubench_mmlu_e'; did you mean 'mubench_mmlu_en'?"):
         tasks.load_tasks(['mubench_mmlu_e'])

@@ -8,7 +8,6 @@ import pytest
 import tokenizers
 import torch
 from conftest import real_documents, write_jsonl
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, pre_tokenizers
 
 import expand
@@ -84,54 +83,32 @@ def test_byte_level_json(tmp_path):
 
 
 def test_roles_of_a_json(tmp_path, mistral):
-    """The files next to a tokenizer.json name bos, eos and pad; a missing role is an error."""
+    """The files next to a tokenizer.json name bos, eos and pad; a missing eos is an error."""
     write_tokenizer(mistral, tmp_path, add_bos=True)
     path = f'{tmp_path}/tokenizer.json'
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
     bos_and_eos = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
-        (bos_and_eos, {}, (1, 2, 2)),
         (bos_and_eos | dict(bos_token='▁the'), {}, (mistral.tokens.index('▁the'), 2, 2)),  # not a special token
         (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
         (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         # as in Qwen3's
         (dict(bos_token=None, eos_token='</s>'), {}, (2, 2, 2)),
-        (dict(bos_token='<s>'), {}, 'it has no eos; name its eos_token in tokenizer_config.json next to it'),
-        (bos_and_eos | dict(pad_token='<p>'), {}, "it has no token '<p>'; name its pad_token in tokenizer_config.json"),
     ):
         for file, content in zip(beside, (config, special), strict=True):
-            file.write_text('\ufeff' + json.dumps(content), encoding='utf-8')
-        if isinstance(roles, str):
-            with pytest.raises(InputError, match=roles):
-                get_tokenizer(path)
-            continue
+            file.write_text(json.dumps(content))
         tok = get_tokenizer(path)
         assert (tok.bos, tok.eos, tok.pad) == roles and tok.decode(roles) == '', (config, special)
+    beside[0].write_text('{}')
+    with pytest.raises(InputError, match='it has no eos'):
+        get_tokenizer(path)
 
 
-def test_roles_of_other_tokenizers(mistral, tmp_path):
-    """Tekken names its special tokens, which are not decoded; a SentencePiece model without bos or eos is refused."""
+def test_roles_of_tekken():
+    """Tekken names its special tokens, which are not decoded."""
     tekken = get_tokenizer('tekken')
     assert [tekken.tokens[i] for i in (tekken.bos, tekken.eos, tekken.pad)] == [b'<s>', b'</s>', b'<pad>']
     assert tekken.decode([tekken.tokens.index(b'[INST]'), *tekken.encode(['a <s> b'])[0], 720]) == 'a <s> b'
-    for role, number in (('bos', 1), ('eos', 2)):
-        model = ModelProto.FromString(mistral.sp.serialized_model_proto())
-        model.pieces[number].piece = '<other>'
-        (tmp_path / 'x.model').write_bytes(model.SerializeToString())
-        with pytest.raises(InputError, match=f'it has no {role}'):
-            get_tokenizer(str(tmp_path / 'x.model'))
-
-
-def test_names_of_files(tmp_path, mistral):
-    """A tokenizer is read by its file, also with Mistral's suffix, or by its folder; no existing file is missing."""
-    for name in ('only/tokenizer.model', 'tok/tokenizer.model.v3'):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_bytes(mistral.definition)
-        for path in (tmp_path / name, (tmp_path / name).parent):
-            assert get_tokenizer(str(path)).definition == mistral.definition
-    (tmp_path / 'gpt2.tiktoken').write_text('IQ== 0')
-    with pytest.raises(InputError, match='gpt2.tiktoken.: expected'):
-        get_tokenizer(str(tmp_path / 'gpt2.tiktoken'))
 
 
 # -----------------------------------------------------------------------------
@@ -169,7 +146,7 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
     assert p.nonzero()[:, 0].tolist() == [*range(V - 4), V - 1] and len(p) > V
 
 
-@pytest.mark.parametrize('change', ['normalizer', 'merges', 'bos'])
+@pytest.mark.parametrize('change', ['normalizer', 'bos'])
 def test_another_tokenizer_with_the_same_tokens(tmp_path, mistral, change):
     """Models and folders refuse a tokenizer with the same tokens that encodes text differently or has another bos."""
     for name in ('own', 'other'):
@@ -179,15 +156,12 @@ def test_another_tokenizer_with_the_same_tokens(tmp_path, mistral, change):
     spec = json.loads(path.read_text())
     if change == 'normalizer':
         spec['normalizer'] = dict(type='Sequence', normalizers=[dict(type='Lowercase'), spec['normalizer']])
-    elif change == 'merges':
-        spec['model']['merges'].reverse()
     else:
         roles = path.with_name('tokenizer_config.json')
         roles.write_text(roles.read_text().replace('"<s>"', '"[INST]"'))
     path.write_text(json.dumps(spec))
     m = random_model(num_hashes=0, vocab_size=32768, dtype=torch.float32)
     save_pretrained(m, tmp_path / 'exported', str(own))
-    assert load(str(tmp_path / 'exported')).tok.tokens == mistral.tokens
     with pytest.raises(InputError, match="is not the model's"):
         load(str(tmp_path / 'exported'), str(path))
     write_jsonl(tmp_path / 'docs.jsonl', SAYINGS)
