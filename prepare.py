@@ -27,7 +27,7 @@ from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.errors import InputError
-from mhf.tokenizers import Changes, get_tokenizer, tokenizer_facts
+from mhf.tokenizers import Changes, get_tokenizer, tokenizer_fingerprint
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
@@ -59,9 +59,9 @@ FLUSH_TOKENS = 1 << 20  # per write to a shard
 
 
 def file_digest(path):
-    """Returns a digest of a file."""
+    """Returns the SHA-256 of a file."""
     with open(path, 'rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()[:16]
+        return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def group_files(files):
@@ -73,7 +73,7 @@ def group_files(files):
         if not units or total > UNIT_BYTES:
             units.append([])
             total = size
-        digest = [] if path.startswith('hf://') else [file_digest(path)]
+        digest = [] if path.startswith('hf://') else [file_digest(path)[:16]]
         units[-1].append([path, size, *digest])
     return units
 
@@ -101,7 +101,10 @@ def describe(config, tok, table, existing):
     meta['data_format'] = 'ids' if table is None else 'signatures'
     if table is not None:
         meta |= {key: config[key] for key in data.SIGNATURE_SETTINGS} | dict(table_sha256=fingerprint(table))
-    return meta | tokenizer_facts(tok) | dict(sources=describe_sources(config, existing))
+    meta |= dict(vocab_size=len(tok.tokens), pad_id=tok.pad)
+    meta['unused_ids'] = [i for i, token in enumerate(tok.tokens) if token is None]
+    meta['tokenizer_sha256'] = tokenizer_fingerprint(tok)
+    return meta | dict(sources=describe_sources(config, existing))
 
 
 def check_same(folder, existing, meta, tok):
@@ -174,10 +177,8 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, header)
         self.file.close()
         data.replace_durably(self.temporary, self.path)
-        with open(self.path, 'rb') as f:
-            sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
         counts = dict(tokens=self.tokens, documents=self.documents, bytes=self.bytes)
-        return dict(file=self.path.name, **counts, sha256=sha256)
+        return dict(file=self.path.name, **counts, sha256=file_digest(self.path))
 
     def discard(self):
         """Deletes the file unless close() has renamed it."""

@@ -29,8 +29,8 @@ from mhf.generate import Engine
 from mhf.runtime import keep_freed_memory, pick_device, pick_dtype
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
-# per batch, padding included. A GPU that runs out of memory scores the batch in halves (with_oom_retry); on a CPU,
-# padding costs more than a larger batch saves
+# per batch, padding included; lower it for a GPU with little memory, which fails in the first batch, the longest.
+# On a CPU, padding costs more than a larger batch saves
 MAX_TOKENS = dict(cuda=65536, cpu=2048, mps=2048)
 GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
 
@@ -167,7 +167,7 @@ class MHFLM(TemplateLM):
         with progress_bar(desc=desc, total=len(requests)) as bar:
             for batch in batches:
                 request_indices = [indices for _, continuations in batch for indices in continuations.values()]
-                for indices, scores in zip(request_indices, self.with_oom_retry(self.score_batch, batch), strict=True):
+                for indices, scores in zip(request_indices, self.score_batch(batch), strict=True):
                     for k in indices:
                         yield k, scores
                     bar.update(len(indices))
@@ -181,16 +181,6 @@ class MHFLM(TemplateLM):
             message = 'contexts that do not fit in %d tokens with their continuation are truncated on the left'
             warning_once(logger, message, self.max_length)
         return ids[-room:]
-
-    def with_oom_retry(self, compute, batch):
-        """Returns compute(batch). If the batch does not fit in memory, computes its halves."""
-        try:
-            return compute(batch) if batch else []
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
-                raise InputError(f'one sequence does not fit in the memory of {self.device}; use bfloat16') from None
-        half = len(batch) // 2
-        return self.with_oom_retry(compute, batch[:half]) + self.with_oom_retry(compute, batch[half:])
 
     @torch.no_grad()
     def score_batch(self, rows):
@@ -350,8 +340,7 @@ def load_tasks(names, folder='', num_fewshot=None):
 
     for library in ('lm_eval', 'huggingface_hub'):
         logging.getLogger(library).setLevel(logging.ERROR)
-    # lm-eval's index of all tasks takes seconds
-    # finds every YAML file in eval_tasks/; one whose name starts with _ is included by others
+    # finds every YAML file in eval_tasks/; lm-eval's index of all tasks takes seconds
     manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
     # lm_eval.simple_evaluate does the same as the rest, but also describes the environment, which takes seconds
     random.seed(0)

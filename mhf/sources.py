@@ -73,8 +73,7 @@ def parse_mixture(dataset):
 def input_files(dataset):
     """
     Returns {path: size in bytes} of a data set's files in a fixed order, each file once. The data set is 'stdlib', a
-    name of HUB, or files and globs separated by commas. Raises InputError if a pattern matches no file, or a file has
-    an unknown type.
+    name of HUB, or files and globs separated by commas. Raises InputError.
     """
     if folder := hub_folder(dataset):
         return hub_files(folder)
@@ -94,8 +93,7 @@ def input_files(dataset):
             raise InputError(f'{pattern}: no such file, glob or data set{did_you_mean(pattern, ["stdlib", *HUB])}')
         for path in paths:
             if not re.search(SUFFIXES, str(path), re.I):
-                expected = '.parquet, or .txt, .jsonl, .ndjson or .json, also with .gz, .xz or .zst'
-                raise InputError(f'{path}: expected {expected}')
+                raise InputError(f'{path}: expected .parquet, or .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst)')
             files.setdefault(os.path.realpath(path), str(path))
     return {path: os.path.getsize(path) for path in files.values()}
 
@@ -121,7 +119,7 @@ def hub_files(folder):
 
 
 def read_documents(dataset):
-    """Yields the documents of a data set, stripped and not empty; long ones in pieces. Raises InputError."""
+    """Yields the documents of a data set, as read_files does. Raises InputError."""
     return read_files(input_files(dataset))
 
 

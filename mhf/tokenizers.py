@@ -144,9 +144,7 @@ class JsonTokenizer:
 
 
 def download_from_hub(name, files):
-    """
-    Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Raises InputError.
-    """
+    """Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Raises InputError."""
     import huggingface_hub
 
     repo, _, revision = name.partition('@')
@@ -171,16 +169,13 @@ def get_tokenizer(name):
 
     folder = Path(mistral_common.__file__).parent / 'data'
     known = ['mistral', 'tekken', *tiktoken.list_encoding_names()]
-    kinds = '*.model, *.model.v3, tokenizer.json or a folder with one of them'
     file = Path(name)
     if name not in known and file.is_dir():
         files = [file / JSON_FILES[0], *file.glob('tokenizer.model*')]
         file = next((path for path in files if path.exists()), files[0])
     elif name not in known and not re.search(SUFFIXES, name):
-        if file.exists():
-            raise InputError(f"tokenizer '{name}': expected {kinds}")
         if '/' not in name:
-            choices = f'{", ".join(known)}, {kinds}, a hub id user/name'
+            choices = f'{", ".join(known)}, *.model, tokenizer.json or its folder, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
         file = download_from_hub(name, JSON_FILES) / JSON_FILES[0]
     try:
@@ -250,10 +245,3 @@ class Changes:
             changed = f'{self.changed_texts:,} of {self.texts:,} compared texts ({self.example})'
             lost = f'{self.lost_bytes / max(1, self.bytes):.2%} of their bytes'
             print(f"warning: tokenizer '{self.tok.name}' changes {changed} and loses {lost}", file=sys.stderr)
-
-
-def tokenizer_facts(tok):
-    """Returns the entries of meta.json about a tokenizer. `unused_ids` are the ids without a token."""
-    unused_ids = [i for i, token in enumerate(tok.tokens) if token is None]
-    sha256 = tokenizer_fingerprint(tok)
-    return dict(vocab_size=len(tok.tokens), pad_id=tok.pad, unused_ids=unused_ids, tokenizer_sha256=sha256)

@@ -82,22 +82,6 @@ def test_batches_are_bounded():
     assert np.allclose(shared, [score(m, [request])[0] for request in requests], atol=1e-9)
 
 
-def test_out_of_memory(monkeypatch):
-    """A batch that does not fit memory is scored in halves, with the same scores."""
-    m = random_model()
-    requests = [([5] * n, [5, 7]) for n in (1, 4, 9, 3, 8)]
-    expected = [logp for logp, _ in score(m, requests)]
-    hidden_states = m.hidden_states
-
-    def limited(x, **options):
-        if len(x) > 2:
-            raise torch.OutOfMemoryError
-        return hidden_states(x, **options)
-
-    monkeypatch.setattr(m, 'hidden_states', limited)
-    assert np.allclose([logp for logp, _ in score(m, requests)], expected)
-
-
 def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     """A Standard model has the scores of its export in lm-eval's Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
