@@ -65,9 +65,13 @@ config = configure(globals())
 
 
 def parse_corpora():
-    """Returns {language: corpus} and {language: number of new tokens} of the setting corpora. Raises InputError."""
-    files = []
-    counts = []
+    """
+    Returns {language: corpus} and {language: number of new tokens} of the setting corpora. A language is named by the
+    last part of its path, without suffix: 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are ar. Raises
+    InputError.
+    """
+    files = {}
+    counts = {}
     for item in filter(None, map(str.strip, corpora.split(','))):
         corpus, at, count = item.rpartition('@')
         if not at or re.search('[./]', count):  # the @ is part of a name
@@ -75,32 +79,15 @@ def parse_corpora():
             count = str(num_new_tokens)
         if not count.isdecimal() or int(count) > 10**6:
             raise InputError(f"corpora '{item}': write a number of tokens after @, like @5000, at most 1,000,000")
-        files.append(corpus)
-        counts.append(int(count))
-    names = name_corpora(files)
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise InputError(f"corpora '{corpora}': {times} corpora are named '{name}'; rename a file or a folder")
-    return dict(zip(names, files, strict=True)), dict(zip(names, counts, strict=True))
-
-
-def name_corpora(files):
-    """
-    Returns a name for each corpus: the last part of its path, without suffix, or the first part that differs if the
-    last is the same. 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are named ar, and so are 'ar/train/*.parquet'
-    next to 'zh/train/*.parquet'.
-    """
-    paths = []
-    for file in files:
-        parts = re.split('[/:]', re.sub(r'(\.\w+)+$', '', file))
+        parts = re.split('[/:]', re.sub(r'(\.\w+)+$', '', corpus))
         # letters, combining marks and digits of any script
         parts = [''.join(c for c in part if c in '-_' or unicodedata.category(c)[0] in 'LMN') for part in parts]
-        paths.append([part for part in parts if part] or ['text'])
-    names = [path[-1] for path in paths]
-    if len(set(names)) < len(names):
-        differing = (column for column in zip(*paths, strict=False) if len(set(column)) == len(column))
-        names = next(differing, names)
-    return list(names)
+        name = next(filter(None, reversed(parts)), 'text')
+        if name in files:
+            raise InputError(f"corpora '{corpora}': two corpora are named '{name}'; rename a file or a folder")
+        files[name] = corpus
+        counts[name] = int(count)
+    return files, counts
 
 
 def read_corpus(corpus):

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import zstandard
-from conftest import Forked, default_settings, library_texts, ok, real_documents, snapshot, write_jsonl
+from conftest import default_settings, library_texts, ok, real_documents, snapshot, started, write_jsonl
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,14 +52,6 @@ def decoded(ids, tok):
     """Returns the texts between the bos of token ids."""
     starts = [i for i, t in enumerate(ids) if t == tok.bos] + [len(ids)]
     return [tok.decode(ids[a + 1 : b]) for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def write_texts(folder, number):
-    """Writes texts of at most 2,000 characters to 0.jsonl, 1.jsonl ...; returns the texts."""
-    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
-    for i in range(number):
-        write_jsonl(folder / f'{i}.jsonl', texts[i::number])
-    return texts
 
 
 def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
@@ -275,7 +266,9 @@ def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
     """
     monkeypatch.setattr(prepare, 'UNIT_BYTES', 1)
     monkeypatch.setattr(prepare, 'BATCH_CHARS', 300)
-    texts = write_texts(tmp_path, 3)
+    texts = [t[k : k + 2000] for t in library_texts(2e5) for k in range(0, len(t), 2000)]
+    for i in range(3):
+        write_jsonl(tmp_path / f'{i}.jsonl', texts[i::3])
     for name in ('0.jsonl', '1.jsonl'):
         with open(name, 'a') as file:
             file.write('no JSON')
@@ -347,34 +340,22 @@ SLOW += 'sources.split_long_text = lambda text: (time.sleep(0.002), split(text))
 
 
 def test_kills(tmp_path):
-    """Killed at any moment and rerun, prepare.py ends with the same bytes; MHF_KILLS=20 kills more often."""
-    kills = int(os.environ.get('MHF_KILLS', 3))
+    """Killed in its first unit and in a later one, prepare.py ends with the same bytes."""
     texts = library_texts(2e6)
     texts.insert(3, ''.join(texts[:40]))  # longer than a piece
     for i in range(12):
         write_jsonl(tmp_path / f'{i:02}.jsonl', texts[i::12])
-    args = ['--dataset=*.jsonl', '--val_fraction=0.03']
-    ok('prepare.py', *args, '--data_dir=straight', cwd=tmp_path, patch=UNITS)
+    args = ('prepare.py', '--dataset=*.jsonl', '--val_fraction=0.03')
+    ok(*args, '--data_dir=straight', cwd=tmp_path, patch=UNITS)
     expected = snapshot(tmp_path / 'straight')
     assert len(expected) == 1 + 3 * 12
-    killed = tmp_path / 'killed'
-    while kills:
-        units = len(list(killed.glob('0*.json'))) + random.randrange(4)
-        process = Forked('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=UNITS + SLOW)
-        while process.returncode is None and len(list(killed.glob('0*.json'))) < units:
-            time.sleep(0.002)
-        time.sleep(random.uniform(0, 0.1))
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
-            kills -= 1
-            print(f'killed with {len(list(killed.glob("0*.json")))} of 12 units')
-        else:
-            # it finished: from the start again
-            assert process.returncode == 0 and snapshot(killed) == expected
-            shutil.rmtree(killed)
-    ok('prepare.py', *args, '--data_dir=killed', cwd=tmp_path, patch=UNITS)
-    assert snapshot(killed) == expected
+    for file in ('train_000000.bin.tmp', '000004.json'):
+        process = started(*args, '--data_dir=killed', cwd=tmp_path, wait_for=f'killed/{file}', patch=UNITS + SLOW)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.communicate().returncode == -signal.SIGKILL
+        assert not (tmp_path / 'killed/000011.json').exists()
+    ok(*args, '--data_dir=killed', cwd=tmp_path, patch=UNITS)
+    assert snapshot(tmp_path / 'killed') == expected
 
 
 def test_other_settings_or_files(tmp_path):

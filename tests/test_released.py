@@ -94,10 +94,7 @@ def test_the_head_is_the_embedding(tmp_path, H):
 
 
 def test_which_files_have_the_weights(tmp_path):
-    """
-    Weights are model.safetensors, as in transformers, or without it the shards that the index names. Other files are
-    ignored.
-    """
+    """Without model.safetensors, weights are the shards that the index names. Other files are ignored."""
     m = random_model(dtype=torch.float32)
     ids = torch.randint(0, 300, (2, 7))
     folder = write_released(tmp_path / 'm', m, shards=3)
