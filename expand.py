@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 import torch
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from tqdm import tqdm
 
 from configurator import configure
@@ -199,11 +199,9 @@ def append_pieces(model, pieces):
 def expand_tokenizer(tok, documents, counts):
     """
     Args: documents, {language: list of str}; counts, {language: number of new tokens}.
-    Returns: the larger tokenizer, {language: its new pieces}. Raises InputError.
+    Returns: the larger tokenizer, {language: its new pieces}.
     """
     model = ModelProto.FromString(tok.sp.serialized_model_proto())
-    if model.trainer_spec.model_type != model.trainer_spec.BPE:
-        raise InputError(f"base_tokenizer='{base_tokenizer}' is not byte-pair encoding; choose one that is")
     old_pieces = {p.piece for p in model.pieces}
     ranked = {}
     growing = [name for name in counts if counts[name]]
@@ -321,8 +319,9 @@ def check_settings(languages, use_existing):
 def open_base():
     """Returns the base tokenizer. Raises InputError for one that cannot be expanded."""
     tok = get_tokenizer(base_tokenizer)
-    if not isinstance(tok, SentencePieceTokenizer):
-        raise InputError(f"base_tokenizer='{base_tokenizer}' is not SentencePiece; use mistral or a .model file")
+    is_sentencepiece = isinstance(tok, SentencePieceTokenizer)
+    if not is_sentencepiece or ModelProto.FromString(tok.definition).trainer_spec.model_type != TrainerSpec.BPE:
+        raise InputError(f"base_tokenizer='{base_tokenizer}' is not byte-pair encoding of SentencePiece; use mistral")
     # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
     line_break = tok.encode(['\n'])[0]
     if not line_break or tok.unk in line_break:
