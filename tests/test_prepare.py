@@ -106,7 +106,7 @@ def test_signatures_equal_ids(tmp_path, mistral, num_hashes, num_buckets):
 
 
 def test_shared_signatures(tmp_path, mistral):
-    """Only a model with the folder's table can read signatures that several token ids share."""
+    """Signatures that several token ids share can only train a model with the folder's table."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents()[:20])
     same = dict(num_hashes=2, num_buckets=2048, single_id=True)
     ids = prepared('ids', **same)
@@ -120,6 +120,9 @@ def test_shared_signatures(tmp_path, mistral):
             bins.check_table(other)
     with pytest.raises(InputError, match='share'):
         count_tokens('s', mistral)
+    # its text and its likeliest tokens are unknown, also for a model with the folder's table
+    with pytest.raises(InputError, match='share'):
+        evaluation.read_ids('s', SimpleNamespace(tok=mistral, bos=mistral.bos, model=SimpleNamespace(table=table)))
 
 
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
