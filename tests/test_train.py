@@ -130,7 +130,7 @@ def test_validation_is_the_normalized_likelihood(quick):
 def test_both_data_formats_train_alike(quick):
     """
     Bins of token ids and of signatures give the same bits, also for a model with another table; the first batch has the
-    blocks of block_indices. Standard reads either.
+    blocks of block_indices. Standard trains on ids, too.
     """
     ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
     ids = ('cfg.py', '--data_format=ids', '--data_dir=ids')
