@@ -329,17 +329,13 @@ def get_table(config, meta):
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
     ranges, [] without counts_from. Raises InputError.
     """
-    table = None
-    ranges = []
-    if config['num_hashes']:
-        tok = get_tokenizer(config['tokenizer'])
-        if config['counts_from']:
-            counts = counts_of_config(config, tok)
-            sizes = (config['num_hashes'], config['num_buckets'])
-            table, ranges = informed_table(tok.tokens, counts, *sizes, meta['pad_id'])
-        else:
-            table = build_table(config, tok.tokens, meta['pad_id'])
-    return table, ranges
+    if not config['num_hashes']:
+        return None, []
+    tok = get_tokenizer(config['tokenizer'])
+    if not config['counts_from']:
+        return build_table(config, tok.tokens, meta['pad_id']), []
+    counts = counts_of_config(config, tok)
+    return informed_table(tok.tokens, counts, config['num_hashes'], config['num_buckets'], meta['pad_id'])
 
 
 def counts_of_config(config, tok):

@@ -177,9 +177,8 @@ class MHFLM(TemplateLM):
         if self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         if len(ids) > room:
-            logger = logging.getLogger(__name__)
             message = 'contexts that do not fit in %d tokens with their continuation are truncated on the left'
-            warning_once(logger, message, self.max_length)
+            warning_once(logging.getLogger(__name__), message, self.max_length)
         return ids[-room:]
 
     @torch.no_grad()

@@ -37,9 +37,8 @@ def write_tokenizer(tok, folder, add_bos):
     Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
     with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. If the tokenizer.json
     encodes one of PROBES differently, it is left out, and the .model file is in a subfolder, so that AutoTokenizer
-    raises an error; without a .model file, InputError is raised here. Other texts may still differ: rare sequences of
-    combining characters, if a SentencePiece model has a normalization, and sequences of Unigram pieces with equal
-    scores.
+    raises an error; without a .model file, InputError is raised here. Other texts may still differ, such as rare
+    sequences of combining characters, or of Unigram pieces with equal scores.
     """
     texts = PROBES
     name = tok.name
