@@ -145,17 +145,17 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
     """
     Computes signatures that know how a token is spelled and how often it occurs. Hash 0 depends on a token's form only,
     hash 1 on its shape, the others on its string (with fewer than 3 hashes, all on its string). Tokens of one form
-    share a bucket of hash 0, tokens of one shape one of hash 1. Otherwise a bucket is shared by keys (forms, shapes,
-    strings) of similar counts only: keys are divided into classes int(2 ln(count + 1)), where count is the sum over
-    the key's tokens. For every hash a class owns a range of buckets. Its keys, sorted by a hash, take them in turn.
+    share a bucket of hash 0, tokens of one shape one of hash 1. Keys (forms, shapes, strings) are grouped into classes
+    int(2 ln(count + 1)), where count is the sum over the key's tokens. For each hash, a class owns a range of buckets,
+    which are assigned to its keys round-robin, in the order of a hash. So only keys of similar counts share a bucket.
     Forms and shapes depend on Python's version of Unicode, so a model stores its table.
 
     Args: tokens, num_hashes, num_buckets, pad_id as in signature_table; counts (V,), how often each token id occurs in
         a sample of the training data; properties, functions token -> key of the first hashes.
 
     Returns the table (V, H) uint16, and for each hash its ranges, a list of [lower, offset, size], rarest class first:
-    the smallest relative frequency of the class (0 of the rarest), its first bucket and its number of buckets. Without
-    properties, the ranges of all hashes are equal, and are returned once. Raises InputError for H or B out of range,
+    the smallest relative frequency of the class (0 for the rarest), its first bucket and its number of buckets. Without
+    properties, all hashes have the same ranges, and one list is returned. Raises InputError for H or B out of range,
     and if there are too few buckets.
     """
     check_sizes(num_hashes, num_buckets)
@@ -185,10 +185,10 @@ def hash_keys(keys, counts, num_buckets, num_hashes, i):
 
     Returns the buckets (n,) int64, and the ranges of the hash, as in informed_table.
     """
-    numbers = {}
-    number = [numbers.setdefault(key, len(numbers)) for key in keys]
-    totals = np.bincount(number, counts)
-    words = np.array([hash_words(key, i + 1)[i] for key in numbers])
+    ids_of_keys = {}
+    key_ids = [ids_of_keys.setdefault(key, len(ids_of_keys)) for key in keys]
+    totals = np.bincount(key_ids, counts)
+    words = np.array([hash_words(key, i + 1)[i] for key in ids_of_keys])
     classes = (2 * np.log1p(totals)).astype(int)
     members = [np.flatnonzero(classes == k) for k in np.unique(classes)]
     sizes = range_sizes([totals[ids] for ids in members], num_hashes, num_buckets)
@@ -201,7 +201,7 @@ def hash_keys(keys, counts, num_buckets, num_hashes, i):
         lower = totals[ids].min() / totals.sum() if ranges else 0.0  # a key that is added later may be rarer than all
         ranges.append([float(lower), offset, int(size)])
         offset += int(size)
-    return buckets[number], ranges
+    return buckets[key_ids], ranges
 
 
 def extend_informed_table(table, tokens, frequencies, ranges):
