@@ -60,7 +60,7 @@ BAD = [
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", file('x.json', b'{')),
-    Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'the columns are: content, url', bad_parquet),
+    Bad('parquet without text', PREPARE + '--dataset=x.parquet', 'Field "text" does not exist', bad_parquet),
     Bad('too many buckets', PREPARE + '--dataset=docs.jsonl --num_buckets=65537', says='num_buckets=65537'),
     # train.py
     Bad('text of another config', TRAIN + 'x.py', 'prepared from docs.jsonl, not from x', file('x.py', b'dataset="x"')),
