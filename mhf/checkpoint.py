@@ -81,7 +81,10 @@ def save(out_dir, checkpoint, is_best):
             torch.save(vars(checkpoint), f)
         read_file(temporary)
         if is_best:
-            link_or_copy(temporary, second_name)
+            try:
+                os.link(temporary, second_name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(temporary, second_name)
             replace_durably(second_name, newest.with_name('ckpt_best.pt'))
         replace_durably(temporary, newest)
     except (OSError, RuntimeError, InputError) as e:
@@ -91,14 +94,6 @@ def save(out_dir, checkpoint, is_best):
         for path in (temporary, second_name):
             path.unlink(missing_ok=True)
     tqdm.write(f'checkpoint of step {checkpoint.step}, written in {time.perf_counter() - start:.2f} s')
-
-
-def link_or_copy(source, path):
-    """Gives a file a second name; on a file system without hard links, copies it."""
-    try:
-        os.link(source, path)
-    except OSError:
-        shutil.copyfile(source, path)
 
 
 def first_cause(error):
