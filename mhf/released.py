@@ -2,8 +2,6 @@
 Reads the released format of the paper's authors, which mhf/export.py writes.
 
     model = from_pretrained('user/name@revision')    # a folder, or from the hub
-
-The tokenizer.json of a folder is used if it differs from the tokenizer that config.json names.
 """
 
 import hashlib
@@ -46,11 +44,11 @@ RELEASED_NAMES = {
 
 
 def rename(name, prefixes):
-    """Replaces the prefix of a tensor's name, by {prefix: its replacement}. Raises InputError for another prefix."""
+    """Replaces the prefix of a tensor's name, by {prefix: its replacement}."""
     for prefix, replacement in prefixes.items():
         if name.startswith(prefix):
             return replacement + name[len(prefix) :]
-    raise InputError(f'tensor {name} has no name in RELEASED_NAMES (mhf/released.py); add it there')
+    return name
 
 
 # -----------------------------------------------------------------------------
