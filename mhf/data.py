@@ -345,9 +345,6 @@ def counts_of_config(config, tok):
     """
     own = data_folder(config)
     folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
-    if read_meta(folder) is None:
-        fix = "set it to train, for the run's own data, or to a folder that prepare.py has written"
-        raise InputError(f'counts_from={folder}: no prepared data (meta.json); {fix}')
     counts = count_tokens(folder, tok)
     print(f'{counts.sum():,} tokens counted in {folder}')
     if folder != own:
