@@ -54,12 +54,6 @@ dtype = None  # bfloat16 | float32; None: bfloat16 on a device with instructions
 
 config = configure(globals())
 
-OTHER_TASKS = {'bits_per_byte', 'card660'}
-
-
-# -----------------------------------------------------------------------------
-# settings
-
 
 def check_settings():
     """Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError."""
@@ -299,7 +293,7 @@ def read_data(lm, names):
     """Returns {path of a text: read_ids()}, the pairs of Card-660, and load_tasks()."""
     texts = {path: read_ids(path, lm) for path in text.split(',') if path}
     pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
-    tasks = [name for name in names if name not in OTHER_TASKS]
+    tasks = [name for name in names if name not in ('bits_per_byte', 'card660')]
     return texts, pairs, load_tasks(tasks, benchmark_dir, num_fewshot) if tasks else ({}, {})
 
 
