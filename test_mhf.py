@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 # kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
@@ -82,23 +82,9 @@ GOLDEN = {
 
 @pytest.mark.parametrize('H, B', GOLDEN)
 def test_golden_tables(mistral, H, B):
-    """Tables equal the golden ones. A first rehash seed above H fails in 2-1024 and 3-256 (below: next test)."""
+    """Tables equal the golden ones."""
     table = signature_table(mistral.tokens, H, B, pad_id=mistral.pad)
     assert fingerprint(table) == GOLDEN[H, B]
-
-
-def test_first_rehash_seed(monkeypatch):
-    """A taken signature is rehashed with seed H first. With H - 1, the first try would repeat the collision."""
-    seeds = []
-    real = mmh3.hash128
-
-    def record(token, seed):
-        seeds.append(seed)
-        return real(token, seed)
-
-    monkeypatch.setattr(mmh3, 'hash128', record)
-    signature_table(['a', 'a'], 3, 1000)
-    assert seeds[6:] == [3]  # after two tokens with three hashes each
 
 
 def test_golden_lsh_table(mistral):
@@ -140,23 +126,6 @@ def test_a_prefix_fills_to_the_last_place():
     assert sorted(signature_table(tokens[:39], 1, 40)[:, 0]) == list(range(1, 40))
     with pytest.raises(InputError, match='prefix .* is full'):
         signature_table(tokens, 1, 40)
-
-
-def test_strings_are_hashed_as_bytes(monkeypatch):
-    """mmh3 gets bytes for every kind of table, because its own conversion of strings can end the process."""
-    kinds = set()
-    real = mmh3.hash128
-
-    def record(token, seed):
-        kinds.add(type(token))
-        return real(token, seed)
-
-    monkeypatch.setattr(mmh3, 'hash128', record)
-    tokens = ['the', 'é', b'x', 'the']
-    for options in ({}, dict(num_lsh=1), dict(unique=False)):
-        signature_table(tokens, 2, 100, **options)
-    informed_table(tokens, np.arange(4), 3, 100)
-    assert kinds == {bytes}
 
 
 def test_seeds_are_not_independent_hashes():
@@ -307,14 +276,6 @@ def test_tiktoken_path(monkeypatch):
     assert tok.tokens[257] == b'the' and tok.tokens[258:260] == [None, None] and tok.tokens[260] == b'<|endoftext|>'
     assert tok.bos == tok.pad == 260 and tok.encode(['the <|endoftext|>'])[0][:2] == [257, 32]
     assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS
-    table = signature_table(tok.tokens, 2, 64, pad_id=tok.pad)
-    assert not table[258:].any()
-    # the Standard model has no table to read the unused_ids from
-    for H in (2, 0):
-        m = MHF(replace(TINY, vocab_size=261, num_hashes=H, num_buckets=64, pad_id=260), table, unused_ids=[258, 259])
-        m.init_weights()
-        p = m.log_probs(torch.tensor([[1, 2]])).exp()
-        assert (p[..., 258:260] == 0).all() and (p[..., 260] > 0).all() and torch.allclose(p.sum(-1), torch.ones(1, 2))
 
 
 # -----------------------------------------------------------------------------
@@ -420,11 +381,10 @@ def test_golden_forward():
     assert relative(m.log_probs(ids), expect['logp_inf']) < 1e-9
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-8), (torch.float32, 1e-4)])
-def test_golden_training(dtype, tolerance):
+def test_golden_training():
     """Losses and gradient norms of 20 training steps equal those of the released code."""
     expect = load_file(GOLDEN_DIR / 'tiny_a/expect.safetensors')
-    m = from_pretrained(GOLDEN_DIR / 'tiny_a').to(dtype)
+    m = from_pretrained(GOLDEN_DIR / 'tiny_a').double()
     matrices = dict(params=[p for p in m.parameters() if p.dim() >= 2], weight_decay=0.1)
     vectors = dict(params=[p for p in m.parameters() if p.dim() < 2], weight_decay=0)
     optimizer = torch.optim.AdamW([matrices, vectors], lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
@@ -434,8 +394,8 @@ def test_golden_training(dtype, tolerance):
         norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert loss.item() == pytest.approx(expect['train_losses'][step].item(), rel=tolerance)
-        assert norm.item() == pytest.approx(expect['train_grad_norms'][step].item(), rel=tolerance)
+        assert loss.item() == pytest.approx(expect['train_losses'][step].item(), rel=1e-8)
+        assert norm.item() == pytest.approx(expect['train_grad_norms'][step].item(), rel=1e-8)
 
 
 def qwen3_config(c):
@@ -540,9 +500,8 @@ def no_interpreter():
 
     versions = [[*map(int, module.__version__.split('.')[:2])] for module in (triton, np)]
     # range() of a tensor: only 0-dimensional arrays can be converted to Python scalars
-    return (
-        "Triton's interpreter before 3.7 fails with NumPy 2.4" if versions[0] < [3, 7] and versions[1] >= [2, 4] else ''
-    )
+    is_broken = versions[0] < [3, 7] and versions[1] >= [2, 4]
+    return "Triton's interpreter before 3.7 fails with NumPy 2.4" if is_broken else ''
 
 
 needs_interpreter = pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
@@ -609,24 +568,6 @@ def bias_and_temperature(patch):
     edit_method(patch, 'token_logits', lambda self, logits, o: logits / self.temperature + self.bias)
 
 
-def another_matrix(patch):
-    add_parameter(patch, 'U', TINY.vocab_size, 1)
-    edit_method(patch, 'token_logits', lambda self, logits, o: logits + o[0][:, :1] @ self.U.T)
-
-
-def another_head_parameter(patch):
-    add_parameter(patch, 'scale', 1)
-    edit_method(patch, 'bucket_logits', lambda self, o, *_: [self.scale * o_i for o_i in o])
-
-
-def normalized_rows(patch):
-    edit_method(patch, 'head_matrices', lambda self, E: [5 * torch.nn.functional.normalize(E_i, dim=-1) for E_i in E])
-
-
-def another_activation(patch):
-    patch.setattr(torch.nn.SiLU, 'forward', lambda self, x: torch.nn.functional.gelu(x))
-
-
 def z_loss(patch):
     def edited(self, loss, o, *_):
         return loss + 0.1 * sum(o_i.logsumexp(-1) ** 2 for o_i in o) + 0.1 * self.token_logits(o).logsumexp(-1) ** 2
@@ -634,71 +575,42 @@ def z_loss(patch):
     edit_method(patch, 'loss_per_position', edited)
 
 
-def masked_targets(patch):
-    edit_method(patch, 'loss_per_position', lambda self, loss, o, y, *_: loss * (y % 3 != 0))
-
-
-EDITS = [soft_cap, bias_and_temperature, another_matrix, another_head_parameter, normalized_rows, another_activation]
-
-
 @pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)], ids=str)
-@pytest.mark.parametrize('edit', [*EDITS, z_loss, masked_targets])
+@pytest.mark.parametrize('edit', [soft_cap, bias_and_temperature, z_loss])
 def test_an_edit_runs_as_written(edit, changes, monkeypatch):
     """An edit of model.py changes training, validation, prediction and generation alike; unused ids have P = 0."""
     unedited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60]))
     edit(monkeypatch)
     edited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60]))
     assert all(tensor.isfinite().all() for tensor in edited.values())
-    is_product = changes == dict(loss='product')  # it has no token logits
-    assert is_product and edit in EDITS[:3] or all(edited[name].any() for name in edited.keys() - unedited.keys())
-    is_standard = 'num_hashes' in changes  # it has no such layer
-    assert is_standard and edit == another_activation or edited['loss'] != unedited['loss']
+    if edit != bias_and_temperature or changes != dict(loss='product'):  # the product loss has no token logits
+        assert edited['loss'] != unedited['loss']
+        assert all(edited[name].any() for name in edited.keys() - unedited.keys())
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
 def test_losses_of_the_same_logits(dtype, tolerance):
-    """Several losses of the same logits, in any order, have the gradients of autograd; large logits are exact."""
-    torch.manual_seed(0)
-    m = random_model(loss='product', num_hashes=3, unused_ids=[5])
+    """token_logits and cross_entropy equal plain torch, also if losses share logits; large logits are exact."""
+    m = random_model(loss='product', unused_ids=[5])
     _, y = sequences(m, 1, 30)
     y = y.flatten()
     o = [20 * torch.randn(30, 40, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
 
-    def product(o):
-        return m.loss_per_position(o, y).sum()
-
-    def exact(o):
-        return m.negative_log_likelihood(o, y).sum()
-
-    def z_of_logits(o):
+    def total(o):
         logits = m.token_logits(o)
-        return head.cross_entropy(logits, y).sum() + 0.1 * logits.logsumexp(1).square().sum()
+        exact = head.cross_entropy(logits, y).sum() + 0.1 * logits.logsumexp(1).square().sum()
+        return exact + m.loss_per_position(o, y).sum() + m.negative_log_likelihood(o, y).sum()
 
     before = [o_i.clone() for o_i in o]
-    for functions in ((product, exact), (exact, product), (z_of_logits, product, exact)):
-
-        def total(o, functions=functions):
-            return sum(function(o) for function in functions)
-
-        wide = [o_i.detach().double().requires_grad_() for o_i in o]
-        expected = plain(total, wide)
-        with torch.no_grad():
-            assert torch.allclose(total(o).double(), expected, rtol=min(tolerance, 1e-5))
-        gradients = torch.autograd.grad(total(o), o)
-        for a, b in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
-            assert a.dtype == dtype and distance(a, b) < tolerance
+    wide = [o_i.detach().double().requires_grad_() for o_i in o]
+    expected = plain(total, wide)
+    measured = total(o)
+    assert torch.allclose(measured.double(), expected, rtol=min(tolerance, 1e-5))
+    for a, b in zip(torch.autograd.grad(measured, o), torch.autograd.grad(expected, wide), strict=True):
+        assert a.dtype == dtype and distance(a, b) < tolerance
     assert all(map(torch.equal, o, before))
     large = 1e4 * torch.tensor([[1.0, 0.9, 1.0]]).requires_grad_()
     assert head.cross_entropy(large, torch.tensor([1])).item() == pytest.approx(1000 + math.log(2))
-
-
-@pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_a_small_vocabulary(loss):
-    """A new model with a vocabulary of 99, two hashes and 96 buckets trains, in float32."""
-    m = random_model(dtype=torch.float32, loss=loss, vocab_size=99, num_hashes=2, num_buckets=96)
-    m.init_weights()
-    x, y = sequences(m)
-    assert not differing(loss_and_gradients(m, m(x, y)), loss_and_gradients(m, plain(m, x, y)), 1e-4)
 
 
 def test_frozen_parameters():
@@ -733,23 +645,6 @@ def test_first_derivatives_only():
             function().backward(create_graph=True)
 
 
-@pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_a_model_in_inference_mode_or_compiled_as_a_whole(loss):
-    """A model may be built and called in inference mode, or compiled as a whole."""
-    torch._dynamo.reset()
-    m = random_model(loss=loss)
-    x, y = sequences(m)
-    expected = loss_and_gradients(m, m(x, y))
-    compiled = torch.compile(m, backend='eager')
-    assert not differing(loss_and_gradients(m, compiled(x, y)), expected)
-    with torch.inference_mode():
-        for model in (m, random_model(loss=loss)):
-            assert torch.allclose(model.token_losses(x, y)[0].mean(), expected['loss'], rtol=1e-12)
-            assert torch.allclose(model(x, y), expected['loss'], rtol=1e-12)
-            model.generate(x[:, :3], 2)
-    assert not differing(loss_and_gradients(m, m(x, y)), expected)
-
-
 @pytest.mark.parametrize('H', [0, 3])
 def test_ties_and_unused_ids(H):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""
@@ -765,18 +660,12 @@ def test_ties_and_unused_ids(H):
         h = torch.zeros(20, 32, dtype=torch.float64)  # all ids tie
     assert m.unused_ids.tolist() == ([0, 5, 152] if H else [0, 5])
     first = plain(m.next_token_logits, h).argmax(1)
-    assert (first < 150).all() and not torch.isin(first, m.unused_ids).any()
+    assert (first < 150).all() and torch.equal(sample_token(m.next_token_logits(h), temperature=0), first)
     for targets, is_top in ((first, 1), (first + 150, 0)):
         logp, hits, top = m.predict(h, targets)
         assert (hits == is_top).all() and torch.allclose(logp, top.log())
-    unused = torch.full((20,), 5)
-    logits = m.next_token_logits(h)
-    assert torch.equal(sample_token(logits, temperature=0), first)
-    assert (logits.gather(1, unused[:, None]) == -torch.inf).all()
-    logp, hits, _ = m.predict(h, unused)
+    logp, hits, _ = m.predict(h, torch.full((20,), 5))
     assert (logp == -torch.inf).all() and not hits.any()
-    x = torch.randint(6, 300, (2, 9))
-    assert (m.token_losses(x, torch.full_like(x, 5))[1] == torch.inf).all()
 
 
 def test_ablations_are_what_they_are_called(tmp_path):
@@ -793,13 +682,8 @@ def test_ablations_are_what_they_are_called(tmp_path):
         c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
     assert torch.allclose(torch.cat(m.bucket_logits(h, m.head_matrices()), dim=1), h @ m.head_weight.T, rtol=1e-12)
-    ids = torch.randint(3, 300, (2, 7))
-    assert torch.equal(continued(m, ids, 9), m.generate(ids, 9, temperature=0))
     with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
         save_pretrained(m, tmp_path / 'released', 'mistral')
-    for wrong in (dict(ablation='mean_gates'), dict(ablation='mean_gate', num_hashes=0)):
-        with pytest.raises(ValueError, match='^ablation='):
-            MHFConfig(**wrong)
 
 
 def test_embedding_scale_of_standard():
@@ -867,36 +751,23 @@ def test_chunks_in_bfloat16(loss, autocast, monkeypatch):
 
 @pytest.mark.parametrize('loss, H', [('exact', 3), ('product', 3), ('exact', 0)])
 def test_compiled(loss, H, monkeypatch):
-    """Compiled blocks and chunks have the gradients of plain torch; blocks share a graph, and so do chunks."""
+    """Compiled blocks and chunks, or the model as a whole, have the gradients of plain torch; blocks share a graph."""
     torch._dynamo.reset()
     m = random_model(loss=loss, num_hashes=H, unused_ids=[5])
     x, y = sequences(m, 2, 8)
     expected = loss_and_gradients(m, plain(m, x, y))
     losses = plain(m.token_losses, x, y)
     monkeypatch.setattr(head, 'chunk_size', lambda *_: 4)
+    assert not differing(loss_and_gradients(m, torch.compile(m, backend='eager')(x, y)), expected)
     graphs = CompileCounterWithBackend('aot_eager')
     m.compile(backend=graphs)
     assert not differing(loss_and_gradients(m, m(x, y)), expected)
     # the encoder, a block, the norm, a chunk's bucket logits and its loss
     assert len(graphs.graphs) == (5 if H else 4)
-    # RoPE's angles are computed once, outside the blocks
-    assert not any(re.search(r'\b(cos|sin|pow)\b\(', graph.code) for graph in graphs.graphs)
     assert all(map(torch.allclose, m.token_losses(x, y), losses))
-
-
-def test_a_copy_of_a_compiled_model():
-    """A copy of a compiled model computes with its own weights."""
-    torch._dynamo.reset()
-    m = random_model()
-    m.compile(backend='eager')
-    x, y = sequences(m, 2, 8)
-    first = loss_and_gradients(m, m(x, y))
-    copied = torch.optim.swa_utils.AveragedModel(m)
-    with torch.no_grad():
-        for p in m.parameters():
-            p.mul_(0.5)
-    assert not differing(loss_and_gradients(copied.module, copied(x, y)), first)
-    assert not differing(loss_and_gradients(m, m(x, y)), loss_and_gradients(m, plain(m, x, y)))
+    copied = copy.deepcopy(m)
+    m.requires_grad_(False).embed.weight.mul_(0.5)
+    assert not differing(loss_and_gradients(copied, copied(x, y)), expected)  # a copy computes with its own weights
 
 
 def peak_memory(function):
@@ -947,76 +818,26 @@ def test_calibration(loss):
 
 
 def test_activation_checkpointing(monkeypatch):
-    """Activation checkpointing recomputes the blocks, passes them the mask, and does not change a gradient."""
-    m = random_model()
-    calls = []
-    m.layers[0].register_forward_pre_hook(lambda *args: calls.append(1))
-    monkeypatch.setattr(head, 'chunk_size', lambda *_: 5)
-    x = torch.arange(20)[None]
-    expected = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
-    assert len(calls) == 1
-    m.activation_checkpointing = True
-    again = loss_and_gradients(m, m(x[:, :-1], x[:, 1:]))
-    assert len(calls) == 3 and all(torch.equal(expected[k], again[k]) for k in expected)
-    mask = torch.eye(20, dtype=torch.bool)[None, None]  # each position attends to itself only
-    assert torch.allclose(m.hidden_states(x, mask=mask)[:, 7], m.hidden_states(x[:, 7:8])[:, 0])
-    # with a cache, nothing is recomputed
-    m.requires_grad_(False)
-    Engine(m, temperature=0).next_token(x, Engine(m).new_cache(1, 20), torch.arange(20), None, None)
-
-
-def test_activation_checkpointing_with_dropout(monkeypatch):
-    """Recomputed blocks draw the same dropout mask again."""
+    """Activation checkpointing recomputes the blocks, with the same dropout masks, and does not change a gradient."""
     block = model_module.Block.forward
-    dropout = torch.nn.functional.dropout
-    monkeypatch.setattr(model_module.Block, 'forward', lambda self, *args: dropout(block(self, *args), 0.5))
+    calls = []
+
+    def with_dropout(self, *args):
+        calls.append(1)
+        return torch.nn.functional.dropout(block(self, *args), 0.5)
+
+    monkeypatch.setattr(model_module.Block, 'forward', with_dropout)
     m = random_model()
     x, y = sequences(m)
     gradients = []
     for m.activation_checkpointing in (False, True):
         torch.manual_seed(1)
         gradients.append(loss_and_gradients(m, m(x, y)))
-    assert not differing(*gradients)
-
-
-class Fork(MHF):
-    """A fork with tied parameters, tensors that its constructor computes, and settings of its own."""
-
-    def __init__(self, config, *args, **options):
-        super().__init__(config, *args, **options)
-        self.lm_head = torch.nn.Linear(config.hidden_size, len(self.embed.weight), bias=False)
-        self.lm_head.weight = self.embed.weight
-        self.layers[1].self_attn.k_norm.weight = self.layers[0].self_attn.q_norm.weight
-        self.register_buffer('scale', torch.nn.init.constant_(torch.empty(5), 7), persistent=False)
-        self.offset = torch.arange(5.0)
-
-
-@dataclass
-class ForkConfig(MHFConfig):
-    dropout: float = 0.0
-    bias: bool = False
-    window: int | None = None
-
-
-def test_loading_a_fork():
-    """Ties and computed tensors survive loading, and settings of any type are allowed; MHF draws no weights."""
-    m = Fork(ForkConfig(**asdict(random_model().config)), random_model().table, [7])
-    m.init_weights()
-    state = m.state_dict()
-    assert state.keys() == {*dict(m.named_parameters()), 'lm_head.weight', 'layers.1.self_attn.k_norm.weight'}
-    loaded = Fork(m.config, **m.vocabulary())
-    loaded.load_state_dict(state)
-    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in m.named_parameters()]
-    x, y = sequences(m)
-    assert torch.equal(m.log_probs(x), loaded.log_probs(x)) and torch.equal(m(x, y), loaded(x, y))
-    assert (loaded.scale == 7).all() and torch.equal(loaded.offset, m.offset)
-    random_state = torch.get_rng_state()
-    MHF(m.config, **m.vocabulary())
-    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not differing(*gradients) and len(calls) == 2 + 4
 
 
 def test_replace_vocabulary():
-    """New tokens add no parameters; a table that does not fit is refused."""
+    """New tokens add no parameters, and change no signature."""
     m = random_model()
     c = m.config
     old = m.signatures
@@ -1025,10 +846,7 @@ def test_replace_vocabulary():
     m.replace_vocabulary(new, c.pad_id, unused_ids=[7])
     assert pointers == [p.data_ptr() for p in m.parameters()]
     assert torch.equal(m.signatures[:300], old) and m.log_probs(torch.tensor([[399]])).shape == (1, 1, 400)
-    assert m.unused_ids.tolist() == [7]
     check_equal_to_plain_torch(m)
-    with pytest.raises(ValueError, match='largest bucket'):
-        m.replace_vocabulary(new + 40, c.pad_id)
 
 
 @pytest.mark.parametrize('H', [0, 1, 3])
@@ -1060,11 +878,6 @@ def test_norms_and_angles_keep_float32():
     v = torch.randn(500, 64).bfloat16()
     exact = v.float() / (v.float().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert (norm(v) != exact.bfloat16()).float().mean() < 0.01
-    cos, sin = model_module.rope_angles(torch.arange(500), m.config, torch.float32)
-    q = torch.randn(1, 1, 500, m.config.head_dim).bfloat16()
-    rotated = torch.view_as_complex(torch.stack(q.float().chunk(2, -1), -1)) * torch.complex(cos, sin)
-    exact = torch.cat([rotated.real, rotated.imag], -1)
-    assert (model_module.rotate(q, (cos, sin)) != exact.bfloat16()).float().mean() < 0.01
 
 
 def continued(m, ids, max_new_tokens, engine=None, generator=None, **options):
@@ -1113,39 +926,15 @@ def test_compiled_generation(monkeypatch):
     backend = aot_autograd(fw_compiler=without_code)
     monkeypatch.setattr(torch, 'compile', lambda f, **options: compile(f, backend=backend, **options))
     m = random_model()
-    twin = copy.deepcopy(m)
     for options in (dict(temperature=0), dict(temperature=0.9, top_k=40, top_p=0.9)):
         engine = Engine(m, **options)
         engine.compile(2, 64)
         for length in (1, 30):  # block_size is 24
             ids = torch.randint(0, 300, (2, length))
-            expected = twin.generate(ids, 34, generator=torch.Generator().manual_seed(1), **options)
+            expected = m.generate(ids, 34, generator=torch.Generator().manual_seed(1), **options)
             drawn = continued(m, ids, 34, engine, generator=torch.Generator().manual_seed(1))
             assert torch.equal(drawn, expected)
     assert len(graphs) == 3  # a block, and both ways of sampling
-    x, y = sequences(m)
-    assert not differing(loss_and_gradients(m, m(x, y)), loss_and_gradients(twin, twin(x, y)))
-    assert len(graphs) == 3  # the engine's blocks are compiled, not the model's
-
-
-def test_compiled_blocks_may_differ(monkeypatch):
-    """Each of ten blocks may have a Python number of its own, in a compiled model and in compiled generation."""
-    torch._dynamo.reset()
-    block = model_module.Block.forward
-    monkeypatch.setattr(model_module.Block, 'forward', lambda self, x, *args: self.number * block(self, x, *args))
-    m = random_model(num_layers=10, hidden_size=8)
-    for i, layer in enumerate(m.layers):
-        layer.number = 1 / (i + 1)
-    compile = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda f, **options: compile(f, **dict(backend='eager') | options))
-    engine = Engine(m, temperature=0)
-    engine.compile(1, 24)
-    ids = torch.randint(0, 300, (1, 4))
-    assert torch.equal(continued(m, ids, 8, engine), m.generate(ids, 8, temperature=0))
-    x, y = sequences(m)
-    expected = loss_and_gradients(m, m(x, y))
-    m.compile(backend='eager')
-    assert not differing(loss_and_gradients(m, m(x, y)), expected)
 
 
 def test_sampling_follows_p():
