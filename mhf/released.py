@@ -65,7 +65,7 @@ def open_released(source, tokenizer=None):
     if not (folder / 'config.json').exists():
         raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
     model = from_pretrained(folder)
-    config_json = read_json(folder / 'config.json')
+    config_json = json.loads((folder / 'config.json').read_bytes())
     own_tokenizer, sha256 = find_tokenizer(folder, config_json)
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
     mismatch = find_mismatch(model, tok, sha256)
@@ -77,7 +77,7 @@ def open_released(source, tokenizer=None):
     model.set_vocabulary(model.table, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
     eos_ids = parse_eos_ids(config_json)
     if (folder / 'generation_config.json').exists():
-        eos_ids = eos_ids + parse_eos_ids(read_json(folder / 'generation_config.json'))
+        eos_ids = eos_ids + parse_eos_ids(json.loads((folder / 'generation_config.json').read_bytes()))
     # the authors trained without bos
     return LoadedModel(model, tok, str(source), str(source), config_json.get('add_bos') is True, eos_ids)
 
@@ -104,7 +104,7 @@ def from_pretrained(path_or_hub_id):
     Weights are float32. Raises InputError, or torch's RuntimeError if config.json and the tensors differ.
     """
     folder = resolve_path(path_or_hub_id)
-    config_json = read_json(folder / 'config.json')
+    config_json = json.loads((folder / 'config.json').read_bytes())
     weights = read_weights(folder)
     table = weights.pop('model.hash_map', None)
     config = convert_config(config_json, table)
@@ -122,16 +122,11 @@ def read_weights(folder):
     single = folder / 'model.safetensors'
     if single.exists() or not index.exists():
         return load_file(single)
-    file_of = read_json(index).get('weight_map', {})
+    file_of = json.loads(index.read_bytes()).get('weight_map', {})
     weights = {}
     for file in set(file_of.values()):
         weights |= {name: tensor for name, tensor in load_file(folder / file).items() if file_of.get(name) == file}
     return weights
-
-
-def read_json(path):
-    """Returns the contents of a JSON file, which may start with a byte order mark."""
-    return json.loads(path.read_text(encoding='utf-8-sig'))
 
 
 def resolve_path(path_or_hub_id):
