@@ -166,6 +166,9 @@ def test_informed_signatures(quick):
     ok('train.py', *data, '--counts_from=ids', '--out_dir=a', cwd=quick)
     ok('train.py', *data, '--counts_from=train', '--out_dir=own', cwd=quick)
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
+    done = ok('train.py', *data, '--counts_from=bins', '--out_dir=e', cwd=quick)  # the same text, as signatures
+    assert '0.0% of the training tokens in ids never occurred in bins' in done.stdout
+    assert_same(weights(quick, 'e')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
     for code, _, errors in run_ranks(2, 'train.py', *data, *args, cwd=quick):
         assert code == 0, errors
