@@ -174,6 +174,17 @@ def test_a_fork(tmp_path):
     assert shell(tmp_path, 'python fork.py --help').stdout.decode() == shown
 
 
+def test_other_packages_of_the_same_name(tmp_path):
+    """Config files and scripts import this repository's packages, whatever packages are installed."""
+    for name in ('mhf', 'config'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / '__init__.py').touch()
+    command = [sys.executable, 'train.py', 'config/mhf_1b_h3b10k.py', '--max_steps=0']
+    environment = os.environ | dict(PYTHONPATH=str(tmp_path))
+    done = subprocess.run(command, cwd=REPO, capture_output=True, env=environment)
+    assert done.stderr.startswith(b'error: max_steps=0'), done.stderr
+
+
 def test_configs_are_the_paper_s():
     """The configs of the paper's models have its sizes, schedules and optimizer (SPEC.md, section 8)."""
     sizes = 'hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim learning_rate max_steps'.split()

@@ -246,6 +246,14 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
     assert prepared('many', dataset='*.txt', val_bytes=900) == [train, val]
 
 
+def test_separators_in_a_text_file(tmp_path, capsys):
+    """One warning says that <|endoftext|> in a .txt file does not end a document."""
+    (tmp_path / 'stories.txt').write_text('One story.\n<|endoftext|>\nAnother story.\n' * 99)
+    prepared('d', dataset='stories.txt')
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert 'stories.txt contains <|endoftext|>' in warning and '.jsonl' in warning
+
+
 @pytest.mark.parametrize('unit_bytes', [1, 10**9])
 def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes):
     """
