@@ -96,6 +96,11 @@ for _model, _group, _sample in ((_DEMO, _LONG, _SAMPLE), (_H4, _SHORT, _SHORT_SA
     _ranges = _group | _model | dict(name=f'{_model["name"]}, ranges', counts_from=_sample, recorded='8e19a3c')
     _informed = _group | _model | dict(name=f'{_model["name"]}, informed', counts_from=_sample)
     RUNS += [_ranges, _informed]
+# controls: Standard that knows the spelling, and MHF that knows nothing else
+_SPELLING = dict(name='Standard, tuned, scale 4, rows of form and shape', edit='study.spelling_rows')
+RUNS += [_SHORT | _TUNED_MODELS[-2] | _SPELLING]
+_NO_COUNTS = dict(name='MHF H4 B7,966, tuned, orthogonal, informed without counts', edit='study.no_counts')
+RUNS += [_SHORT | _H4 | _NO_COUNTS | dict(counts_from=_SHORT_SAMPLE)]
 RUNS += [_LONG | _DEMO, _SHORT | _H4 | dict(name='MHF H4 B7,966, tuned, orthogonal, product loss', loss='product')]
 
 # names in study/report.py
@@ -104,11 +109,13 @@ _LABELS = {
     'Standard, 1.5 x the tokens': 'Standard, plain, trained on 4.61 M tokens',
     'Standard, tuned': 'Standard, embeddings x 1',
     'Standard, tuned, scale 4': 'Standard',
+    'Standard, tuned, scale 4, rows of form and shape': 'Standard with rows of form and shape',
     'MHF H4 B7,966': 'MHF H4, plain',
     'MHF H4 B7,966, tuned': 'MHF H4, Gaussian W_s',
     'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
     'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
     'MHF H4 B7,966, tuned, orthogonal, informed': 'MHF H4, informed signatures',
+    'MHF H4 B7,966, tuned, orthogonal, informed without counts': 'MHF H4, form and shape without counts',
     'MHF H4 B7,966, tuned, orthogonal, product loss': 'MHF H4, product loss',
     'MHF H1 B32,768, tuned, orthogonal': 'Standard with W_s',
     'MHF H2 B16,126': 'MHF H2 B16,126, plain',

@@ -1,0 +1,67 @@
+"""
+A control: Standard that knows the spelling of tokens. The input and output row of a token is the sum of its own row and
+those of its form and of its shape (hashing.PROPERTIES), which it shares with other tokens.
+
+    $ python -m study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0
+    $ python -m study.spelling_rows eval.py --out_dir=out/mhf_tiny --tasks=bits_per_byte --text=data/sample
+
+Runs a script with another model.MHF, for the tokenizer mistral. Initially, a row's sum has Standard's variance.
+"""
+
+import runpy
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import model
+from hashing import PROPERTIES
+
+
+class SumOfRows(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, k):  # (..., 3, d) -> (..., d)
+        return k.sum(-2) * self.scale
+
+
+class MHF(model.MHF):
+    def set_vocabulary(self, table, unused_ids=()):
+        """Creates E, with a row for each token, form and shape; self.rows (V, 3) are those of a token."""
+        from mhf.tokenizers import get_tokenizer  # imports modules that import model.MHF
+
+        super().set_vocabulary(table, unused_ids)
+        tokens = get_tokenizer('mistral').tokens
+        row_of_key = {}
+        rows = []
+        for i, token in enumerate(tokens):
+            keys = [i] + [i if token is None else (key_of.__name__, key_of(token)) for key_of in PROPERTIES]
+            rows.append([row_of_key.setdefault(key, len(row_of_key)) for key in keys])
+        self.register_buffer('rows', torch.tensor(rows), persistent=False)
+        self.embed = model.Embedding(len(row_of_key), self.config.hidden_size)
+
+    def init_weights(self):
+        self.encoder = None
+        super().init_weights()
+        self.embed.weight.data.div_(3**0.5)
+        self.encoder = SumOfRows(self.config.embedding_scale)
+
+    def hidden_states(self, *args, **options):
+        self.encoder = SumOfRows(self.config.embedding_scale)  # also of a loaded model
+        return super().hidden_states(*args, **options)
+
+    def head_matrices(self):
+        return [F.embedding(self.rows, self.head_weight).sum(1)]
+
+
+def main():
+    del sys.argv[0]  # the script with its own arguments remains
+    model.MHF = MHF
+    runpy.run_path(sys.argv[0], run_name='__main__')
+
+
+if __name__ == '__main__':
+    main()
