@@ -5,6 +5,8 @@ First: python expand.py study/expanded_tokenizer.py. The base models are trained
 tuned. expand.py adds the tokens. The expanded models are trained on as many tokens of each of the four languages; of
 the layers, only the first and the last are trained (in the paper, two at each end). Learning rates are compared on
 `mixture`, the held-out text of all four languages. All held-out text is also held out of the training of the tokenizer.
+`informed` signatures know the counts of the base model's training data and the spelling of tokens; a new token gets the
+buckets of its form and shape, and its frequency from as much text of each language as the training reads.
 """
 
 _TOKENIZER = 'out/tokenizer/tiny_ar_zh_hi.model'
@@ -34,12 +36,18 @@ _EXPANDED = _COMMON | dict(
 )
 _EXPANDED |= dict(corpora=dict(mixture='data/expansion') | {_name: f'data/expansion_{_name}' for _name in _FILES})
 _EXPANDED |= dict(learning_rates=(5e-4, 1e-3, 2e-3), max_steps=400, eval_interval=400, warmup_steps=40)
+_INFORMED = _MHF | dict(name='MHF H4 B7,966, informed', label='MHF H4, informed signatures')
 
 RUNS = [
     _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4'),
+    _BASE | _INFORMED | dict(counts_from='data/expansion_base'),
     _BASE | _STANDARD | dict(name='Standard, scale 4', label='Standard'),
     _EXPANDED
     | _MHF
     | dict(name='MHF H4 B7,966, expanded', label='MHF H4, expanded', source='MHF H4 B7,966, orthogonal'),
+    _EXPANDED
+    | _INFORMED
+    | dict(name='MHF H4 B7,966, informed, expanded', label='MHF H4, informed signatures, expanded')
+    | dict(source='MHF H4 B7,966, informed'),
     _EXPANDED | _STANDARD | dict(name='Standard, expanded', label='Standard, expanded', source='Standard, scale 4'),
 ]

@@ -196,29 +196,21 @@ def select(sources):
     return [(study, group) for study, pattern in studies for group in groups(study) if re.search(pattern, group)]
 
 
-def expansion_table():
-    """Both models before and after the expansion: a line for each corpus."""
+def expansion_table(label):
+    """A model and Standard before and after the expansion: a line for each corpus."""
     study = open_list('expansion')
     lines = []
     for group in groups(study):
-        (_, mhf), (_, standard) = models(study, group).items()
+        found = {name.removesuffix(', expanded'): seeds for name, seeds in models(study, group).items()}
+        if label not in found:
+            continue
         for corpus in corpora_of(study, group):
             # another text than `english` of the other lists
             name = corpus if corpus == 'mixture' else f"the mixture's {corpus.title()}"
-            text, verdict = difference(bits(mhf, corpus), bits(standard, corpus))
-            lines.append(
-                [*split_group(group), name, number(bits(mhf, corpus)), number(bits(standard, corpus)), text, verdict]
-            )
-    heads = [
-        'vocabulary',
-        'setup',
-        'corpus',
-        'bits per byte, MHF H4',
-        'bits per byte, Standard',
-        'difference',
-        "MHF's verdict",
-    ]
-    return markdown(heads, lines)
+            mhf, standard = (bits(found[model], corpus) for model in (label, 'Standard'))
+            lines.append([*split_group(group), name, number(mhf), number(standard), *difference(mhf, standard)])
+    columns = [f'bits per byte, {model}' for model in (label, 'Standard')]
+    return markdown(['vocabulary', 'setup', 'corpus', *columns, 'difference', "MHF's verdict"], lines)
 
 
 def front_table():
@@ -281,7 +273,8 @@ def speed_table(name, commit):
 def tables():
     """{name: Markdown}."""
     found = {name: comparison_table(select(sources), references) for name, (sources, references) in TABLES.items()}
-    found |= dict(front=front_table(), expansion=expansion_table(), temperature=temperature_table())
+    found |= dict(front=front_table(), expansion=expansion_table('MHF H4'), temperature=temperature_table())
+    found |= dict(expansion_informed=expansion_table(INFORMED))
     found |= dict(tenths=tenths_table('english', ['Standard', RANGES, INFORMED, 'MHF H4', BIAS, f'{BIAS}, {ALL}']))
     found |= dict(gpu=speed_table('gpu_speed.csv', 'c9fd018'), cpu=speed_table('cpu_speed.csv', 'b87d0d2'))
     return found

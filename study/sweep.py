@@ -27,7 +27,6 @@ the cores. Run one sweep of a list at a time.
 
 import argparse
 import ast
-import functools
 import json
 import os
 import re
@@ -42,7 +41,9 @@ from pathlib import Path
 import torch
 
 from configurator import find_settings, read_config
+from mhf.data import Bins
 from mhf.errors import InputError, install_excepthook
+from mhf.sources import parse_mixture
 from study.rows import commit, read_csv, read_rows, write_csv
 
 REPO = Path(__file__).resolve().parent.parent
@@ -50,71 +51,40 @@ REPO = Path(__file__).resolve().parent.parent
 MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
-OPTIONAL_KEYS = {'source', 'label', 'edit', 'recorded'}
-# dtype, because its default depends on the machine
-REQUIRED_KEYS = ENTRY_KEYS | {'dtype'}
+ENTRY_KEYS |= {'source', 'label', 'edit', 'recorded'}
 # settings of train.py that sweep.py sets itself, from the run's key or from DATA
 SWEEP_SETTINGS = {'learning_rate', 'seed', 'out_dir', 'data_dir', 'dataset', 'tokenizer', 'init_from'}
 # settings of train.py that do not change a row
 OTHER_SETTINGS = {'eval_interval', 'log_interval', 'wandb', 'data_format', 'device'}
-NOT_RECORDED = ENTRY_KEYS | OPTIONAL_KEYS | SWEEP_SETTINGS | OTHER_SETTINGS
-
-
-@functools.cache
-def train_defaults():
-    """{name: default} of train.py's settings; the source of a default that is no literal."""
-    defaults = {}
-    for name, node in find_settings('train.py').items():
-        try:
-            defaults[name] = ast.literal_eval(node.value)
-        except ValueError:
-            defaults[name] = ast.unparse(node.value)
-    return defaults
+NOT_RECORDED = ENTRY_KEYS | SWEEP_SETTINGS | OTHER_SETTINGS
 
 
 class Study:
     """A list of runs, and which of them failed in this sweep."""
 
     def __init__(self, path):
-        if not Path(path).is_file():
-            raise InputError(f'{path}: no such file; a list of runs is Python, like study/english.py')
         scope = runpy.run_path(path)
-        if missing := {'DATA', 'RUNS'} - scope.keys():
-            raise InputError(f'{path} is not a list of runs: it defines no {" and no ".join(sorted(missing))}')
         self.path = Path(path).resolve()
         self.csv = self.path.with_suffix('.csv')
         self.out = Path('out') / self.path.stem
         self.data = scope['DATA']
         self.entries = scope['RUNS']
+        self.corpus_dir = ''
         self.only = ''
         self.failed = set()
         for entry in self.entries:
-            # keys, then folders that DATA does not define
-            missing = REQUIRED_KEYS - entry.keys()
-            if not missing:
-                folders = {entry['train'], entry.get('counts_from'), *entry['corpora'].values()}
-                missing = folders - {None, '', *self.data}
-            if missing:
-                raise InputError(f'{path}: {entry.get("name")}: missing keys, or folders not in DATA: {missing}')
-            self.lr_sweep(entry)
-            if 'source' in entry:
-                self.named(entry, 'source')
             entry.setdefault('label', entry['name'])
         for key in ('name', 'label'):
-            names = Counter((entry['group'], entry[key]) for entry in self.entries)
-            for name, count in names.items():
-                if count > 1:
-                    raise InputError(f'{path}: {count} entries have the {key} {name}; rename one')
+            [(name, count)] = Counter((entry['group'], entry[key]) for entry in self.entries).most_common(1)
+            if count > 1:
+                raise InputError(f'{path}: {count} entries have the {key} {name}; rename one')
 
     def named(self, entry, key):
         """The entry that a key of an entry names, in the same group if it has one of this name."""
         found = [e for e in self.entries if e['name'] == entry[key]]
         if key == 'learning_rates':
             found = [e for e in found if isinstance(e[key], tuple)]
-        if not found:
-            raise InputError(f'{entry["name"]}: {key}={entry[key]!r} names no entry')
-        same_group = [e for e in found if e['group'] == entry['group']]
-        return (same_group or found)[0]
+        return min(found, key=lambda e: e['group'] != entry['group'])
 
     def lr_sweep(self, entry):
         """The entry whose learning rates are tried for this one: itself, or the one that it names."""
@@ -125,15 +95,20 @@ class Study:
         What decides the rows of an entry, besides learning rate and seed: settings of train.py, from its defaults, the
         config and the entry; the recipes of the data; the source. JSON gives the same values back.
         """
-        defaults = train_defaults()
+        defaults = {name: ast.literal_eval(node.value) for name, node in find_settings('train.py').items()}
         config = {k: v for k, v in read_config(entry['config']).items() if k in defaults}
         settings = defaults | config | entry
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
         corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
         settings |= dict(train=self.data[entry['train']], corpora=corpora)
         settings |= dict(source=entry.get('source'), edit=entry.get('edit'))
+        settings['dtype'] = entry['dtype']  # the default depends on the machine
         settings['counts_from'] = settings['counts_from'] and self.data[settings['counts_from']]
         return json.loads(json.dumps(settings, sort_keys=True))
+
+    def dataset(self, folder):
+        """The data set of a folder, with the option in place of {corpus_dir}."""
+        return self.data[folder]['dataset'].replace('{corpus_dir}', self.corpus_dir)
 
     def key(self, entry, learning_rate, seed):
         """What identifies a run and its row."""
@@ -153,10 +128,8 @@ class Study:
         rows = read_rows(self.csv)
         for entry in self.entries:
             settings = self.settings(entry)
-            keys = [
-                self.key(entry, lr, seed) for lr in self.lr_sweep(entry)['learning_rates'] for seed in entry['seeds']
-            ]
-            for key in rows.keys() & keys:
+            learning_rates = self.lr_sweep(entry)['learning_rates']
+            for key in rows.keys() & {self.key(entry, lr, seed) for lr in learning_rates for seed in entry['seeds']}:
                 # older rows record fewer settings, and were trained without an edit
                 known = dict(edit=None, dtype=rows[key]['dtype'])
                 recorded = settings | known | json.loads(rows[key]['settings'])
@@ -232,18 +205,19 @@ class Study:
     def train(self, folder, key, entry):
         """Trains a run, or resumes it."""
         _, _, learning_rate, seed = key
-        flags = {k: v for k, v in entry.items() if k not in ENTRY_KEYS | OPTIONAL_KEYS}
+        flags = {k: v for k, v in entry.items() if k not in ENTRY_KEYS}
         flags |= dict(learning_rate=learning_rate, seed=seed, data_dir=entry['train'], out_dir=folder)
         flags['tokenizer'] = self.data[entry['train']].get('tokenizer', 'mistral')
         if 'source' in entry:
             source = self.folder(self.source_key(entry, seed, read_rows(self.csv)))
-            if not (source / 'ckpt.pt').exists():
-                fix = f'delete its row in {self.csv.name} to train it again'
-                raise InputError(f'{source}/ckpt.pt, the model to expand, does not exist; {fix}')
-            expansion = dict(source_model=source, output_dir=folder / 'expanded', tokenizer=flags['tokenizer'])
-            if not expansion['output_dir'].exists():
+            flags['init_from'] = folder / 'expanded'
+            expansion = dict(source_model=source, output_dir=flags['init_from'], tokenizer=flags['tokenizer'])
+            # informed signatures of new tokens: frequencies in as much text as the training data contain
+            corpora = [corpus for corpus, _ in parse_mixture(self.dataset(entry['train']))]
+            expansion['corpora'] = ','.join(corpora)
+            expansion['max_bytes_per_language'] = Bins(entry['train'], 'train').bytes // len(corpora)
+            if not flags['init_from'].exists():
                 run_script(folder, 'expand.py', *as_flags(expansion))
-            flags['init_from'] = expansion['output_dir']
         run_script(folder, 'train.py', entry['config'], *as_flags(flags), edit=entry.get('edit'))
 
     def evaluate(self, folder, entry, dtype):
@@ -290,18 +264,13 @@ def training_columns(folder):
     return row | {f'params_{part}': count for part, count in counts.items()}
 
 
-def prepare(study, corpus_dir):
-    """Prepares the data of a list; complete folders are skipped. Raises InputError if a corpus does not exist."""
+def prepare(study):
+    """Prepares the data of a list; complete folders are skipped. Raises InputError."""
     study.out.mkdir(parents=True, exist_ok=True)
     for folder, recipe in study.data.items():
-        dataset = recipe['dataset'].replace('{corpus_dir}', corpus_dir)
-        path = dataset.split('@')[0]
-        if dataset != recipe['dataset'] and not Path(path).exists():
-            fix = f'name its folder by --corpus_dir, or other corpora in DATA of {study.path.name}'
-            raise InputError(f'{path} does not exist; {fix}')
         print(f'preparing {folder}', flush=True)
         # every model of the list can read token ids
-        flags = recipe | dict(dataset=dataset, data_format='ids', data_dir=folder)
+        flags = recipe | dict(dataset=study.dataset(folder), data_format='ids', data_dir=folder)
         run_script(study.out, 'prepare.py', *as_flags(flags))
 
 
@@ -311,7 +280,8 @@ def sweep(study, jobs, corpus_dir):
         print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
         return
     os.environ.setdefault('OMP_NUM_THREADS', str(max(1, os.cpu_count() // jobs)))  # of each run
-    prepare(study, corpus_dir)
+    study.corpus_dir = corpus_dir
+    prepare(study)
     running = {}
     with ThreadPoolExecutor(jobs) as pool:
         while (pending := study.pending(study.rows())) or running:
@@ -338,8 +308,6 @@ def main():
     parser.add_argument('--corpus_dir', default='../shared/data/text', help="the folder of a list's corpora")
     parser.add_argument('--only', default='', help="a pattern in the 'group, name' of the entries to run")
     args = parser.parse_args()
-    if args.jobs < 1:
-        raise InputError(f'--jobs={args.jobs}: must be 1 or more')
     for study in map(Study, args.lists):
         study.only = args.only
         sweep(study, args.jobs, args.corpus_dir)
