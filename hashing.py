@@ -38,7 +38,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
         num_lsh: the first num_lsh coordinates use locality-sensitive hashing of character trigrams
         pad_id: the padding token, whose signature is all zero
         unique: rehash the last coordinate until the signature is free (not if num_lsh == num_hashes). False is the
-            Single-ID ablation: one hash (seed 0) on all coordinates, without rehashing.
+            Single-ID ablation: one hash (seed 0) on all coordinates but those of LSH, without rehashing.
 
     Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H, B or
     num_lsh out of range, and if all signatures with a token's first H - 1 ids are taken.
@@ -46,12 +46,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     V = len(tokens)
     H = num_hashes
     B = num_buckets
-    check_sizes(H, B)
-    if not 0 <= num_lsh <= H:
-        raise InputError(f'num_lsh={num_lsh}: must be from 0 to num_hashes={H}')
-    if not unique and num_lsh:
-        raise InputError(f'num_lsh={num_lsh}: Single-ID signatures use one MMH3 hash; set num_lsh=0')
-
+    check_sizes(H, B, num_lsh)
     registered = [i for i, w in enumerate(tokens) if w is not None and i != pad_id]
     strings = [tokens[i] for i in registered]
     table = np.zeros((V, H), np.uint16)
@@ -65,12 +60,11 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     return table
 
 
-def check_sizes(H, B):
-    """Raises InputError if the number of hashes or that of buckets is out of range."""
-    if H < 1:
-        raise InputError(f'num_hashes={H}: must be at least 1')
-    if not 2 <= B <= MAX_BUCKETS:
-        raise InputError(f'num_buckets={B}: must be from 2 to {MAX_BUCKETS} (bucket 0 is padding, ids are uint16)')
+def check_sizes(H, B, num_lsh=0):
+    """Raises InputError if a size is out of range: a bucket id is a uint16, and bucket 0 is padding."""
+    if not (2 <= B <= MAX_BUCKETS and 0 <= num_lsh <= H and H > 0):
+        limits = f'must be 2 to {MAX_BUCKETS}, at least 1, and 0 to num_hashes'
+        raise InputError(f'num_buckets={B}, num_hashes={H}, num_lsh={num_lsh}: {limits}')
 
 
 def hash128(token, seed):
@@ -154,12 +148,11 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
         a sample of the training data; properties, functions token -> key of the first hashes.
 
     Returns the table (V, H) uint16, and for each hash its ranges, a list of [lower, offset, size], rarest class first:
-    the smallest relative frequency of the class (0 for the rarest), its first bucket and its number of buckets. Without
-    properties, all hashes have the same ranges, and one list is returned. Raises InputError for H or B out of range,
-    and if there are too few buckets.
+    the smallest relative frequency of the class (0 for the rarest), its first bucket and its number of buckets. Raises
+    InputError for H or B out of range, and if there are too few buckets.
     """
     check_sizes(num_hashes, num_buckets)
-    properties = properties if num_hashes >= 3 else ()
+    properties = properties if num_hashes > len(PROPERTIES) else ()
     used = [i for i, w in enumerate(tokens) if w is not None and i != pad_id]
     table = np.zeros((len(tokens), num_hashes), np.uint16)
     ranges = []
@@ -174,7 +167,7 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
             frequency = counts[k] / counts[used].sum()
             table[k] = free_signature(tokens[k], frequency, ranges[-1], shared, num_hashes, taken)
         taken.add(table[k].tobytes())
-    return table, ranges if properties else ranges[0]
+    return table, ranges
 
 
 def hash_keys(keys, counts, num_buckets, num_hashes, i):
@@ -216,7 +209,7 @@ def extend_informed_table(table, tokens, frequencies, ranges):
     """
     V, H = table.shape
     new_tokens = tokens[V:]
-    properties = PROPERTIES if isinstance(ranges[0][0], list) else ()
+    properties = PROPERTIES if H > len(PROPERTIES) else ()
     shared = np.zeros((len(new_tokens), len(properties)), np.uint16)
     for i, key_of in enumerate(properties):
         buckets = {key_of(tokens[k]): table[k, i] for k in table.any(axis=1).nonzero()[0]}
@@ -230,9 +223,8 @@ def extend_informed_table(table, tokens, frequencies, ranges):
         shared[:, i] = [buckets[key] for key in keys]
     rows = list(table.astype(np.uint16))
     taken = {row.tobytes() for row in rows}
-    ranges_of_strings = ranges[-1] if properties else ranges
     for token, frequency, row in zip(new_tokens, frequencies, shared, strict=True):
-        rows.append(free_signature(token, frequency, ranges_of_strings, row, H, taken))
+        rows.append(free_signature(token, frequency, ranges[-1], row, H, taken))
         taken.add(rows[-1].tobytes())
     return np.stack(rows)
 

@@ -153,7 +153,6 @@ def test_informed_table(old, new, H, B):
     counts = np.array(counts)
     assume(counts[used].any())
     table, ranges = informed_table(tokens, counts, H, B, pad_id=0)
-    per_hash = ranges if H > 2 else [ranges] * H
     properties = [form, shape] if H > 2 else []
     keys = properties + [lambda w: w] * (H - len(properties))
     for i, key_of in enumerate(keys):
@@ -162,9 +161,9 @@ def test_informed_table(old, new, H, B):
             totals[key_of(tokens[k])] += counts[k]
         classes = {key: int(2 * np.log1p(total)) for key, total in totals.items()}
         rarest_first = sorted(set(classes.values()))
-        assert len(per_hash[i]) == len(rarest_first)
+        assert len(ranges[i]) == len(rarest_first)
         for k in used:
-            lower, offset, size = per_hash[i][rarest_first.index(classes[key_of(tokens[k])])]
+            lower, offset, size = ranges[i][rarest_first.index(classes[key_of(tokens[k])])]
             assert 0 < table[k, i] < offset + size and (offset <= table[k, i] or i >= len(properties))
             assert totals[key_of(tokens[k])] / counts[used].sum() >= lower
     added = [w for w, _ in new if w is not None and w not in tokens]

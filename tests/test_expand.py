@@ -184,34 +184,32 @@ def test_expand_a_standard_model(expansion, mistral):
         assert torch.allclose(E[k], m.embed.weight[old].mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize('properties', [(), PROPERTIES])
-def test_expand_an_informed_model(expansion, mistral, properties):
+def test_expand_an_informed_model(expansion, mistral):
     """
     New tokens get signatures in the range of their frequency, and share the buckets of their form and shape; old rows
-    and the parameter count do not change. Without properties, this is a model with one list of ranges.
+    and the parameter count do not change.
     """
-    counts = np.bincount(Bins(expansion / 'more', 'train')[:], minlength=32768)[:32768]
-    table, ranges = informed_table(mistral.tokens, counts, 3, 1000, mistral.pad, properties)
-    name = 'informed' if properties else 'ranged'
+    tok = get_tokenizer(str(expansion / 'three.model'))
+    counts = np.bincount(Bins(expansion / 'more', 'train', tok)[:], minlength=32768)[:32768]
+    table, ranges = informed_table(mistral.tokens, counts, 3, 1000, mistral.pad)
     m = random_model(vocab_size=32768, num_buckets=1000, pad_id=mistral.pad, dtype=torch.float32)
     m.config.frequency_ranges = ranges
     m.replace_vocabulary(table, mistral.pad)
-    save_pretrained(m, expansion / name, 'mistral')
-    args = (f'--source_model={name}', f'--output_dir={name}_grown', '--tokenizer=three.model')
+    save_pretrained(m, expansion / 'informed', 'mistral')
+    args = ('--source_model=informed', '--output_dir=informed_grown', '--tokenizer=three.model')
     # a language that never occurred, of one very frequent piece and rare ones
-    tok = get_tokenizer(str(expansion / 'three.model'))
     first, second = (tok.tokens[32768 + k].replace('▁', ' ') for k in (0, 1))
     write_jsonl(expansion / 'new.jsonl', [f'{first} ' * 99 + second] * 40)
     done = ok('expand.py', *args, '--corpora=new.jsonl', cwd=expansion)
     assert '32,768 -> 33,968 tokens: 0 new parameters' in done.stdout
-    grown = load(str(expansion / f'{name}_grown')).model
+    grown = load(str(expansion / 'informed_grown')).model
     assert torch.equal(grown.signatures[:32768], m.signatures) and grown.config.frequency_ranges == ranges
     assert len(set(map(tuple, grown.signatures.tolist()))) == 33968
 
-    for i, key_of in enumerate(properties):
+    for i, key_of in enumerate(PROPERTIES):
         buckets = {(key_of(w), int(b)) for w, b in zip(tok.tokens, grown.signatures[:, i], strict=True) if b}
         assert len(buckets) == len(dict(buckets))
-    ranges = ranges[-1] if properties else ranges
+    ranges = ranges[-1]
     # the range of a very frequent token, a rare one and one that never occurred
     frequent, rare, never = (
         next(k for k, (_, offset, size) in enumerate(ranges) if offset <= bucket < offset + size)
