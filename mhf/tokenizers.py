@@ -7,6 +7,7 @@ Each tokenizer has
 
     name
     tokens         V strings in id order: str or bytes, None for an id without a token
+    spellings      the same for informed signatures: a byte-level tokenizer.json has names of bytes as tokens
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
     definition     what determines ids, besides these roles: bytes
@@ -34,7 +35,7 @@ class SentencePieceTokenizer:
 
         self.name = name
         self.sp = sentencepiece.SentencePieceProcessor(**model)
-        self.tokens = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
+        self.tokens = self.spellings = [self.sp.id_to_piece(i) for i in range(self.sp.vocab_size())]
         self.bos = self.sp.bos_id()
         self.eos = self.sp.eos_id()
         self.unk = self.sp.unk_id()
@@ -70,7 +71,7 @@ class TiktokenTokenizer:
         self.name = name
         self.encoding = encoding
         self.unk = None
-        self.tokens = [None] * encoding.n_vocab
+        self.tokens = self.spellings = [None] * encoding.n_vocab
         special = {name.encode(): i for name, i in encoding._special_tokens.items()}
         for token, i in (*encoding._mergeable_ranks.items(), *special.items()):
             self.tokens[i] = token
@@ -129,6 +130,8 @@ class JsonTokenizer:
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
         spec = json.loads(self.json.to_str())
+        is_byte_level = '"ByteLevel"' in json.dumps(spec['decoder'])
+        self.spellings = list(map(byte_level_spelling, self.tokens)) if is_byte_level else self.tokens
         self.unk = spec['model'].get('unk_id', ids.get(spec['model'].get('unk_token')))  # Unigram has an id
         # encode() adds no special tokens, so the post-processor does not matter
         parts = [spec[part] for part in ('normalizer', 'pre_tokenizer', 'model', 'added_tokens')]
@@ -143,13 +146,22 @@ class JsonTokenizer:
         return self.json.decode([int(i) for i in ids if int(i) not in special])
 
 
+# byte-level files name most printable bytes by their own letter, and the others, in order, by letters from U+0100 on
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = {chr(0x100 + k): byte for k, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))}
+BYTES |= {chr(byte): byte for byte in PRINTABLE}
+
+
+def byte_level_spelling(token):
+    """The bytes of a key of a byte-level file; an added token may contain other letters, and is a str."""
+    return bytes(map(BYTES.get, token)) if token and BYTES.keys() >= set(token) else token
+
+
 def download_from_hub(name, files):
     """Returns a local folder with those of `files` that the hub's user/name[@revision] contains. Raises InputError."""
     import huggingface_hub
 
     repo, _, revision = name.partition('@')
-    if repo.count('/') != 1 or repo.startswith(('.', '/', '~')):
-        raise InputError(f'{name}: no such folder, and not a hub id (user/name)')
     try:
         return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
     except Exception as e:  # offline, unknown id, unknown revision, no permission

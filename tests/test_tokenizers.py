@@ -62,6 +62,9 @@ def test_byte_level_json(tmp_path):
     (tmp_path / 'special_tokens_map.json').write_text(json.dumps(roles))
     tok = get_tokenizer(str(tmp_path / 'x.json'))
     assert tok.tokens[259:] == [None] * 51 + ['Ġthe'] and tok.bos == tok.pad == 0 == tok.tokens.index('<|endoftext|>')
+    # informed signatures know the bytes
+    assert sorted(tok.spellings[1:257]) == [bytes([byte]) for byte in range(256)] and tok.spellings[310] == b' the'
+    assert all(tok.json.decode([i]) == tok.spellings[i].decode(errors='replace') for i in (*range(1, 259), 310))
     texts = [' the', *SAYINGS, 'x<|endoftext|>'] * 50
     ids = tok.encode(texts)
     assert ids[0] == [310] and 0 not in ids[-1] and [tok.decode(i) for i in ids] == texts
@@ -71,15 +74,6 @@ def test_byte_level_json(tmp_path):
     prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
     held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
     assert Bins(tmp_path / 'd', 'val', tok)[:].tolist() == held_out
-    # with LSH on all hashes, similar strings share a signature
-    lsh = dict(num_buckets=8, num_lsh=4, data_dir=f'{tmp_path}/lsh')
-    prepare.main(settings | lsh | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
-    val = Bins(tmp_path / 'lsh', 'val', tok)
-    table = signature_table(tok.tokens, 4, 8, num_lsh=4, pad_id=tok.pad)
-    val.check_table(table)
-    assert (table[val[:]] == table[held_out]).all()
-    with pytest.raises(InputError, match='share; prepare it with --data_format=ids'):
-        val.check_table(signature_table(tok.tokens, 4, 8, pad_id=tok.pad))
 
 
 def test_roles_of_a_json(tmp_path, mistral):
