@@ -20,7 +20,7 @@ tokens depend on their frequencies in the corpora, which have equal weights. Nam
 trained on; one with @0 adds no tokens.
 
 With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
-corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end.
+corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of each.
 The training data must not contain this text: prepare.py also holds it out if each corpus is one of at most 10 sources
 of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
 """
@@ -44,7 +44,7 @@ from mhf.checkpoint import load
 from mhf.data import build_table, replace_durably
 from mhf.errors import InputError
 from mhf.export import save_pretrained
-from mhf.sources import HELD_OUT, HELD_OUT_BYTES, hold_out, input_files, read_files, start_counts
+from mhf.sources import HELD_OUT, HELD_OUT_BYTES, input_files, is_held_out, read_files, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
 # tokenizer
@@ -96,16 +96,18 @@ def read_corpus(corpus):
     held_out = []
     size = 0
     paths = input_files(corpus)
-    counts = start_counts(paths, HELD_OUT, HELD_OUT_BYTES)
-    for text, is_held_out in hold_out(read_files(paths), counts, HELD_OUT, HELD_OUT_BYTES):
-        if is_held_out:
+    counts = start_counts(paths, HELD_OUT)
+    for text in read_files(paths, counts['separate_ends']):
+        counts['documents'] += 1
+        if is_held_out(counts, HELD_OUT_BYTES):
             held_out.append(text)
+            counts['held_out_bytes'] += len(text.encode())
         elif size < max_bytes_per_language:
             documents.append(text)
             size += len(text.encode())
         if held_out and size >= max_bytes_per_language:
             break
-    if not documents or not held_out:
+    if not any(documents) or not held_out:
         found = f'{len(documents):,} documents to learn from, {len(held_out)} held out'
         raise InputError(f'{corpus}: too little text: {found}; use more text')
     return documents, held_out
@@ -274,7 +276,7 @@ def expand_model(model, tok, larger, documents):
         table = larger.tokens  # only its length matters
     elif c.frequency_ranges:
         frequencies = relative_frequencies(larger, documents)[V:]
-        table = extend_informed_table(model.signatures[:V].numpy(), larger.tokens, frequencies, c.frequency_ranges)
+        table = extend_informed_table(model.signatures[:V].numpy(), larger.spellings, frequencies, c.frequency_ranges)
     else:
         table = build_table(vars(c), larger.tokens, c.pad_id)
         if (model.signatures[:V].numpy() != table[:V]).any():

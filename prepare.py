@@ -12,14 +12,15 @@ skips finished units and starts an interrupted one over; split a very large file
 the input, mhf/data.py the output.
 """
 
-import contextlib
 import hashlib
+import math
 import os
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
 from configurator import check_numbers, configure
@@ -37,13 +38,13 @@ data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
 # mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids). Every model with the
-# tokenizer reads either, but of signatures that tokens share only one with their table. num_hashes=0 always writes ids
+# tokenizer reads either. num_hashes=0, single_id and num_lsh=num_hashes always write ids
 data_format = 'signatures'
 num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of fewer documents, the end
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of fewer documents, the end of each
 val_fraction = 0.005
 val_bytes = 4000000
 
@@ -110,15 +111,15 @@ def describe(config, tok, table, existing):
 def check_same(folder, existing, meta, tok):
     """Raises InputError with the first difference between the existing meta.json and that of this run."""
     data.check_tokenizer(folder, existing, tok)
-    change = f'delete {folder} to start over, or change --data_dir'
-    for key in meta:
-        if key not in ('sources', 'tokenizer') and existing.get(key) != meta[key]:
-            values = f'{key}={existing.get(key)!s:.60}, now it is {meta[key]!s:.60}'
-            raise InputError(f'{folder} was prepared with {values}; {change}')
-    before, now = ({f[0]: f[1:] for s in m['sources'] for u in s['units'] for f in u} for m in (existing, meta))
-    for path in sorted(before | now):
-        if before.get(path) != now.get(path):
-            raise InputError(f'{folder}: the input file {path} is new, missing or has other contents; {change}')
+    before, now = (
+        {f'the file {path}': facts for source in m['sources'] for unit in source['units'] for path, *facts in unit}
+        | {key: value for key, value in m.items() if key not in ('sources', 'tokenizer', *SPLITS)}
+        for m in (existing, meta)
+    )
+    for key in sorted(before | now):
+        if before.get(key) != now.get(key):
+            values = f'{key}={before.get(key)!s:.60}, now it is {now.get(key)!s:.60}'
+            raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
 
 
 # -----------------------------------------------------------------------------
@@ -133,9 +134,9 @@ class Job:
     meta: dict
     tok: object  # from get_tokenizer
     table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
+    val_bytes: int  # of each source
     bar: tqdm
     changes: Changes  # of a sample of the texts
-    holdout: tuple  # val_fraction, and val_bytes of each source
 
 
 class ShardWriter:
@@ -180,18 +181,13 @@ class ShardWriter:
         counts = dict(tokens=self.tokens, documents=self.documents, bytes=self.bytes)
         return dict(file=self.path.name, **counts, sha256=file_digest(self.path))
 
-    def discard(self):
-        """Deletes the file unless close() has renamed it."""
-        self.temporary.unlink(missing_ok=True)
-        self.file.close()  # raises an error on a full disk if its buffer is not empty
 
-
-def batches(documents):
-    """Groups pairs (text, whether it is held out) into lists of about BATCH_CHARS characters."""
+def batches(texts):
+    """Groups texts into lists of about BATCH_CHARS characters."""
     batch = []
     size = 0
-    for text, is_held_out in documents:
-        batch.append((text, is_held_out))
+    for text in texts:
+        batch.append(text)
         size += len(text)
         if size >= BATCH_CHARS:
             yield batch
@@ -200,105 +196,95 @@ def batches(documents):
     yield batch
 
 
-def encode(job, documents):
-    """Yields (text, whether it is held out, token ids) of each document. Updates job.changes."""
+def encode(job, texts):
+    """Yields each text and its token ids. Updates job.changes."""
     # a thread reads the next batch while the tokenizer's threads encode this one
-    for batch in data.prefetch(batches(documents)):
-        texts = [text for text, _ in batch]
-        step = sum(map(len, texts)) // SAMPLE_CHARS + 1
-        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in texts[::step]]
+    for batch in data.prefetch(batches(texts)):
+        step = sum(map(len, batch)) // SAMPLE_CHARS + 1
+        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
         for text, ids in zip(sample, job.tok.encode(sample), strict=True):
             job.changes.add(text, ids)
-        for document, ids in zip(batch, job.tok.encode(texts), strict=True):
-            yield *document, ids
+        yield from zip(batch, job.tok.encode(batch), strict=True)
 
 
 def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     unit = source['units'][number - source['first_unit']]
-    texts = sources.read_files(path for path, *_ in unit)
-    with contextlib.ExitStack() as cleanup:
-        writers = {}
-        for split in SPLITS:
-            writers[split] = ShardWriter(job, job.folder / f'{split}_{number:06}.bin')
-            cleanup.callback(writers[split].discard)
-        # a copy, because hold_out() is ahead by a batch
-        for text, is_held_out, ids in encode(job, sources.hold_out(texts, dict(counts), *job.holdout)):
-            sources.count(counts, text, is_held_out)
-            if is_held_out:
-                writers['val'].add(text, ids)
-            elif not data.reached_limit(counts, source):
-                writers['train'].add(text, ids)
-                counts['tokens'] += 1 + len(ids)
-                job.bar.update(1 + len(ids))
-            # a source with a limit holds out at least one document
-            if data.is_complete(counts, source):
-                break
-        summary = {split: writer.close() for split, writer in writers.items()}
-        data.write_json(job.folder / f'{number:06}.json', summary | dict(counts=counts))
+    limit = math.inf if source['limit'] is None else source['limit']
+    writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
+    for text, ids in encode(job, sources.read_files([path for path, *_ in unit], counts['separate_ends'])):
+        counts['documents'] += 1
+        if sources.is_held_out(counts, job.val_bytes):
+            writers['val'].add(text, ids)
+            counts['held_out_bytes'] += len(text.encode())
+        elif counts['tokens'] < limit:
+            writers['train'].add(text, ids)
+            counts['tokens'] += 1 + len(ids)
+            job.bar.update(1 + len(ids))
+        # a source with a limit holds out at least one document
+        counts['is_complete'] = counts['tokens'] >= limit and counts['held_out_bytes'] > 0
+        if counts['is_complete']:
+            break
+    shards = {split: writer.close() for split, writer in writers.items()}
+    data.write_json(job.folder / f'{number:06}.json', shards | dict(counts=counts))
 
 
 def prepare_source(job, source):
-    """Prepares the units of a source that are not finished."""
+    """Prepares the units of a source that are not finished. Returns the contents of the json files of its units."""
+    units = []
     counts = None
     for number, _ in enumerate(source['units'], source['first_unit']):
-        if finished := data.read_unit(job.folder, number):
-            counts = finished['counts']
-            job.bar.update(finished['train']['tokens'])
+        path = job.folder / f'{number:06}.json'
+        if path.exists():
+            job.bar.update(data.read_json(path)['train']['tokens'])
         else:
             paths = (path for unit in source['units'] for path, *_ in unit)
-            counts = counts or sources.start_counts(paths, *job.holdout)
+            counts = counts or sources.start_counts(paths, job.meta['val_fraction'])
             prepare_unit(job, source, number, counts)
-        if data.is_complete(counts, source):
+        units.append(data.read_json(path))
+        counts = units[-1]['counts']
+        if counts['is_complete']:
             break
     if source['limit'] is not None:
         job.bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
+    return units
 
 
 # -----------------------------------------------------------------------------
 # the run
 
 
-@contextlib.contextmanager
-def locked(folder, meta):
-    """
-    Locks a folder against another prepare.py, and creates meta.json. A run that fails before its first unit is finished
-    leaves no files. Raises InputError.
-    """
-    with data.lock_folder(folder, '.prepare.lock'):
-        creates_meta = not (folder / 'meta.json').exists()
-        if creates_meta and (shards := sorted(folder.glob('*_[0-9]*.bin*'))):
-            raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
-        try:
-            if creates_meta:
-                data.write_json(folder / 'meta.json', meta)
-            yield
-        finally:
-            if creates_meta and not data.read_units(folder, meta)[0]:
-                for name in ('train_000000.bin', 'val_000000.bin', 'meta.json'):
-                    (folder / name).unlink(missing_ok=True)
+def start(folder, meta, tok):
+    """Creates meta.json. If units are finished, their meta.json must be the same. Raises InputError."""
+    existing = data.read_json(folder / 'meta.json')
+    if any(folder.glob('[0-9]*.json')):
+        check_same(folder, existing, meta, tok)
+    elif not existing and (shards := sorted(folder.glob('*_[0-9]*.bin'))):
+        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
+    else:
+        data.write_json(folder / 'meta.json', meta)
 
 
 def main(config):
     """Prepares the data set that the config names. Raises InputError."""
-    check_numbers(config, 'num_hashes')
     check_numbers(config, 'val_fraction', low=1e-9, below=1)
     check_numbers(config, 'val_bytes', low=len(sources.parse_mixture(config['dataset'])))
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
-    meta = describe(config, tok, table, data.read_meta(folder))
+    meta = describe(config, tok, table, data.read_json(folder / 'meta.json'))
     total = sum(source['limit'] or 0 for source in meta['sources']) or None
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
-    holdout = meta['val_fraction'], meta['val_bytes'] // len(meta['sources'])
-    job = Job(folder, meta, tok, table, bar, Changes(tok), holdout)
-    with locked(folder, meta), bar:
-        check_same(folder, data.read_meta(folder), meta, tok)
-        for source in meta['sources']:
-            prepare_source(job, source)
+    job = Job(folder, meta, tok, table, meta['val_bytes'] // len(meta['sources']), bar, Changes(tok))
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / '.prepare.lock', timeout=0), bar:
+        start(folder, meta, tok)
+        units = [unit for source in meta['sources'] for unit in prepare_source(job, source)]
+        shards = {split: [unit[split] for unit in units] for split in SPLITS}
+        data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)
     job.changes.warn()
     for split in SPLITS:
-        bins = data.Bins(folder, split)
+        bins = data.Bins(folder, split, tok)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
         print(f'{split}: {totals} -> {folder}/{split}_*.bin')
 

@@ -252,7 +252,6 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
         with torch.device(device):  # a GPU draws other random numbers than a CPU
             raw_model = MHF(model_config, table, meta['unused_ids'])
             raw_model.init_weights()
-    train_bins.check_table(raw_model.table)
     raw_model.train()
     raw_model.activation_checkpointing = activation_checkpointing
     if unfrozen_end_layers:
@@ -300,7 +299,8 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
     if c.num_hashes and c.loss == 'product':
         runtime.print0('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
     runtime.print0(f'{device}, {dtype}, compile={compile}; {sequences}')
-    runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
+    corpus = f'{folder} ({meta["dataset"]})'
+    runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {corpus}')
     peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
     step_seconds = []  # without validation and saving
     batches = prefetch(training_batches(train_bins, first_step))

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
-from mhf.data import lock_folder, replace_durably
+from mhf.data import replace_durably
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
@@ -57,9 +58,10 @@ class Checkpoint:
 def lock(out_dir):
     """
     Creates out_dir, deletes the temporary files of a killed run, and keeps other runs out until the end of the `with`
-    block. Raises InputError if another run holds the lock.
+    block. Raises filelock.Timeout, an OSError, if another run holds the lock.
     """
-    with lock_folder(Path(out_dir), '.train.lock'):
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    with FileLock(Path(out_dir, '.train.lock'), timeout=0):
         for temporary in Path(out_dir).glob('ckpt*.pt.tmp'):
             temporary.unlink()
         yield

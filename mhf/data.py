@@ -6,19 +6,17 @@ A folder contains token ids or signatures:
     signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16
     ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids
 
-Bins returns token ids in both cases, so every model with the tokenizer can read either, unless token ids of the folder
-share a signature (Single-ID, or LSH only): then a model needs the folder's table.
+Bins returns token ids in both cases, so every model with the tokenizer can read either. If token ids may share a
+signature (Single-ID, or LSH only), the folder contains ids.
 
 It contains these files, three for each unit:
 
-    meta.json         settings, tokenizer, and the input files of every unit with size and digest; written first
+    meta.json         settings, tokenizer, and the input files of every unit with size and digest; written first, and
+                      again with the shards of both splits when the folder is complete
     train_000012.bin  a .npy file: a header of HEADER bytes, then the tokens of all documents, each document after bos
     val_000012.bin    the same for the held-out documents
     000012.json       tokens, documents, bytes of text and sha256 of each .bin, and the source's counts after this unit;
                       written last
-
-A folder is complete when, for each source, every unit's json exists or the source has reached its token limit and has
-held-out text.
 """
 
 import contextlib
@@ -33,10 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from configurator import command_line_names
-from hashing import fingerprint, hash128, informed_table, signature_table
+from hashing import fingerprint, informed_table, signature_table
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
@@ -51,7 +47,6 @@ SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
 
 def data_folder(config):
     """Returns the folder of a config: data/stdlib_mistral for ids, data/stdlib_mistral_H4B16384 for signatures."""
-    signatures = holds_signatures(config)
     if config['data_dir']:
         return Path(config['data_dir'])
     name = config['dataset']
@@ -63,20 +58,22 @@ def data_folder(config):
     # a tokenizer file that is called tokenizer.json is named after its folder
     tokenizer = Path(re.sub(r'(?<=.)(/tokenizer)?\.(model|json)$', '', config['tokenizer'])).name
     name = f'{name}_{tokenizer}'
-    if signatures:
+    if holds_signatures(config):
         name += f'_H{config["num_hashes"]}B{config["num_buckets"]}'
         if config['num_lsh']:
             name += f'_lsh{config["num_lsh"]}'
-        if config['single_id']:
-            name += '_single'
     return Path('data') / name
 
 
 def holds_signatures(config):
-    """Returns whether a config's data are signatures, not token ids. A Standard model (num_hashes=0) needs ids."""
+    """
+    Returns whether a config's data are signatures, not token ids: signatures of which each has one id. A Standard model
+    (num_hashes=0) has no signatures.
+    """
     if config['data_format'] not in ('signatures', 'ids'):
         raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
-    return config['data_format'] == 'signatures' and config['num_hashes'] > 0
+    are_unique = config['num_hashes'] > config['num_lsh'] and not config['single_id']
+    return config['data_format'] == 'signatures' and are_unique
 
 
 # -----------------------------------------------------------------------------
@@ -99,79 +96,13 @@ def replace_durably(temporary, path):
 def write_json(path, value):
     """Writes a JSON file that is complete once it exists."""
     temporary = path.with_name(f'{path.name}.tmp')
-    try:
-        temporary.write_text(json.dumps(value, indent=1))
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary.write_text(json.dumps(value, indent=1))
+    replace_durably(temporary, path)
 
 
 def read_json(path):
     """Returns the contents of a JSON file, or None if it does not exist."""
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def read_meta(folder):
-    """Returns the contents of meta.json, or None if it does not exist."""
-    return read_json(Path(folder) / 'meta.json')
-
-
-def read_unit(folder, number):
-    """Returns the contents of a unit's json, or None if the unit is not finished."""
-    return read_json(Path(folder) / f'{number:06}.json')
-
-
-@contextlib.contextmanager
-def lock_folder(folder, name):
-    """
-    Creates a folder and locks it by a file `name` in it. Afterwards deletes the file, and the folder if this process
-    created it and it is empty. Raises InputError if another process holds the lock.
-    """
-    path = folder / name
-    creates_folder = not os.path.exists(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InputError(f'{folder} is in use by another process, which has locked {path}') from None
-    except OSError:  # the file system has no locks; if the folder is not writable, the first write fails
-        pass
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-        if creates_folder:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only if it is empty
-
-
-def read_units(folder, meta):
-    """Returns the finished units, {number: contents of the unit's json}, and whether they are complete."""
-    finished = {}
-    for source in meta['sources']:
-        for number in range(source['first_unit'], source['first_unit'] + len(source['units'])):
-            unit = read_unit(folder, number)
-            if unit is None:
-                return finished, False
-            finished[number] = unit
-            if is_complete(unit['counts'], source):
-                break
-    return finished, True
-
-
-def reached_limit(counts, source):
-    """Returns whether a source has reached its limit of training tokens."""
-    return source['limit'] is not None and counts['tokens'] >= source['limit']
-
-
-def is_complete(counts, source):
-    """Returns whether the rest of a source is not read: it has reached its limit, and some of its text is held out."""
-    return reached_limit(counts, source) and counts['held_out_bytes'] > 0
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 def token_dtype(meta):
@@ -191,15 +122,12 @@ class Bins:
     """
 
     def __init__(self, folder, split, tok=None):
-        self.folder = folder
-        self.tok = tok
-        self.meta = read_meta(folder)
-        if self.meta is None:
-            raise InputError(f'{folder} has no prepared data (meta.json); run prepare.py with the same settings')
-        units, are_complete = read_units(folder, self.meta)
-        if not are_complete:
-            raise InputError(f'{folder} is incomplete; rerun prepare.py to resume')
-        shards = [unit[split] for unit in units.values()]
+        self.meta = read_json(Path(folder) / 'meta.json')
+        if split not in (self.meta or {}):
+            raise InputError(f'{folder} has no prepared data, or a part; run prepare.py with the same settings')
+        self.tok = tok or get_tokenizer(self.meta['tokenizer'])
+        check_tokenizer(folder, self.meta, self.tok)
+        shards = self.meta[split]
         self.tokens = sum(shard['tokens'] for shard in shards)
         self.documents = sum(shard['documents'] for shard in shards)
         self.bytes = sum(shard['bytes'] for shard in shards)
@@ -208,17 +136,15 @@ class Bins:
             raise InputError(f'{folder} has {self.tokens} {split} tokens: too little text; {fix}')
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
-        if tok:
-            check_tokenizer(folder, self.meta, tok)
         self.dtype = token_dtype(self.meta)
         self.paths = [Path(folder) / shard['file'] for shard in shards]
         # indices of the first token of each shard, and the end
         self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
-        for number, path, shard in zip(units, self.paths, shards, strict=True):
+        for path, shard in zip(self.paths, shards, strict=True):
             expected = HEADER + shard['tokens'] * self.dtype.itemsize
             size = path.stat().st_size
             if size != expected:
-                fix = f'delete {folder}/{number:06}.json, then rerun prepare.py'
+                fix = f'delete {folder}/{path.stem[-6:]}.json, then rerun prepare.py'
                 raise InputError(f'{path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
 
     def __len__(self):
@@ -229,65 +155,42 @@ class Bins:
         pieces = []
         k = bisect_right(self.starts, start) - 1
         while start < stop:
-            path = self.paths[k]
             count = min(stop, self.starts[k + 1]) - start
-            offset = HEADER + (start - self.starts[k]) * self.dtype.itemsize
-            pieces.append(np.fromfile(path, self.dtype, count, offset=offset))  # ids or signatures
-            if len(pieces[-1]) < count:
-                raise InputError(f'{path}: only {len(pieces[-1]):,} of {count:,} tokens could be read')
+            # unlike np.fromfile, these raise an error if the disk fails or the file has become shorter
+            with open(self.paths[k], 'rb') as file:
+                file.seek(HEADER + (start - self.starts[k]) * self.dtype.itemsize)
+                raw = file.read(count * self.dtype.itemsize)
+            pieces.append(np.frombuffer(raw, self.dtype, count))  # ids or signatures
             start += count
             k += 1
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return tokens if self.lookup is None else self.lookup.find(tokens)
+        return tokens if self.meta['data_format'] == 'ids' else self.find_ids(tokens)
+
+    def find_ids(self, signatures):
+        """The token ids (n,) of signatures (n, H) of the folder."""
+        packed, ids = self.signatures
+        return ids[packed.searchsorted(pack(signatures))]
 
     @functools.cached_property
-    def lookup(self):
-        """The SignatureLookup of a folder of signatures, None for a folder of ids. Raises InputError."""
-        if self.meta['data_format'] == 'ids':
-            return None
-        return SignatureLookup(self.folder, self.meta, self.tok or get_tokenizer(self.meta['tokenizer']))
-
-    def check_table(self, table):
-        """
-        Raises InputError if token ids of the folder share a signature, and the `table` of a model is not the folder's:
-        another model would need the ids. None is the table of a Standard model.
-        """
-        if self.lookup and self.lookup.is_ambiguous:
-            if table is None or fingerprint(table[: self.meta['vocab_size']]) != self.meta['table_sha256']:
-                fix = 'prepare it with --data_format=ids'
-                raise InputError(f'{self.folder} contains signatures that several token ids share; {fix}')
-
-
-class SignatureLookup:
-    """Finds the token ids of signatures. Raises InputError if the table of a folder cannot be built again."""
-
-    def __init__(self, folder, meta, tok):
-        table = build_table(meta, tok.tokens, meta['pad_id'])
-        if fingerprint(table) != meta['table_sha256']:
-            fix = 'prepare it again, in another --data_dir'
-            raise InputError(f'{folder} contains signatures of another version of hashing.py; {fix}')
+    def signatures(self):
+        """The signatures of the folder's table, packed and sorted, and their token ids. Raises InputError."""
+        table = build_table(self.meta, self.tok.tokens, self.meta['pad_id'])
+        if fingerprint(table) != self.meta['table_sha256']:
+            differs = f'{self.paths[0].parent} contains signatures of another version of hashing.py or torch'
+            raise InputError(f'{differs}; prepare it again, in another --data_dir')
         # the zero row is pad_id's, although unused ids have it, too
-        ids = [i for i, token in enumerate(tok.tokens) if i == meta['pad_id'] or token is not None]
-        keys = pack(table[ids])
-        order = keys.argsort(kind='stable')
-        self.folder = folder
-        self.keys = keys[order]
-        self.ids = np.array(ids, token_dtype(meta | dict(data_format='ids')))[order]
-        self.table = table
-        self.is_ambiguous = bool((self.keys[1:] == self.keys[:-1]).any())
-
-    def find(self, signatures):
-        """Signatures (n, H) -> token ids (n,); of several with the same signature, the first. Raises InputError."""
-        ids = self.ids[np.minimum(self.keys.searchsorted(pack(signatures)), len(self.keys) - 1)]
-        if (self.table[ids] != signatures).any():
-            raise InputError(f'{self.folder} is damaged: it contains a signature of no token; prepare it again')
-        return ids
+        ids = [i for i, token in enumerate(self.tok.tokens) if i == self.meta['pad_id'] or token is not None]
+        packed = pack(table[ids])
+        order = packed.argsort(kind='stable')
+        return packed[order], np.array(ids, token_dtype(self.meta | dict(data_format='ids')))[order]
 
 
 def pack(signatures):
-    """Packs signatures (n, H) into integers (n,) uint64: up to H = 4 exactly, above with random factors."""
-    factors = [1 << 16 * i if i < 4 else hash128(str(i), 0) % 2**64 for i in range(signatures.shape[1])]
-    return signatures.astype(np.uint64) @ np.array(factors, np.uint64)  # modulo 2^64
+    """Packs each of the signatures (n, H) uint16 into one value, which numpy can sort and search."""
+    n, H = signatures.shape
+    if H > 4:
+        return np.ascontiguousarray(signatures).view(f'V{2 * H}').reshape(n)
+    return signatures.astype(np.uint64) @ (1 << 16 * np.arange(H, dtype=np.uint64))
 
 
 def open_bins(config):
@@ -295,13 +198,7 @@ def open_bins(config):
     folder = data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     train = Bins(folder, 'train', tok)
-    meta = train.meta
-    # --data_dir alone means the data of that folder, whatever dataset a config file has
-    given = command_line_names()
-    if meta['dataset'] != config['dataset'] and ('dataset' in given or 'data_dir' not in given):
-        differs = f'{meta["dataset"]}, not from {config["dataset"]}'
-        raise InputError(f'{folder} was prepared from {differs}; change --data_dir or --dataset')
-    return train, Bins(folder, 'val', tok), meta
+    return train, Bins(folder, 'val', tok), train.meta
 
 
 # -----------------------------------------------------------------------------
@@ -327,39 +224,29 @@ def check_tokenizer(folder, meta, tok):
 def get_table(config, meta):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without counts_from. Raises InputError.
+    ranges, [] without counts_from. Prints how many tokens were counted for informed signatures, and how many of the
+    run's training tokens never occurred among them. Raises InputError.
     """
     if not config['num_hashes']:
         return None, []
     tok = get_tokenizer(config['tokenizer'])
     if not config['counts_from']:
         return build_table(config, tok.tokens, meta['pad_id']), []
-    counts = counts_of_config(config, tok)
-    return informed_table(tok.tokens, counts, config['num_hashes'], config['num_buckets'], meta['pad_id'])
-
-
-def counts_of_config(config, tok):
-    """
-    Returns the counts of the token ids (V,) int64 in the folder of counts_from, and prints how many tokens were counted
-    and how many of the run's training tokens never occurred. Raises InputError.
-    """
     own = data_folder(config)
     folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
-    counts = count_tokens(folder, tok)
+    counts = count_tokens(Bins(folder, 'train', tok))
     print(f'{counts.sum():,} tokens counted in {folder}')
     if folder != own:
         never = (counts[Bins(own, 'train', tok)[:COUNTED_TOKENS]] == 0).mean()
         print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
-    return counts
+    return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], meta['pad_id'])
 
 
-def count_tokens(folder, tok):
-    """Counts each token id in the training split of a folder. Returns (V,) int64. Raises InputError."""
-    train = Bins(folder, 'train', tok)
-    train.check_table(None)
-    counts = np.zeros(len(tok.tokens), np.int64)
-    for start in range(0, len(train), COUNTED_TOKENS):
-        counts += np.bincount(train[start : start + COUNTED_TOKENS], minlength=len(counts))
+def count_tokens(bins):
+    """Counts each token id of Bins. Returns (V,) int64."""
+    counts = np.zeros(len(bins.tok.tokens), np.int64)
+    for start in range(0, len(bins), COUNTED_TOKENS):
+        counts += np.bincount(bins[start : start + COUNTED_TOKENS], minlength=len(counts))
     return counts
 
 

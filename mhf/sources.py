@@ -58,44 +58,44 @@ def hub_folder(dataset):
 
 
 def parse_mixture(dataset):
-    """'a@2e9,b@1e9' -> [('a', 2000000000), ('b', 1000000000)]. Without any @: [(dataset, None)]. Raises InputError."""
-    if not re.search(r'@[^/,]*(,|$)', dataset) or os.path.isfile(dataset):
+    """
+    Returns the sources of a mixture and their limits in training tokens: 'a@2e9,b' -> [('a', 2000000000), ('b', None)].
+    Without any limit, all files are one source.
+    """
+    items = dataset.split(',')
+    matches = [re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item) for item in items]
+    if not any(matches) or os.path.isfile(dataset):
         return [(dataset, None)]
-    sources = []
-    for item in dataset.split(','):
-        match = re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item)
-        if not match or not 1 <= float(match[2]) < 1e15:
-            raise InputError(f"dataset '{item}': append @ and its number of tokens to each source, like @2e9")
-        sources.append((match[1], int(float(match[2]))))
-    return sources
+    return [(m[1], int(float(m[2]))) if m else (item, None) for item, m in zip(items, matches, strict=True)]
 
 
 def input_files(dataset):
     """
     Returns {path: size in bytes} of a data set's files in a fixed order, each file once. The data set is 'stdlib', a
-    name of HUB, or files and globs separated by commas. Raises InputError.
+    name of HUB, a file or a glob, or several of these separated by commas. Raises InputError.
     """
-    if folder := hub_folder(dataset):
-        return hub_files(folder)
-    if dataset == 'stdlib':
+    files = {}
+    for name in [dataset] if os.path.isfile(dataset) else dataset.split(','):
+        folder = hub_folder(name)
+        for path, size in (hub_files(folder) if folder else local_files(name)).items():
+            files.setdefault(os.path.realpath(path), (path, size))
+    return dict(files.values())
+
+
+def local_files(name):
+    """Returns {path: size in bytes} of 'stdlib', a file or a glob. Raises InputError."""
+    if name == 'stdlib':
         root = Path(sysconfig.get_paths()['stdlib'])
         paths = [path for path in root.rglob('*.py') if not NOT_STDLIB & set(path.relative_to(root).parts)]
-        return {str(path): path.stat().st_size for path in sorted(paths)}
-    files = {}
-    for pattern in [dataset] if os.path.isfile(dataset) else dataset.split(','):
-        paths = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        paths = sorted(Path(path) for path in paths if not os.path.isdir(path))
-        if not paths and os.path.isdir(pattern):
-            raise InputError(f"{pattern} is a folder; name its files, like '{pattern.rstrip('/')}/*.parquet'")
-        if not paths and (pattern == 'stdlib' or hub_folder(pattern)):
-            raise InputError(f"dataset '{dataset}': to mix data sets, append @ and a token count, like {pattern}@2e9")
-        if not paths:
-            raise InputError(f'{pattern}: no such file, glob or data set{did_you_mean(pattern, ["stdlib", *HUB])}')
-        for path in paths:
-            if not re.search(SUFFIXES, str(path), re.I):
-                raise InputError(f'{path}: expected .parquet, or .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst)')
-            files.setdefault(os.path.realpath(path), str(path))
-    return {path: os.path.getsize(path) for path in files.values()}
+    else:
+        found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+        paths = [Path(path) for path in found if os.path.isfile(path)]
+    if not paths:
+        raise InputError(f'{name}: no such file, glob or data set{did_you_mean(name, ["stdlib", *HUB])}')
+    for path in paths:
+        if not re.search(SUFFIXES, path.name, re.I):
+            raise InputError(f'{path}: expected .parquet, or .txt, .jsonl, .ndjson, .json (also .gz, .xz, .zst)')
+    return {str(path): os.path.getsize(path) for path in sorted(paths)}
 
 
 def hub_files(folder):
@@ -110,8 +110,8 @@ def hub_files(folder):
         entries = list(hub.list_repo_tree(repository, *path, recursive=True, revision=commit, repo_type='dataset'))
     except Exception as e:  # no network, no such folder
         raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
-    sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}
-    return {f'hf://datasets/{repository}@{commit}/{file}': sizes[file] for file in sorted(sizes)}
+    addresses = {f'hf://datasets/{repository}@{commit}/{entry.path}': entry.size for entry in entries}
+    return {address: addresses[address] for address in sorted(addresses) if address.endswith('.parquet')}
 
 
 # -----------------------------------------------------------------------------
@@ -123,27 +123,32 @@ def read_documents(dataset):
     return read_files(input_files(dataset))
 
 
-def read_files(paths):
-    """Yields the documents of files, stripped and not empty; long ones in pieces. Raises InputError."""
+def read_files(paths, separate_ends=0.0):
+    """
+    Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, each is two
+    documents: the last separate_ends of its characters, if possible from a line end on, are the second. Raises
+    InputError.
+    """
     for path in paths:
-        for text in read_file(path):
-            for piece in split_long_text(text):
-                if piece := piece.strip():
-                    yield piece
+        for text in map(str.strip, read_file(path)):
+            if text and separate_ends:
+                end = len(text) - math.ceil(len(text) * separate_ends)
+                end = max(end, text.find('\n', end, (end + len(text)) // 2))
+                yield text[:end].strip()
+                yield text[end:].strip()
+            elif text:
+                yield text
 
 
 def read_file(path):
-    """Yields the text of each document of a file, '' if it has none. Raises InputError."""
+    """Yields the text of each document of a file, long ones in pieces. Raises InputError."""
     row = 1
     try:
         for text in read_parquet(path) if path.lower().endswith('.parquet') else read_text(path):
-            if not isinstance(text, str | None):
-                raise InputError(f"'text' is {type(text).__name__}, expected a string")
-            yield text or ''
+            yield from split_long_text(text or '')
             row += 1
     except Exception as e:  # the library of each format raises its own types, which do not name the file
-        reason = str(e) if isinstance(e, InputError) else f'cannot be read ({type(e).__name__}: {e!s:.300})'
-        raise InputError(f'{path}, row {row:,}: {reason}') from None
+        raise InputError(f'{path}, row {row:,}: cannot be read ({type(e).__name__}: {e!s:.300})') from None
 
 
 def read_text(path):
@@ -202,44 +207,17 @@ def split_long_text(text):
 # held-out text
 
 
-def start_counts(paths, val_fraction, val_bytes):
+def start_counts(paths, val_fraction):
     """
-    Returns the counts before the first document of a source, for hold_out(). Reads up to n = round(1 / val_fraction)
-    documents. `held_out_from` is the index of a character if there are fewer, else None.
+    Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
+    round(1 / val_fraction), or of a source with fewer documents the end of each, which then is every second document.
     """
     n = round(1 / val_fraction)
-    sizes = [len(text) for text in itertools.islice(read_files(paths), n)]
-    held_out_from = None
-    if len(sizes) < n:
-        held_out_from = sum(sizes) - int(min(math.ceil(sum(sizes) * val_fraction), val_bytes))
-    return dict(documents=0, characters=0, held_out_bytes=0, tokens=0, held_out_from=held_out_from)
+    has_few = sum(1 for _ in itertools.islice(read_files(paths), n)) < n
+    counts = dict(documents=0, tokens=0, held_out_bytes=0)
+    return counts | dict(n=2, separate_ends=val_fraction) if has_few else counts | dict(n=n, separate_ends=0.0)
 
 
-def hold_out(texts, counts, val_fraction, val_bytes):
-    """
-    Yields each text of a source and whether it is held out: every n-th document, n = round(1 / val_fraction), until
-    val_bytes. Of a source with fewer documents, the end is held out: a val_fraction of its characters, if possible from
-    a line end on. counts: those before the first of the texts, from start_counts(), which this function updates.
-    """
-    for text in texts:
-        # `first` is the first character that is held out
-        if counts['held_out_from'] is None:
-            is_nth = (counts['documents'] + 1) % round(1 / val_fraction) == 0
-            first = 0 if is_nth and counts['held_out_bytes'] < val_bytes else len(text)
-        else:
-            first = min(counts['held_out_from'] - counts['characters'], len(text))
-            if first <= 0 or counts['held_out_bytes']:
-                first = 0
-            else:
-                first = max(first, text.find('\n', first, (first + len(text)) // 2))
-        for part, is_held_out in ((text[:first].strip(), False), (text[first:].strip(), True)):
-            if part:
-                count(counts, part, is_held_out)
-                yield part, is_held_out
-
-
-def count(counts, text, is_held_out):
-    """Adds a text of hold_out() to counts."""
-    counts['documents'] += 1
-    counts['characters'] += len(text)
-    counts['held_out_bytes'] += len(text.encode()) if is_held_out else 0
+def is_held_out(counts, val_bytes):
+    """Returns whether a document is held out, until val_bytes. counts: those of the source, with this document."""
+    return counts['documents'] % counts['n'] == 0 and counts['held_out_bytes'] < val_bytes

@@ -23,11 +23,10 @@ class MHF(model.MHF):
         self.register_buffer('bias', torch.zeros(self.config.vocab_size))
 
     def init_weights(self):
-        from mhf.data import count_tokens, read_meta  # these modules import model.MHF
-        from mhf.tokenizers import get_tokenizer
+        from mhf.data import Bins, count_tokens  # these modules import model.MHF
 
         super().init_weights()
-        counts = torch.tensor(count_tokens(self.counts_from, get_tokenizer(read_meta(self.counts_from)['tokenizer'])))
+        counts = torch.tensor(count_tokens(Bins(self.counts_from, 'train')))
         self.bias.copy_(((counts + 1) / (counts + 1).sum()).log())
 
     def token_logits(self, o):

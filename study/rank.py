@@ -99,7 +99,6 @@ def read_contexts(folder, config, model):
     """Complete contexts of a run's held-out tokens, (n, T). Raises InputError if they are too few for the bound."""
     T = model.config.block_size
     val = Bins(data_folder(config), 'val', get_tokenizer(config['tokenizer']))
-    val.check_table(model.table)
     ids = val[:].tolist()
     n = min(CONTEXTS, len(ids)) // T
     bound = bounds(model.config)['bound']

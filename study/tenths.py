@@ -56,13 +56,12 @@ def measure(study, entry, folder):
     model.load_state_dict(ckpt.model)
     model.eval().to(pick_device(None))
     tok = get_tokenizer(study.data[entry['train']].get('tokenizer', 'mistral'))
-    counts = count_tokens(entry['train'], tok)
+    counts = count_tokens(Bins(entry['train'], 'train', tok))
     temperatures = TEMPERATURES if config.loss == 'product' and config.num_hashes else (1.0,)
     best = None
     found = {}
     for corpus, path in entry['corpora'].items():
         val = Bins(path, 'val', tok)
-        val.check_table(model.table)
         ids = val[:].tolist()
         with torch.autocast(pick_device(None), torch.bfloat16, enabled=ckpt.settings['dtype'] == 'bfloat16'):
             nats = token_nats(model, ids, temperatures)

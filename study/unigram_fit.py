@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from hashing import informed_table, signature_table
-from mhf.data import count_tokens, read_meta
+from mhf.data import Bins, count_tokens
 from mhf.errors import InputError, install_excepthook
-from mhf.tokenizers import get_tokenizer
 
 
 def fit(table, counts, used, iterations=1500):
@@ -75,17 +74,15 @@ def main():
     args = parser.parse_args()
     if args.iterations <= 100:
         raise InputError(f'--iterations={args.iterations}: must be above 100')
-    meta = read_meta(args.data_dir)
-    if meta is None:
-        raise InputError(f'{args.data_dir} has no prepared data (meta.json); run prepare.py with --data_format=ids')
-    tok = get_tokenizer(meta['tokenizer'])
-    counts = count_tokens(args.data_dir, tok)
+    train = Bins(args.data_dir, 'train')
+    tok = train.tok
+    counts = count_tokens(train)
     used = np.array([token is not None for token in tok.tokens])
     sizes = (args.num_hashes, args.num_buckets)
     tables = {
         "the paper's": signature_table(tok.tokens, *sizes, pad_id=tok.pad),
-        'informed': informed_table(tok.tokens, counts, *sizes, pad_id=tok.pad)[0],
-        'informed by counts alone': informed_table(tok.tokens, counts, *sizes, pad_id=tok.pad, properties=())[0],
+        'informed': informed_table(tok.spellings, counts, *sizes, pad_id=tok.pad)[0],
+        'informed by counts alone': informed_table(tok.spellings, counts, *sizes, pad_id=tok.pad, properties=())[0],
     }
     print(f'{used.sum():,} tokens in the vocabulary, H={args.num_hashes}, B={args.num_buckets}')
     for name, table in tables.items():

@@ -308,8 +308,8 @@ def assert_same(a, b):
 
 
 def snapshot(folder):
-    """Returns {path: digest of its contents, None for a folder} of everything in a folder."""
-    paths = sorted(folder.rglob('*'))
+    """Returns {path: digest of its contents, None for a folder} of everything in a folder but locks."""
+    paths = sorted(path for path in folder.rglob('*') if path.suffix != '.lock')
     digests = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else None for p in paths}
     return {str(p.relative_to(folder)): digest for p, digest in digests.items()}
 

@@ -146,17 +146,9 @@ def test_both_data_formats_train_alike(quick):
     ok('train.py', *ids, '--num_hashes=0', '--out_dir=standard', *until(12), cwd=quick)
     last = events(quick, 'standard')[-1]
     assert last['val_loss'] == last['val_nats'] < math.log(32768) - 1
-    ok('prepare.py', 'cfg.py', '--single_id', '--data_dir=single', cwd=quick)
-    signatures = ('cfg.py', '--data_dir=bins')
-    counts = ('--counts_from=train', '--num_hashes=4')
-    for k, (data, model) in enumerate([(signatures, counts), (('cfg.py', '--data_dir=single'), ('--single_id',))]):
-        for out, args in ((f's{k}', data), (f'i{k}', ids)):
-            ok('train.py', *args, *model, f'--out_dir={out}', *until(3), cwd=quick)
-        losses = [[step['loss'] for step in steps(quick, f'{format}{k}')] for format in 'si']
-        # where ids share a signature, another of them is the target, and sums are rounded in another order
-        assert losses[0] == (losses[1] if model == counts else pytest.approx(losses[1], rel=1e-6))
-    says = 'prepare it with --data_format=ids'
-    refused('train.py', 'cfg.py', '--data_dir=single', '--out_dir=c', says=says, cwd=quick)
+    for out, args in (('s', ('cfg.py', '--data_dir=bins')), ('i', ids)):
+        ok('train.py', *args, '--counts_from=train', '--num_hashes=4', f'--out_dir={out}', *until(3), cwd=quick)
+    assert steps(quick, 's') == steps(quick, 'i')
 
 
 def test_informed_signatures(quick):
@@ -336,7 +328,7 @@ def test_one_run_in_an_out_dir(quick):
     command = ('train.py', 'cfg.py', '--out_dir=b')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
-    refused(*command, says='b is in use by another process, which has locked b/.train.lock', cwd=quick)
+    refused(*command, says='b/.train.lock', cwd=quick)
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -363,7 +355,7 @@ def test_a_run_in_a_notebook(quick):
     command = [sys.executable, 'notebook.py', REPO / 'train.py', 'cfg.py', '--out_dir=b', '--lr_decay_steps=24']
     done = subprocess.run(command, cwd=quick, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=REPO))
     assert done.returncode == 0 and done.stdout.count('ended by InputError') == 1, done.stdout + done.stderr
-    assert weights(quick, 'b')['step'] == 2 and not (quick / 'b/.train.lock').exists()
+    assert weights(quick, 'b')['step'] == 2
 
 
 def test_a_new_run_keeps_the_log_of_another(quick):
