@@ -6,7 +6,6 @@ tests/ contains the tests of the scripts.
 """
 
 import copy
-import importlib.util
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 
 import model as model_module
 from hashing import (
@@ -51,7 +50,7 @@ from mhf.export import save_pretrained
 from mhf.generate import Engine
 from mhf.released import from_pretrained
 from mhf.tokenizers import get_tokenizer
-from model import ABLATIONS, MHF, MHFConfig, sample_token
+from model import MHF, MHFConfig, sample_token
 
 REPO = Path(__file__).resolve().parent
 GOLDEN_DIR = REPO / 'tests/golden'
@@ -60,10 +59,6 @@ GOLDEN_DIR = REPO / 'tests/golden'
 @pytest.fixture(scope='session')
 def mistral():
     return get_tokenizer('mistral')
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 # -----------------------------------------------------------------------------
@@ -322,7 +317,7 @@ def random_model(seed=0, dtype=torch.float64, unused_ids=(), **changes):
 def bucket_logits(m, ids):
     """Token ids (N, T) -> bucket logits (N, T, H, B)."""
     with torch.no_grad():
-        return torch.stack(m.bucket_logits(m.hidden_states(ids), m.head_matrices()), dim=2)
+        return torch.stack(m.hash_decoder(m.hidden_states(ids), m.head_matrices()), dim=2)
 
 
 def distance(measured, expected):
@@ -370,9 +365,9 @@ def test_golden_forward():
     m = from_pretrained(GOLDEN_DIR / 'tiny_a').double()
     ids = expect['input_ids']
     assert not m.training  # so that a fork's dropout is off
-    assert relative(bucket_logits(m, ids), expect['bucket_logits']) < 1e-9
-    assert relative(m.hidden_states(ids), expect['last_hidden']) < 1e-9
-    assert relative(m.log_probs(ids), expect['logp_inf']) < 1e-9
+    assert distance(bucket_logits(m, ids), expect['bucket_logits']) < 1e-9
+    assert distance(m.hidden_states(ids), expect['last_hidden']) < 1e-9
+    assert distance(m.log_probs(ids), expect['logp_inf']) < 1e-9
 
 
 def test_golden_training():
@@ -390,16 +385,6 @@ def test_golden_training():
         optimizer.zero_grad()
         assert loss.item() == pytest.approx(expect['train_losses'][step].item(), rel=1e-8)
         assert norm.item() == pytest.approx(expect['train_grad_norms'][step].item(), rel=1e-8)
-
-
-def qwen3_config(c):
-    """The config of transformers' Qwen3 with the layers of an MHFConfig."""
-    return Qwen3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim, tie_word_embeddings=True, rope_theta=c.rope_theta, initializer_range=0.2,
-        max_position_embeddings=64, pad_token_id=2, eos_token_id=2,
-    )  # fmt: skip
 
 
 SIZES = [
@@ -420,7 +405,12 @@ def test_bucket_logits_are_the_formulas(changes):
     W1, b1, W2, b2, Ws, bs = m.encoder.parameters()
     alpha = (silu(k @ W1.T + b1) @ W2.T + b2).exp()
     alpha = alpha / alpha.sum(dim=0)
-    qwen3 = Qwen3Model(qwen3_config(m.config))
+    c = m.config
+    qwen3_config = Qwen3Config(
+        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rope_theta=1e6,
+    )  # fmt: skip
+    qwen3 = Qwen3Model(qwen3_config)
     body = {name: tensor for name, tensor in m.state_dict().items() if name.startswith(('layers.', 'norm.'))}
     assert qwen3.load_state_dict(body, strict=False).missing_keys == ['embed_tokens.weight']
     c = qwen3(inputs_embeds=(alpha * k).sum(dim=0) @ Ws.T + bs).last_hidden_state
@@ -431,23 +421,7 @@ def test_bucket_logits_are_the_formulas(changes):
             e = o[i].softmax(-1) @ E[i]
             Wdn, bdn, Wup, bup = m.hash_decoder[i].parameters()
             c = c + silu(torch.cat([c, e], -1) @ Wdn.T + bdn) @ Wup.T + bup
-    assert relative(bucket_logits(m, ids), torch.stack(o, dim=2)) < 1e-4
-
-
-@pytest.mark.parametrize('heads, kv_heads', [(4, 2), (6, 1), (3, 3)])
-def test_standard_agrees_with_qwen3(tmp_path, heads, kv_heads):
-    """The Standard model equals transformers' Qwen3: logits, log P and loss."""
-    torch.manual_seed(0)
-    qwen3 = Qwen3ForCausalLM(qwen3_config(replace(TINY, num_heads=heads, num_kv_heads=kv_heads))).eval()
-    qwen3.save_pretrained(tmp_path)
-    m = from_pretrained(tmp_path)
-    ids = torch.randint(0, 300, (2, 40))
-    assert m.config.num_hashes == 0 and m.config.rope_theta == 1e6
-    logits = qwen3(ids).logits
-    assert relative(bucket_logits(m, ids)[:, :, 0], logits) < 1e-5
-    assert (m.log_probs(ids) - logits.log_softmax(-1)).abs().max() < 1e-5
-    reference = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert abs(m(ids[:, :-1], ids[:, 1:]) - reference) < 1e-5
+    assert distance(bucket_logits(m, ids), torch.stack(o, dim=2)) < 1e-4
 
 
 def test_parameter_counts():
@@ -483,22 +457,8 @@ def differing(measured, expected, tolerance=1e-10):
 
 
 KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
-KINDS += [dict(num_hashes=4), dict(num_hashes=8), *(dict(ablation=name) for name in ABLATIONS[1:])]
-
-
-def no_interpreter():
-    """Returns '' if Triton's interpreter can run the kernels, otherwise the reason."""
-    if not importlib.util.find_spec('triton'):
-        return 'needs the package triton'
-    import triton
-
-    versions = [[*map(int, module.__version__.split('.')[:2])] for module in (triton, np)]
-    # range() of a tensor: only 0-dimensional arrays can be converted to Python scalars
-    is_broken = versions[0] < [3, 7] and versions[1] >= [2, 4]
-    return "Triton's interpreter before 3.7 fails with NumPy 2.4" if is_broken else ''
-
-
-needs_interpreter = pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter())
+KINDS += [dict(num_hashes=4), dict(num_hashes=8)]
+KINDS += [dict(ablation=name) for name in ('mean_gate', 'hard_embeddings', 'no_cascade')]
 
 
 def check_equal_to_plain_torch(m):
@@ -630,10 +590,10 @@ def test_first_derivatives_only():
     m = random_model()
     x, y = sequences(m, 1, 5)
     o = torch.randn(5, 40, dtype=torch.float64, requires_grad=True)
-    for function in (lambda: m(x, y), lambda: head.cross_entropy(o, y.flatten() % 40).sum()):
+    for function in (lambda: m(x, y), lambda: head.cross_entropy(o, y.flatten() % 40).mean()):
         loss = function()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match='one backward pass'):
+        with pytest.raises(RuntimeError, match='inplace operation'):
             loss.backward()
         with pytest.raises(RuntimeError, match='second derivative'):
             function().backward(create_graph=True)
@@ -669,13 +629,13 @@ def test_ablations_are_what_they_are_called(tmp_path):
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
     h = torch.randn(6, 32, dtype=torch.float64)
     m = random_model(ablation='hard_embeddings')
-    o = m.bucket_logits(h, m.head_matrices())
+    o = m.hash_decoder(h, m.head_matrices())
     c = h
-    for i, E_i in enumerate(m.head_weight.split(40)):
+    for i, E_i in enumerate(m.embed.weight.split(40)):
         assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
         c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
-    assert torch.allclose(torch.cat(m.bucket_logits(h, m.head_matrices()), dim=1), h @ m.head_weight.T, rtol=1e-12)
+    assert torch.allclose(torch.cat(m.hash_decoder(h, m.head_matrices()), dim=1), h @ m.embed.weight.T, rtol=1e-12)
     with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
         save_pretrained(m, tmp_path / 'released', 'mistral')
 
@@ -866,7 +826,7 @@ def test_norms_and_angles_keep_float32():
     h = m.hidden_states(x)
     with torch.autocast('cpu', torch.bfloat16):
         assert m.hidden_states(x).dtype == torch.float32
-    assert relative(h.double(), m.double().hidden_states(x)) < 1e-4
+    assert distance(h.double(), m.double().hidden_states(x)) < 1e-4
     # on bfloat16 input only the result is rounded
     norm = model_module.RMSNorm(64, 1e-6)
     v = torch.randn(500, 64).bfloat16()
@@ -894,18 +854,6 @@ def test_cached_generation_equals_uncached(H, groups):
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
     drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
-
-
-@pytest.mark.parametrize('length', [12, 20])
-def test_prefill_in_parts(length):
-    """States of a prompt in several parts equal those of one call, also if the cache has free slots."""
-    m = random_model()
-    ids = torch.randint(0, 300, (2, 12))
-    cache = Engine(m).new_cache(2, length)
-    with torch.no_grad():
-        slots = torch.arange(12).split([7, 4, 1])
-        parts = [m.hidden_states(ids[:, part], cache, part, positions=part) for part in slots]
-        assert torch.allclose(torch.cat(parts, dim=1), m.hidden_states(ids), rtol=1e-9)
 
 
 def test_compiled_generation(monkeypatch):
