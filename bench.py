@@ -10,7 +10,6 @@ causal attention counts half. Peak memory, on a GPU only, excludes parameters an
 compared with H4B16K. For the time of each kernel, run train.py under torch.profiler.
 """
 
-import gc
 import statistics
 import time
 from dataclasses import replace
@@ -39,33 +38,24 @@ globals().update({name: value for name, value in vars(MHFConfig()).items() if na
 
 config = configure(globals())
 
-NEW_TOKENS = 64  # per generated text, after the first one
-
-# -----------------------------------------------------------------------------
-# time and memory of a function
+NEW_TOKENS = 64  # per generated text
 
 
-def timed(function):
-    """Calls a function. Returns seconds."""
-    synchronize = torch.get_device_module(device_type).synchronize
-    synchronize()
-    start = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def interleaved(functions, measure=timed):
+def medians(functions):
     """
     {name: function} -> {name: median seconds}. The functions alternate, A B C A B C ...: one round to warm up, then
-    `repeats` rounds. `measure` calls a function and returns seconds.
+    `repeats` rounds.
     """
-    rounds = [{name: measure(function) for name, function in functions.items()} for _ in range(1 + repeats)]
-    return {name: statistics.median(r[name] for r in rounds[1:]) for name in functions}
-
-
-# -----------------------------------------------------------------------------
-# models
+    synchronize = torch.get_device_module(device_type).synchronize
+    seconds = {name: [] for name in functions}
+    for _ in range(1 + repeats):
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def variant_configs(c):
@@ -76,7 +66,7 @@ def variant_configs(c):
     return {name: configs[name] for name in variants.split(',')}
 
 
-def random_model(c, tok):
+def random_model(c):
     """Returns a model with random weights."""
     table = build_table(vars(c), tok.tokens, tok.pad) if c.num_hashes else None
     with torch.device(device):
@@ -85,31 +75,32 @@ def random_model(c, tok):
     return model
 
 
-def random_ids(model, N, T):
-    """Returns random token ids (N, T)."""
-    return torch.randint(model.config.vocab_size, (N, T), device=device)
+def random_batch(c, N):
+    """Returns random token ids of inputs and targets, each (N, block_size)."""
+    ids = torch.randint(c.vocab_size, (N, c.block_size + 1), device=device)
+    return ids[:, :-1], ids[:, 1:]
 
 
 # -----------------------------------------------------------------------------
 # training
 
 
-def training_step(c, tok):
+def training_step(c):
     """
     Returns a model, a function that trains it on one micro-batch, as train.py does: forward, backward, clipping and
     AdamW; and the peak memory of its second call in bytes, 0 if it is unknown.
     """
-    model = random_model(c, tok)
+    model = random_model(c)
     model.activation_checkpointing = activation_checkpointing
     if compile:
         model.compile(dynamic=False)  # otherwise sizes that differ between variants become symbolic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    ids = random_ids(model, micro_batch_size, c.block_size + 1)
+    x, y = random_batch(c, micro_batch_size)
 
     def compute_gradients():
         optimizer.zero_grad()
         with torch.autocast(device_type, torch.bfloat16, enabled=dtype == 'bfloat16'):
-            mean_loss = model(ids[:, :-1], ids[:, 1:])
+            mean_loss = model(x, y)
         mean_loss.backward()
 
     def step():
@@ -130,16 +121,16 @@ def training_step(c, tok):
     return model, step, peak_memory
 
 
-def bench_train(configs, tok):
+def bench_train(configs):
     """Prints time and memory of a training step."""
-    steps = {variant: training_step(c, tok) for variant, c in configs.items()}
-    medians = interleaved({variant: step for variant, (_, step, _) in steps.items()})
+    steps = {variant: training_step(c) for variant, c in configs.items()}
+    seconds = medians({variant: step for variant, (_, step, _) in steps.items()})
     print(f'\ntraining step, {micro_batch_size} x {config["block_size"]:,} tokens, compile={compile}')
     print('                parameters        ms    tokens/s  MFLOP/token   GFLOP/s  peak memory')
     for variant, (model, _, peak_memory) in steps.items():
-        speed = micro_batch_size * config['block_size'] / medians[variant]
+        speed = micro_batch_size * config['block_size'] / seconds[variant]
         flops = model.estimate_flops()
-        times = f'{medians[variant] * 1e3:>10,.1f}{speed:>12,.1f}'
+        times = f'{seconds[variant] * 1e3:>10,.1f}{speed:>12,.1f}'
         print(f'{variant:<10}{sum(model.num_params()):>16,}{times}{flops / 1e6:>13,.2f}', end='')
         print(f'{flops * speed / 1e9:>10,.0f}{peak_memory / 1e9:>10.2f} GB')
 
@@ -148,45 +139,38 @@ def bench_train(configs, tok):
 # inference
 
 
-def time_generation(stream):
-    """Times a function's generator of tokens from its second token on; the first needs the prompt. Returns seconds."""
-    tokens = stream()
-    next(tokens)
-    return timed(partial(list, tokens))
+def generate(engine, prompt):
+    return list(engine.stream(prompt, NEW_TOKENS))
 
 
 @torch.no_grad()
-def bench_infer(configs, tok):
+def bench_infer(configs):
     """
-    Prints the speed of generation at batch size 1, without the prompt, and the latency of P(w), normalized over the
-    vocabulary, for the tokens of one sequence.
+    Prints the speed of generation at batch size 1 after a prompt of one token, and the latency of P(w), normalized over
+    the vocabulary, for the tokens of one sequence.
     """
+    generation = {}
+    normalization = {}
     # -log P(w) is the exact loss, so a variant's own loss does not matter
-    distinct = {'MHF' if c.num_hashes else 'Standard': replace(c, loss='exact') for c in configs.values()}
-    prompt = torch.full((1, 16), len(tok.tokens) // 2, device=device)
-    generations = {}
-    normalizations = {}
-    for name, c in distinct.items():
-        model = random_model(c, tok).to(getattr(torch, dtype)).eval()
-        ids = random_ids(model, 1, c.block_size + 1)
+    for c in configs.values():
+        name = 'MHF' if c.num_hashes else 'Standard'
+        model = random_model(replace(c, loss='exact')).to(getattr(torch, dtype)).eval()
+        x, y = random_batch(c, 1)
         engine = Engine(model)
         if compile:
-            engine.compile(1, prompt.shape[1] + 1 + NEW_TOKENS)
-        generations[name] = partial(engine.stream, prompt, 1 + NEW_TOKENS)
-        normalizations[name] = partial(model, ids[:, :-1], ids[:, 1:])
-    generation_seconds = interleaved(generations, time_generation)
-    normalization_seconds = interleaved(normalizations)
+            engine.compile(1, 1 + NEW_TOKENS)
+        generation[name] = partial(generate, engine, x[:, :1])
+        normalization[name] = partial(model, x, y)
+    generation = medians(generation)
+    normalization = medians(normalization)
     print(f'\ninference, batch size 1, weights in {dtype}')
     print(f'          generation  P(w) of {config["block_size"]:,} tokens')
-    for name, seconds in normalization_seconds.items():
-        print(f'{name:<10}{NEW_TOKENS / generation_seconds[name]:.1f} tokens/s{seconds * 1e3:>12,.1f} ms')
+    for name in generation:
+        print(f'{name:<10}{NEW_TOKENS / generation[name]:.1f} tokens/s{normalization[name] * 1e3:>12,.1f} ms')
 
-
-BENCHMARKS = dict(train=bench_train, infer=bench_infer)
 
 # -----------------------------------------------------------------------------
 # main
-
 
 if __name__ == '__main__':
     tok = get_tokenizer(tokenizer)
@@ -200,5 +184,4 @@ if __name__ == '__main__':
     print(f'{name}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads')
     for benchmark in benchmarks.split(','):
         torch.manual_seed(0)
-        BENCHMARKS[benchmark](configs, tok)
-        gc.collect()
+        dict(train=bench_train, infer=bench_infer)[benchmark](configs)
