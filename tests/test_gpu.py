@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import REPO, ok, steps
 from test_kernels import make_index
+from test_kernels import pytestmark as needs_interpreter
 
 from mhf import head
 from mhf.generate import Engine
-from test_mhf import distance, needs_interpreter, plain, random_model
+from test_mhf import distance, plain, random_model
 
 pytest.importorskip('triton', reason='needs the package triton')
 # read by cuBLAS when it is initialized, for test_deterministic
