@@ -39,7 +39,6 @@ from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 COUNTED_TOKENS = 2**24  # read at a time to count them
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
-SIGNATURE_SETTINGS = ('num_hashes', 'num_buckets', 'num_lsh', 'single_id')
 
 # -----------------------------------------------------------------------------
 # the folder of a config

@@ -237,23 +237,18 @@ class Changes:
         self.tok = tok
         self.texts = 0
         self.changed_texts = 0
-        self.bytes = 0
-        self.lost_bytes = 0
         self.example = ''
 
     def add(self, text, ids):
         decoded = self.tok.decode([i for i in ids if i != self.tok.unk])
         self.texts += 1
         self.changed_texts += decoded != text
-        self.bytes += len(text.encode())
-        self.lost_bytes += max(0, len(text.encode()) - len(decoded.encode()))
         if decoded != text and not self.example:
             start = len(os.path.commonprefix([text, decoded]))
             self.example = f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
 
     def warn(self):
-        """Prints both counts if a text was changed."""
+        """Prints both counts and the first change if a text was changed."""
         if self.changed_texts:
-            changed = f'{self.changed_texts:,} of {self.texts:,} compared texts ({self.example})'
-            lost = f'{self.lost_bytes / max(1, self.bytes):.2%} of their bytes'
-            print(f"warning: tokenizer '{self.tok.name}' changes {changed} and loses {lost}", file=sys.stderr)
+            changed = f'{self.changed_texts:,} of {self.texts:,} compared texts: {self.example}'
+            print(f"warning: tokenizer '{self.tok.name}' changes {changed}", file=sys.stderr)

@@ -179,11 +179,6 @@ def wait_all(processes):
     return [(process.returncode, process.stdout, process.stderr) for process in done]
 
 
-def run_ranks(number, script, *args, **options):
-    """Calls ranks() and waits for all processes. Returns [(returncode, stdout, stderr)]."""
-    return wait_all(ranks(number, script, *args, **options))
-
-
 # -----------------------------------------------------------------------------
 # a small run
 

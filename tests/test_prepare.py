@@ -143,8 +143,7 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
 
 def test_text_that_the_tokenizer_changes(tmp_path, capsys):
     """
-    A warning says how many texts a tokenizer changes and how many bytes it loses, white space included; bits per byte
-    state the lost bytes.
+    A warning says how many texts a tokenizer changes, white space included; bits per byte state the lost bytes.
     """
     letters = '0123456789abcdefghijklmnopqrstuvwxyz'
     words = {token: i for i, token in enumerate(['<e>', '[UNK]', *letters, *map('##{}'.format, letters)])}
@@ -160,8 +159,7 @@ def test_text_that_the_tokenizer_changes(tmp_path, capsys):
     (tmp_path / 'tok/tokenizer_config.json').write_text('{"eos_token": "<e>"}')
     prepared('d', tokenizer='tok')
     (line,) = capsys.readouterr().err.splitlines()
-    share = lost / sum(len(text.encode()) for text in texts)
-    assert ' changes 40 of 40 ' in line and f' loses {share:.2%} of their bytes' in line
+    assert ' changes 40 of 40 ' in line
     tok = get_tokenizer('tok')
     assert evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))[2] == lost
 

@@ -25,7 +25,6 @@ from conftest import (
     ranks,
     refused,
     run,
-    run_ranks,
     snapshot,
     started,
     steps,
@@ -162,7 +161,7 @@ def test_informed_signatures(quick):
     assert '0.0% of the training tokens in ids never occurred in bins' in done.stdout
     assert_same(weights(quick, 'e')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
-    for code, _, errors in run_ranks(2, 'train.py', *data, *args, cwd=quick):
+    for code, _, errors in wait_all(ranks(2, 'train.py', *data, *args, cwd=quick)):
         assert code == 0, errors
     ok('train.py', *data, '--init_from=a', '--out_dir=d', cwd=quick)
     ok('mhf.export', 'a', 'exported', cwd=quick)
@@ -252,7 +251,7 @@ def test_a_fork_resumes_exactly(quick, number):
     """
     args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--lr_decay_steps=24')
     for out, last in (('a', 4), ('b', 2), ('b', 4)):
-        done = run_ranks(number, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick, patch=STATEFUL)
+        done = wait_all(ranks(number, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick, patch=STATEFUL))
         assert [code for code, *_ in done] == number * [0], done
     a = weights(quick, 'a')
     b = weights(quick, 'b')
