@@ -60,11 +60,6 @@ def is_setting_name(name):
     return name.isidentifier() and name.islower() and not name.startswith('_')
 
 
-def command_line_names():
-    """Returns the set of the names in --name and --name=value on the command line."""
-    return {argument[2:].partition('=')[0] for argument in sys.argv[1:] if argument.startswith('--')}
-
-
 def plain(key, value):
     """Returns a value as JSON stores it, which every reader of a checkpoint knows: a float for a numpy.float64."""
     try:

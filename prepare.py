@@ -247,7 +247,7 @@ def prepare_source(job, source):
 def start(folder, meta, tok):
     """Creates meta.json. If units are finished, their meta.json must be the same. Raises InputError."""
     existing = data.read_json(folder / 'meta.json')
-    if any(folder.glob('[0-9]*.json')):
+    if existing and any(folder.glob('[0-9]*.json')):
         check_same(folder, existing, meta, tok)
     elif not existing and (shards := sorted(folder.glob('*_[0-9]*.bin'))):
         raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')

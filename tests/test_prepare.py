@@ -367,13 +367,14 @@ def test_other_settings_or_files(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(raw[:middle] + raw[middle:].replace(b'e', b'E', 1))
     with pytest.raises(InputError, match='the file a.jsonl=.*, now it is .*; delete'):
         prepared('d')
-    folder = tmp_path / 'foreign'
-    folder.mkdir()
-    (folder / 'train_000007.bin').write_text('x')
-    before = snapshot(folder)
-    with pytest.raises(InputError, match='train_000007.bin could be overwritten'):
-        prepared(folder)
-    assert snapshot(folder) == before
+    (tmp_path / 'foreign').mkdir()
+    (tmp_path / 'foreign/train_000007.bin').write_text('x')
+    (tmp_path / 'd/meta.json').unlink()
+    before = snapshot(tmp_path)
+    for folder, shard in (('foreign', 'train_000007.bin'), ('d', 'train_000000.bin')):
+        with pytest.raises(InputError, match=f'{shard} could be overwritten'):
+            prepared(folder)
+    assert snapshot(tmp_path) == before
 
 
 def test_damaged_shards(tmp_path):
