@@ -20,7 +20,7 @@ import torch
 from configurator import configure
 from mhf.data import build_table
 from mhf.generate import Engine
-from mhf.runtime import capture, init_distributed, pick_compile, pick_dtype
+from mhf.runtime import capture, init_distributed, pick_dtype
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
 
@@ -179,7 +179,7 @@ if __name__ == '__main__':
     _, _, device = init_distributed(device)
     device_type = torch.device(device).type
     dtype = pick_dtype(dtype, device)
-    compile = pick_compile(compile, device)
+    compile = device_type == 'cuda' if compile is None else compile
     name = torch.cuda.get_device_name(device) if device_type == 'cuda' else device
     print(f'{name}, {dtype}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads')
     for benchmark in benchmarks.split(','):

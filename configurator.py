@@ -3,14 +3,13 @@ Settings of a script: its defaults, overridden by config files, overridden by --
 
     $ python train.py config/mhf_tiny.py --max_steps=100 --wandb
 
-A script's settings are the lower-case globals that it assigns above the call
+A script's settings are the lower-case globals with plain values above the call
 
     config = configure(globals())     # sets these globals; an imported script keeps its defaults
 
-A new setting is one line `name = value`. The value may be any expression; it becomes a plain number, string, True,
-False, None or list of these.
+A new setting is one line `name = value`, with any expression for a number, a string, True, False, None or a list.
 Config files are Python. One file may contain settings of all scripts; names that start with _ are private to it. A
-variant of a config starts with `from config.mhf_1b import *`. Unknown names, missing values and wrong types are errors.
+variant of a config starts with `from config.mhf_1b import *`. Unknown names and wrong types are errors.
 """
 
 import ast
@@ -47,6 +46,13 @@ def check_numbers(settings, names, low=0, below=math.inf):
             raise InputError(f'{name}={settings[name]}: must be at least {low}{limit}')
 
 
+def check_known(names, known, where):
+    """Raises InputError for a name that is not known."""
+    for name in names:
+        if name not in known:
+            raise InputError(f"{where}: unknown setting '{name}'{did_you_mean(name, known)}")
+
+
 @functools.cache
 def find_settings(script):
     """Returns {name: ast node of its assignment} of the settings in the source of a script, a path from HERE."""
@@ -60,23 +66,13 @@ def is_setting_name(name):
     return name.isidentifier() and name.islower() and not name.startswith('_')
 
 
-def plain(key, value):
-    """Returns a value as JSON stores it, which every reader of a checkpoint knows: a float for a numpy.float64."""
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError:
-        kinds = 'a number, text, True, False, None or a list'
-        raise InputError(f'{key}={value!r:.64} is {type(value).__name__}, expected {kinds}') from None
-
-
 def coerce(key, value, default):
     """Returns `value` as the type of `default`, with ~ expanded in paths. A default of None accepts any type."""
-    value = plain(key, value)
+    value = json.loads(json.dumps(value))  # what a checkpoint stores: a float for a numpy.float64
     if value == '' and default:  # an unset variable of the shell
         raise InputError(f'{key} is empty; omit --{key}, or set it (default: {default})')
-    if isinstance(value, str) and isinstance(default, str | None):
-        is_prompt = key == 'start'
-        return value if is_prompt else ','.join(map(os.path.expanduser, value.split(',')))
+    if isinstance(value, str) and key != 'start':  # the prompt
+        value = ','.join(map(os.path.expanduser, value.split(',')))
     if default is None or type(value) is type(default):
         return value
     # 1 for 1.0, or 1e5 for 100000
@@ -89,14 +85,11 @@ def coerce(key, value, default):
 
 def parse_flag(argument, script, defaults):
     """
-    Returns {key: value} of an argument --key=value, or --key of a setting that is True or False. The value is a Python
-    literal, or text if it is not a literal or the default is text.
+    Returns {key: value} of an argument --key=value, or --key for True. The value is a Python literal, or text if it is
+    not a literal or the default is text.
     """
     key, equals, text = argument[2:].partition('=')
-    if key not in defaults:
-        raise InputError(f"unknown setting '--{key}' of {script}{did_you_mean(key, defaults)}")
-    if not equals and not isinstance(defaults[key], bool):
-        raise InputError(f'--{key} needs a value: --{key}=...')
+    check_known([key], defaults, script)
     value = text if equals else True
     if equals and not isinstance(defaults[key], str):
         with contextlib.suppress(ValueError, SyntaxError):
@@ -109,16 +102,9 @@ def read_config(path, defaults=()):
     Returns {name: value} of a config file. Raises InputError for names that are neither in
     `defaults` nor settings in the source of a script.
     """
-    file = Path(path) if Path(path).is_file() else HERE / path
-    if not file.is_file():
-        near = did_you_mean(path, [config.relative_to(HERE) for config in HERE.glob('config/*.py')])
-        raise InputError(f"no config file '{path}'{near} (settings are given as --key=value)")
-    scope = runpy.run_path(str(file))
+    scope = runpy.run_path(str(path) if Path(path).is_file() else str(HERE / path))
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
-    known = set().union(defaults, *map(find_settings, SCRIPTS))
-    for key in settings:
-        if key not in known:
-            raise InputError(f"{path}: unknown setting '{key}'{did_you_mean(key, known)}")
+    check_known(settings, set().union(defaults, *map(find_settings, SCRIPTS)), path)
     return settings
 
 
@@ -134,15 +120,12 @@ def configure(scope):
     Overrides the settings among the globals `scope` of a script by config files, then by the command line. Returns all
     settings as a dict. Raises InputError.
     """
-    is_script = scope['__name__'] == '__main__'
-    if is_script:
-        install_excepthook()
-    assigned = find_settings(Path(scope['__file__']).resolve())
-    scalars = bool | int | float | str | None  # globals().update() may add some
-    names = [k for k, v in scope.items() if k in assigned or (is_setting_name(k) and isinstance(v, scalars))]
-    defaults = {k: plain(k, scope[k]) for k in names}
-    if not is_script:
+    plain = bool | int | float | str | list | tuple | None
+    defaults = {k: v for k, v in scope.items() if is_setting_name(k) and isinstance(v, plain)}
+    defaults = json.loads(json.dumps(defaults))
+    if scope['__name__'] != '__main__':
         return defaults
+    install_excepthook()
     arguments = sys.argv[1:]
     if '--help' in arguments or '-h' in arguments:
         print_help(scope)

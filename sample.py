@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from configurator import check_numbers, configure
+from configurator import configure
 from mhf.checkpoint import load
 from mhf.generate import Engine
-from mhf.runtime import pick_compile, pick_device, pick_dtype
+from mhf.runtime import pick_device, pick_dtype
 
 # a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
 # to two folders below
@@ -37,9 +37,9 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 # model and prompt
 
-check_numbers(config, 'temperature')
 device = pick_device(device)
-compile = pick_compile(compile, device)
+if compile is None:
+    compile = torch.device(device).type == 'cuda'
 if start.startswith('FILE:'):
     start = Path(start[5:]).expanduser().read_text(encoding='utf-8-sig')
 loaded = load(out_dir, tokenizer)
@@ -54,8 +54,6 @@ model.to(device, getattr(torch, dtype)).eval()
 prompt = tok.encode([start])[0]
 if loaded.add_bos or not prompt:
     prompt = [tok.bos, *prompt]
-if len(prompt) > model.config.block_size:
-    print(f'the prompt has {len(prompt)} tokens; the model reads the last {model.config.block_size}', file=sys.stderr)
 ids = torch.tensor([prompt], device=device)
 generator = torch.Generator(device).manual_seed(seed)
 engine = Engine(model, temperature, top_k, top_p)

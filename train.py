@@ -10,27 +10,23 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     torchrun restarts a run that fails, which then resumes (the variable avoids pytorch/pytorch issue 135712):
     $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X
 
-Reads the bins that prepare.py writes with the same config; README.md, "The method in code", leads from a document to
-its loss. Writes to out_dir ckpt.pt, the newest checkpoint, ckpt_best.pt, the one with the lowest validation loss, and
-log.jsonl. If out_dir has a checkpoint, the run resumes from the newest; to go back to the best, delete ckpt.pt.
+Reads the bins that prepare.py writes with the same config. Writes to out_dir ckpt.pt, the newest checkpoint,
+ckpt_best.pt, the one with the lowest validation loss, and log.jsonl. If out_dir has a checkpoint, the run resumes from
+the newest; to go back to the best, delete ckpt.pt. run_identity (mhf/checkpoint.py) has what may not change.
 
 The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can resume on any
 number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends
-with the same bits as an uninterrupted run. What a resumed run may not change is in run_identity (mhf/checkpoint.py).
-Processes do not share a model's buffers; checkpoints contain those of rank 0.
+with the same bits as an uninterrupted run. Checkpoints contain the buffers of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
-torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds); if the checkpoint takes
-longer, the one before remains.
+torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds).
 """
 
-import contextlib
 import math
 import signal
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +105,6 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 config = configure(globals())
 Output.ignores_errors = True  # a closed pipe or terminal never ends a run
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
-check_numbers(config, 'embedding_lr_mult lr_decay_steps grad_clip unfrozen_end_layers')
 schedule_steps = lr_decay_steps or max_steps
 check_numbers(config, 'warmup_steps', below=schedule_steps)
 if counts_from and (num_lsh or single_id or init_from != 'scratch'):
@@ -122,7 +117,7 @@ if counts_from and (num_lsh or single_id or init_from != 'scratch'):
 master = runtime.is_rank0()
 rank, world_size, device = runtime.init_distributed(device, deterministic)
 on_gpu = torch.device(device).type == 'cuda'
-compile = runtime.pick_compile(compile, device)
+compile = on_gpu if compile is None else compile
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder:
     factors = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
@@ -135,10 +130,7 @@ tokens_per_step = batch_size * block_size
 
 
 def get_lr(step):
-    """
-    Learning rate of update `step` (the first is 0): rises linearly from 0 for warmup_steps, then falls as a cosine to 0
-    at schedule_steps, which is lr_decay_steps or max_steps.
-    """
+    """Learning rate of update `step` (from 0): linear warm-up from 0, then a cosine to 0 at schedule_steps."""
     if step < warmup_steps:
         return learning_rate * step / warmup_steps
     progress = min(1.0, (step - warmup_steps) / (schedule_steps - warmup_steps))
@@ -169,16 +161,6 @@ def training_batches(bins, first_step):
             yield get_batch(bins, micro_batch * block_size)
 
 
-def compute_gradients(model, optimizer, autocast, is_first, x, y):
-    """Adds the gradients of a micro-batch. Returns its share of the mean loss over all tokens of the step."""
-    if is_first:
-        optimizer.zero_grad(set_to_none=world_size == 1)  # DDP's gradients are views of its buckets
-    with autocast:
-        micro_loss = model(x, y) / accumulation
-    micro_loss.backward()
-    return micro_loss.detach()
-
-
 @torch.no_grad()
 def evaluate(model, bins, autocast):
     """Validates on all held-out tokens, in order; the ranks share them. Returns a dict for the log."""
@@ -193,7 +175,7 @@ def evaluate(model, bins, autocast):
         x, y = get_batch(bins, batch)
         # the few smaller batches run eagerly, because compiling their shapes would take longer
         eager = compile and x.shape != (micro_batch_size, block_size)
-        with autocast, torch.compiler.set_stance('force_eager') if eager else contextlib.nullcontext():
+        with autocast, torch.compiler.set_stance('force_eager' if eager else 'default'):
             token_losses = model.token_losses(x, y)
         sums += torch.stack([token_loss.cpu().double().sum() for token_loss in token_losses])
     model.train()
@@ -212,159 +194,150 @@ def check_finite(step, **values):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
+with checkpoint.lock(out_dir):  # refuses a second run before it takes memory
     raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
-    first_step = resumed.step if resumed else 0
-    best_val_loss = resumed.best_val_loss if resumed else math.inf
-    if resumed and dtype is None:
-        dtype = resumed.settings['dtype']
-    dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
-    architecture = asdict(raw_model.config) if raw_model else {}
-    folder = data_folder(config | architecture)
-    train_bins, val_bins, meta = open_bins(config | architecture)
-    num_blocks = (len(train_bins) - 1) // block_size
-    if num_blocks < 1:
-        tokens = f'{folder} has only {len(train_bins):,} training tokens'
-        raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
-    model_config = checkpoint.run_config(config, meta, raw_model)
-    identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
-    versions = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
-    runtime.check_same_on_all_ranks(config | identity | versions, except_for=('out_dir', 'data_dir'))
-    if resumed:
-        checkpoint.check_identity(out_dir, resumed, identity)
-    if first_step >= max_steps:
-        fix = 'raise --max_steps, or choose another --out_dir for a new run'
-        runtime.print0(f'already at step {first_step} of max_steps={max_steps}; {fix}')
-        runtime.cleanup()
-        sys.exit()
-    runtime.print0(checkpoint.describe_start(config, identity, resumed))
+first_step = resumed.step if resumed else 0
+best_val_loss = resumed.best_val_loss if resumed else math.inf
+if resumed and dtype is None:
+    dtype = resumed.settings['dtype']
+dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
+architecture = asdict(raw_model.config) if raw_model else {}
+folder = data_folder(config | architecture)
+train_bins, val_bins, meta = open_bins(config | architecture)
+num_blocks = (len(train_bins) - 1) // block_size
+if num_blocks < 1:
+    tokens = f'{folder} has only {len(train_bins):,} training tokens'
+    raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
+model_config = checkpoint.run_config(config, meta, raw_model)
+identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
+versions = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
+runtime.check_same_on_all_ranks(config | identity | versions | dict(out_dir='', data_dir=''))  # folders may differ
+if resumed:
+    checkpoint.check_identity(out_dir, resumed, identity)
+if master:
+    print(checkpoint.describe_start(config, identity, resumed))
 
-    # -------------------------------------------------------------------------
-    # setup: model
+# -----------------------------------------------------------------------------
+# setup: model
 
-    if raw_model:
-        raw_model.to(device)
-        raw_model.config = model_config
-    else:
-        # of rank 0, because forms and shapes depend on Python's version of Unicode
-        table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
-        torch.manual_seed(seed)
-        with torch.device(device):  # a GPU draws other random numbers than a CPU
-            raw_model = MHF(model_config, table, meta['unused_ids'])
-            raw_model.init_weights()
-    raw_model.train()
-    raw_model.activation_checkpointing = activation_checkpointing
-    if unfrozen_end_layers:
-        raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
-    if compile:
-        raw_model.compile()
-        torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
-    autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == 'bfloat16')
-    model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 1 else raw_model
+if raw_model:
+    raw_model.to(device)
+    raw_model.config = model_config
+else:
+    # of rank 0, because forms and shapes depend on Python's version of Unicode
+    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
+    torch.manual_seed(seed)
+    with torch.device(device):  # a GPU draws other random numbers than a CPU
+        raw_model = MHF(model_config, table, meta['unused_ids'])
+        raw_model.init_weights()
+raw_model.train()
+raw_model.activation_checkpointing = activation_checkpointing
+if unfrozen_end_layers:
+    raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
+if compile:
+    raw_model.compile()
+    torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass
+autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == 'bfloat16')
+model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 1 else raw_model
 
-    # -------------------------------------------------------------------------
-    # setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
 
-    E = raw_model.embed.weight
-    trained = [p for p in raw_model.parameters() if p.requires_grad]
-    groups = [
-        dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
-        dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
-        dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
-    if resumed:
-        checkpoint.restore_optimizer(optimizer, raw_model, resumed.optimizer)
-        resumed = None  # its tensors are mapped to a file that the run will replace
-    gradients = [partial(compute_gradients, model, optimizer, autocast, is_first) for is_first in (True, False)]
-    if compile and cuda_graph and not activation_checkpointing and on_gpu and world_size == 1:
-        example = get_batch(train_bins, [0] * micro_batch_size)
-        with runtime.unchanged_buffers(raw_model):
-            pool = torch.cuda.graph_pool_handle()
-            gradients = [runtime.capture(function, *example, pool=pool) for function in gradients[:accumulation]]
+def compute_gradients(x, y):
+    """Adds the gradients of a micro-batch. Returns its share of the mean loss over all tokens of the step."""
+    with autocast:
+        micro_loss = model(x, y) / accumulation
+    micro_loss.backward()
+    return micro_loss.detach()
 
-    # -------------------------------------------------------------------------
-    # training loop
 
-    if master:
-        log = runtime.Log(Path(out_dir) / 'log.jsonl', first_step, config | asdict(model_config) if wandb else None)
-    stop = runtime.StopSignal(world_size)
+use_graph = compile and cuda_graph and not activation_checkpointing and on_gpu and world_size == 1
+if use_graph:
+    with runtime.unchanged_buffers(raw_model):
+        compute_gradients = runtime.capture(compute_gradients, *get_batch(train_bins, [0] * micro_batch_size))
+
+# -----------------------------------------------------------------------------
+# setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
+
+E = raw_model.embed.weight
+trained = [p for p in raw_model.parameters() if p.requires_grad]
+groups = [
+    dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
+    dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
+    dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
+]
+optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
+if resumed:
+    checkpoint.restore_optimizer(optimizer, raw_model, resumed.optimizer)
+    resumed = None  # its tensors are mapped to a file that the run will replace
+
+if master:
     hash_params, layer_params = raw_model.num_params()
-    c = raw_model.config
-    name = f'MultiHashFormer H={c.num_hashes} B={c.num_buckets}, {c.loss} loss' if c.num_hashes else 'Standard model'
     sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
     epochs = max_steps * batch_size / num_blocks
-    parameters = f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm'
-    runtime.print0(f'{name}: {parameters}')
-    if c.num_hashes and c.loss == 'product':
-        runtime.print0('P(w) will be overconfident, because the product loss does not train P(w); --loss=exact does')
-    runtime.print0(f'{device}, {dtype}, compile={compile}; {sequences}')
     corpus = f'{folder} ({meta["dataset"]})'
-    runtime.print0(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {corpus}')
-    peak = runtime.peak_flops(device) if dtype == 'bfloat16' else None  # of one GPU
-    step_seconds = []  # without validation and saving
+    print(f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
+    print(f'{device}, {dtype}, compile={compile}; {sequences}')
+    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {corpus}')
+
+# -----------------------------------------------------------------------------
+# training loop
+
+with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
+    if master:
+        log = runtime.Log(Path(out_dir) / 'log.jsonl', first_step, config | asdict(model_config) if wandb else None)
     batches = prefetch(training_batches(train_bins, first_step))
-    bar = tqdm(total=max_steps, initial=first_step, desc='train', unit='step', disable=None if master else True)
-    for step in range(first_step, max_steps):
+    stop_signal = 0
+    done = first_step
+    bar = tqdm(range(first_step, max_steps), 'train', max_steps, initial=first_step, disable=None if master else True)
+    for step in bar:
         start_time = time.perf_counter()
         lr = get_lr(step)
         for group in optimizer.param_groups:
             group['lr'] = lr * group['lr_mult']
         # dropout, or any other random numbers of a model, differ between steps and ranks
         torch.manual_seed((seed + step * world_size + rank) % 2**64)
+        # DDP's gradients are views of its buckets, and a CUDA graph adds to fixed addresses
+        optimizer.zero_grad(set_to_none=world_size == 1 and not use_graph)
         loss_sum = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = next(batches)
             if world_size > 1:  # gradients are exchanged once per step
                 model.require_backward_grad_sync = k == accumulation - 1
-            loss_sum += gradients[min(k, 1)](x, y)
+            loss_sum += compute_gradients(x, y)
         for p in trained:  # the gradient of an unused parameter is None on one process, and zero under DDP
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        stop_signal = stop.number
+        stop_signal = received[0] if received else 0
         shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
-        grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf).item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(trained, grad_clip if grad_clip > 0 else math.inf).item()
         mean_loss, any_signal = shared.tolist()
         if any_signal and not stop_signal:
             stop_signal = signal.SIGTERM  # another rank received it
         done = step + 1
         check_finite(done, loss=mean_loss, grad_norm=grad_norm)
         optimizer.step()
-        step_seconds.append(time.perf_counter() - start_time)
+        seconds = time.perf_counter() - start_time
 
-        tokens = done * tokens_per_step
-        bar.update()
-        if master:
-            tokens_per_s = round(tokens_per_step / step_seconds[-1], 1)
-            log.write(step=done, tokens=tokens, loss=mean_loss, lr=lr, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
-        if master and (done % log_interval == 0 or done == max_steps):
-            seconds = np.median(step_seconds[-log_interval:])
-            speed = tokens_per_step / seconds
-            line = f'loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}'
-            line += f', {seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
-            if peak:
-                line += f', MFU {raw_model.estimate_flops() * speed / (peak * world_size):.1%}'
-            tqdm.write(f'step {done}/{max_steps}: {line}')
         validates = done % eval_interval == 0 or done == max_steps
-        is_best = False
-        if validates:
-            result = evaluate(raw_model, val_bins, autocast)
-            val_loss = result['val_loss']
-            check_finite(done, val_loss=val_loss)
-            is_best = val_loss < best_val_loss
-        if validates and master:
-            log.write(step=done, tokens=tokens, **result)
-            line = f'validation loss {val_loss:.4f}, {result["val_bpb"]:.4f} bits per byte'
-            if result['val_nats'] != val_loss:
-                line += f', -log P(w) {result["val_nats"]:.4f} nats per token'
-            tqdm.write(f'step {done}: {line}{" (best)" if is_best else ""}')
-        if is_best:
-            best_val_loss = val_loss
+        results = evaluate(raw_model, val_bins, autocast) if validates else {}
+        check_finite(done, **results)
+        val_loss = results.get('val_loss', math.inf)
+        is_best = val_loss < best_val_loss
+        best_val_loss = min(val_loss, best_val_loss)
+        if master:
+            speed = tokens_per_step / seconds
+            event = dict(step=done, tokens=done * tokens_per_step, loss=mean_loss, lr=lr, grad_norm=grad_norm)
+            log.write(**event, tokens_per_s=speed, **results)
+            if done % log_interval == 0 or done == max_steps:
+                times = f'{seconds * 1e3:.0f} ms, {speed:,.0f} tokens/s'
+                bar.write(f'step {done}/{max_steps}: loss {mean_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, {times}')
+            if validates:
+                line = f'validation loss {val_loss:.4f}, {results["val_bpb"]:.4f} bits per byte'
+                bar.write(f'step {done}: {line}{" (best)" if is_best else ""}')
         if master and (validates or stop_signal):
             contents = checkpoint.Checkpoint(
                 model=raw_model.state_dict(),
                 vocabulary=raw_model.vocabulary(),
                 optimizer=checkpoint.optimizer_state(optimizer, raw_model),
-                identity=checkpoint.run_identity(raw_model.config, config, train_bins, val_bins),
+                identity=identity | asdict(raw_model.config),
                 settings=config,
                 tokenizer=meta['tokenizer'],
                 step=done,
@@ -376,14 +349,11 @@ with checkpoint.lock(out_dir) if master else contextlib.nullcontext():
         if stop_signal:
             break
 
-# -----------------------------------------------------------------------------
-# summary
-
-bar.close()
-runtime.cleanup()
+if world_size > 1:
+    torch.distributed.destroy_process_group()
 if done < max_steps:
     if master:
         print(f'stopped by signal {stop_signal:d} at step {done}; rerun the same command to resume', file=sys.stderr)
     sys.exit(128 + stop_signal)
 if master:
-    print(f'{out_dir}: ckpt.pt, ckpt_best.pt, log.jsonl')
+    print(f'{out_dir}: step {done} of {max_steps}; ckpt.pt, ckpt_best.pt, log.jsonl')

@@ -11,17 +11,16 @@ Checkpoint, from which a run can resume.
 import contextlib
 import os
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from mhf.data import replace_durably
 from mhf.errors import InputError
+from mhf.runtime import describe_changes, is_rank0
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
@@ -54,17 +53,15 @@ class Checkpoint:
 # write
 
 
-@contextlib.contextmanager
 def lock(out_dir):
     """
-    Creates out_dir, deletes the temporary files of a killed run, and keeps other runs out until the end of the `with`
-    block. Raises filelock.Timeout, an OSError, if another run holds the lock.
+    Creates out_dir, and returns a context manager that keeps other runs out of it. Raises filelock.Timeout, an OSError,
+    if another run holds the lock.
     """
+    if not is_rank0():
+        return contextlib.nullcontext()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    with FileLock(Path(out_dir, '.train.lock'), timeout=0):
-        for temporary in Path(out_dir).glob('ckpt*.pt.tmp'):
-            temporary.unlink()
-        yield
+    return FileLock(Path(out_dir, '.train.lock'), timeout=0)
 
 
 def save(out_dir, checkpoint, is_best):
@@ -72,13 +69,11 @@ def save(out_dir, checkpoint, is_best):
     Writes a checkpoint to a temporary file. When it is on the disk and can be read back, it becomes ckpt_best.pt, too,
     if `is_best`, and is renamed to ckpt.pt. Until then, ckpt.pt is the one before. Raises InputError.
     """
-    start = time.perf_counter()
     newest = Path(out_dir, 'ckpt.pt')
     temporary = Path(out_dir, 'ckpt.pt.tmp')
     second_name = Path(out_dir, 'ckpt_best.pt.tmp')
-    torch.serialization.set_crc32_options(False)  # torch.load does not verify them
     try:
-        # x: an existing file could be ckpt_best.pt by its second name
+        temporary.unlink(missing_ok=True)  # of a killed run; it may be ckpt_best.pt by its second name
         with open(temporary, 'xb') as f:
             torch.save(vars(checkpoint), f)
         read_file(temporary)
@@ -95,11 +90,11 @@ def save(out_dir, checkpoint, is_best):
     finally:
         for path in (temporary, second_name):
             path.unlink(missing_ok=True)
-    tqdm.write(f'checkpoint of step {checkpoint.step}, written in {time.perf_counter() - start:.2f} s')
+    tqdm.write(f'step {checkpoint.step}: saved {newest}')
 
 
 def first_cause(error):
-    """Returns what raised the first of nested errors: torch.save hides a full disk behind a RuntimeError."""
+    """Describes the first of nested errors: torch.save hides a full disk behind a RuntimeError."""
     while error.__context__:
         error = error.__context__
     return f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
@@ -174,21 +169,15 @@ def check_identity(out_dir, checkpoint, identity):
         raise InputError(f'{out_dir} contains a run with other settings: {changes}; {fix}')
 
 
-def describe_changes(old, new, word='was'):
-    """Describes the names in both dicts whose values differ: 'seed=7 (was 42), loss=exact (was product)'."""
-    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    return ', '.join(f'{name}={new[name]!s:.64} ({word} {old[name]!s:.64})' for name in names)
-
-
 def describe_start(settings, identity, checkpoint=None):
-    """Returns a line that says where a run starts, and which settings differ."""
+    """Returns a line that says where a run starts, and which settings its model or this command changes."""
     if checkpoint:
+        line = f'resumed at step {checkpoint.step}'
         changes = describe_changes(checkpoint.settings, settings)
-        return f'resumed at step {checkpoint.step}' + (f'; changed settings: {changes}' if changes else '')
-    if settings['init_from'] == 'scratch':
-        return f'model: new, seed={settings["seed"]}'
-    changes = describe_changes(settings, identity, 'the setting is')
-    return f'model: {settings["init_from"]}' + (f', with another architecture: {changes}' if changes else '')
+    else:
+        line = f'init_from={settings["init_from"]}, seed={settings["seed"]}'
+        changes = describe_changes(settings, identity)
+    return f'{line}; changed settings: {changes}' if changes else line
 
 
 def optimizer_state(optimizer, model):
@@ -200,7 +189,7 @@ def restore_optimizer(optimizer, model, states):
     """Copies the result of optimizer_state() to the optimizer of the same model."""
     for name, p in model.named_parameters():
         if p.requires_grad:
-            optimizer.state[p] = tree_map_only(torch.Tensor, lambda x, p=p: x.to(p.device, copy=True), states[name])
+            optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in states[name].items()}
 
 
 # -----------------------------------------------------------------------------

@@ -99,25 +99,24 @@ class Engine:
         else:
             cache = self.new_cache(len(ids), ids.shape[1] + max_new_tokens)
             noise = self.new_noise(len(ids))
-        is_empty = True  # the cache
+        cached = 0  # positions in the cache
         for _ in range(max_new_tokens):
             if noise is not None:
                 noise.exponential_(generator=generator)
             if ids.shape[1] > block_size:
                 ids = ids[:, -(block_size // 2 + 1) :]
-                is_empty = True
+                cached = 0
             T = ids.shape[1]
-            if self.compiled_step and not is_empty:
+            if self.compiled_step and cached:
                 token = self.compiled_step().clone()  # the next step overwrites it
             else:
-                first = 0 if is_empty else T - 1
-                slots = torch.arange(first, T, device=ids.device)
+                slots = torch.arange(cached, T, device=ids.device)
                 # prompts have many lengths, so they are not compiled
                 with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
-                    token = self.next_token(ids[:, first:], cache[..., :T, :], slots, None, noise)
+                    token = self.next_token(ids[:, cached:], cache[..., :T, :], slots, None, noise)
                 if self.compiled_step:  # continues from here
                     self.token.copy_(token)
                     self.position.fill_(T)
-            is_empty = False
+            cached = T
             ids = torch.cat([ids, token[:, None]], dim=1)
             yield token

@@ -6,42 +6,25 @@ run, and the signals that stop it.
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
 import os
 import re
 import signal
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from tqdm import tqdm
 
 from mhf.errors import InputError
 
 TIMEOUT = timedelta(minutes=10)  # how long the ranks wait for each other in a training step
-# dense bfloat16 FLOP/s from the data sheets; the first key that is part of torch.cuda.get_device_name() applies
-GPU_PEAKS = {
-    'A100': 312e12,
-    'H100 PCIe': 756e12,
-    'H100 NVL': 835e12,
-    'H100': 989e12,
-    'H200': 989e12,
-    'B200': 2250e12,
-    'MI300X': 1307e12,
-    'L40S': 362e12,
-    'RTX 4090': 165e12,
-}
 
 
 def is_rank0():
     return os.environ.get('RANK', '0') == '0'
-
-
-def print0(line):
-    """Prints a line on rank 0."""
-    if is_rank0():
-        print(line)
 
 
 # -----------------------------------------------------------------------------
@@ -77,25 +60,10 @@ def pick_dtype(dtype, device):
     return dtype
 
 
-def pick_compile(compile, device):
-    """Returns whether to use torch.compile: the requested value, else True on a GPU."""
-    return torch.device(device).type == 'cuda' if compile is None else compile
-
-
-def peak_flops(device):
-    """Returns the bfloat16 peak of a GPU in FLOP/s, or None if it is unknown."""
-    if torch.device(device).type != 'cuda':
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in GPU_PEAKS.items() if part in name), None)
-
-
-def capture(function, *tensors, pool=None):
+def capture(function, *tensors):
     """
     Captures function(*tensors) as a CUDA graph. Returns a function that copies its arguments into `tensors` and replays
     the graph: one launch instead of hundreds. Its next call overwrites its result.
-
-    Args: pool, from torch.cuda.graph_pool_handle: memory that graphs share if they run one after another.
     """
     tensors = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     stream = torch.cuda.Stream()  # as torch.cuda.graph's documentation requires
@@ -105,7 +73,7 @@ def capture(function, *tensors, pool=None):
             function(*tensors)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph):
         result = function(*tensors)
 
     def replay(*new_tensors):
@@ -184,27 +152,28 @@ def all_gather_object(value):
 
 def call_on_rank0(function, *args):
     """Returns function(*args) of rank 0 on all ranks, or raises its error on all. Results must be picklable."""
-    result = None
-    if is_rank0() or not dist.is_initialized():
-        try:
-            result = function(*args)
-        except (InputError, OSError) as e:
-            result = e
+    try:
+        result = function(*args) if is_rank0() else None
+    except (InputError, OSError) as e:
+        result = e
     result = all_gather_object(result)[0]
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def check_same_on_all_ranks(values, except_for=()):
-    """Raises InputError if a dict differs between ranks, except for some keys."""
-    first, *later = all_gather_object(values)
-    keys = [key for key in first if key not in except_for]
-    for rank, other in enumerate(later, 1):
-        differing = [f'{key}={other.get(key)} (rank 0: {first[key]})' for key in keys if other.get(key) != first[key]]
-        if differing:
-            fix = 'use the same settings, files and versions on all machines'
-            raise InputError(f'rank {rank} has {", ".join(differing)}; {fix}')
+def check_same_on_all_ranks(values):
+    """Raises InputError on all ranks if a dict differs between them."""
+    gathered = all_gather_object(values)
+    for rank, other in enumerate(gathered):
+        if changes := describe_changes(gathered[0], other, 'rank 0:'):
+            raise InputError(f'rank {rank} has {changes}; use the same settings, files and versions on all machines')
+
+
+def describe_changes(old, new, word='was'):
+    """Describes the names in both dicts whose values differ: 'seed=7 (was 42), loss=exact (was product)'."""
+    names = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    return ', '.join(f'{name}={new[name]!s:.64} ({word} {old[name]!s:.64})' for name in names)
 
 
 def wrap_ddp(model, micro_batch_size, autocast):
@@ -236,13 +205,6 @@ def barrier():
         dist.barrier(group=host_group())
 
 
-def cleanup():
-    """Waits for all ranks, then leaves the process group."""
-    barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 # -----------------------------------------------------------------------------
 # the log of a run, and signals
 
@@ -256,8 +218,7 @@ class Log:
 
     def __init__(self, path, step, wandb_config=None):
         if path.exists() and not step:
-            names = (path.with_name(f'log_{k}.jsonl') for k in itertools.count(1))
-            path.rename(next(name for name in names if not name.exists()))
+            path.rename(path.with_name(f'log_{time.strftime("%Y%m%d_%H%M%S")}.jsonl'))
         self.file = open(path, 'a', buffering=1)
         size = 0
         for line in path.read_bytes().splitlines(keepends=True):
@@ -273,26 +234,33 @@ class Log:
             self.wandb_run = wandb.init(config=wandb_config)
 
     def write(self, **event):
-        self.file.write(json.dumps(event) + '\n')
+        try:
+            self.file.write(json.dumps(event) + '\n')
+        except OSError as e:  # such as a full disk; the file's buffer keeps the line for the next write
+            tqdm.write(f'{self.file.name}: {e}')
         if self.wandb_run:
             self.wandb_run.log(event, step=event['step'])
 
 
-class StopSignal:
+@contextlib.contextmanager
+def stop_signals(world_size):
     """
-    `number` is 0, or the first SIGTERM, SIGINT, SIGHUP or SIGUSR1 that this process has received. A second Ctrl-C kills
-    a single process; torchrun may send one Ctrl-C twice.
+    Yields a list of the SIGTERM, SIGINT, SIGHUP and SIGUSR1 that this process has received in the `with` block. A
+    second Ctrl-C interrupts a single process; torchrun may send one Ctrl-C twice.
     """
+    received = []
 
-    def __init__(self, world_size):
-        self.number = 0
-        self.is_single = world_size == 1
-        for name in ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1'):
-            signum = getattr(signal, name, None)  # Windows has only the first two
-            if signum and signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(signum, self.receive)
+    def receive(signum, frame):
+        received.append(signum)
+        if world_size == 1 and received.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt
 
-    def receive(self, signum, frame):
-        self.number = self.number or signum
-        if signum == signal.SIGINT and self.is_single:
-            signal.signal(signum, signal.SIG_DFL)
+    names = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')  # Windows has only the first two
+    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    handlers = {signum: signal.signal(signum, receive) for signum in caught}
+    try:
+        yield received
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)

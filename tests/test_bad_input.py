@@ -56,7 +56,7 @@ EVAL = 'eval.py --out_dir=out '
 
 BAD = [
     # settings
-    Bad('unknown config', PREPARE + 'config/mhf_tini.py', says="did you mean 'config/mhf_tiny.py'"),
+    Bad('unknown config', PREPARE + 'config/mhf_tini.py', says="config/mhf_tini.py'"),
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('a truncated tokenizer.json', PREPARE + '--tokenizer=x.json', "'x.json' could not", file('x.json', b'{')),

@@ -96,6 +96,27 @@ def test_disk_full_while_training(quick):
     assert steps(quick)[-1]['step'] == 32
 
 
+LOG = """
+import resource
+from pathlib import Path
+from mhf.runtime import Log
+log = Log(Path('log.jsonl'), 0)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+log.write(step=1, loss=1.0)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+log.write(step=2)
+"""
+
+
+def test_a_full_disk_loses_no_line_of_the_log(tmp_path):
+    """A line that cannot be written ends no run, and is written with the next one."""
+    environment = os.environ | dict(PYTHONPATH=str(REPO))
+    done = subprocess.run([sys.executable, '-c', LOG], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert b'log.jsonl: [Errno 27] File too large' in done.stdout
+    assert (tmp_path / 'log.jsonl').read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2}\n'
+
+
 # -----------------------------------------------------------------------------
 # reading
 

@@ -1,6 +1,5 @@
 """Settings: defaults, config files, the command line; input and output of the scripts."""
 
-import ast
 import os
 import shutil
 import subprocess
@@ -37,20 +36,13 @@ def test_accepts(tmp_path):
     """
     file = '\ufeffimport math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nmax_new_tokens = 7\nseed = 2\n'
     (tmp_path / 'a.py').write_text('warmup_steps = 4\nseed = 1\nbeta1 = 0.5')
-    argv = (
-        '--weight_decay=0',
-        '--out_dir=a=b',
-        '--wandb',
-        '--compile=None',
-        '--device=cpu',
-        '--dataset=a.txt,~/b.txt@2e9',
+    flags = (
+        '--weight_decay=0 --out_dir=a=b --wandb --compile=None --dataset=a.txt,~/b.txt@2e9 --seed=3 --warmup_steps=1e3'
     )
-    got = train(tmp_path, file, *argv, '--seed=3', '--warmup_steps=1e3', tmp_path / 'a.py')
-    assert got['max_steps'] == 9 and got['learning_rate'] == 1.0 and isinstance(got['learning_rate'], float)
-    assert got['weight_decay'] == 0.0 and got['out_dir'] == 'a=b' and got['wandb'] is True and got['compile'] is None
-    assert got['device'] == 'cpu' and 'max_new_tokens' not in got and '_n' not in got
-    assert got['dataset'] == f'a.txt,{Path.home()}/b.txt@2e9'
-    assert (got['warmup_steps'], got['seed'], got['beta1']) == (1000, 3, 0.5)
+    got = train(tmp_path, file, *flags.split(), '--warmup_steps=1e3', tmp_path / 'a.py')
+    changed = dict(max_steps=9, learning_rate=1.0, weight_decay=0.0, out_dir='a=b', wandb=True, compile=None)
+    changed |= dict(dataset=f'a.txt,{Path.home()}/b.txt@2e9', warmup_steps=1000, seed=3, beta1=0.5)
+    assert got == default_settings('train.py') | changed and isinstance(got['learning_rate'], float)
 
 
 # prints lines, then exits with 7
@@ -105,11 +97,10 @@ def test_an_error_of_the_ranks_is_printed_once(tmp_path):
 # on the command line, or in a file; test_bad_input.py has more
 REFUSED = [
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
-    ('--max_stepps=1', "did you mean 'max_steps'"),
+    ('--max_stepps=1', "train.py: unknown setting 'max_stepps'; did you mean 'max_steps'"),
     ('--init_from=', 'init_from is empty'),
-    ('--device', '--device needs a value'),
-    ('learning_rate = 1j', 'learning_rate=1j is complex, expected a number'),
-    ('from math import pi', "unknown setting 'pi'"),
+    ('--max_steps', 'max_steps=True is bool, expected int'),
+    ('from math import pi', "c.py: unknown setting 'pi'"),
 ]
 
 
@@ -122,23 +113,19 @@ def test_refuses(tmp_path, wrong, culprit):
 
 FORK = '''"""Does it."""
 
-import sys
 import numpy as np
 from configurator import configure
 
 
 def double(x):
     # a comment of the helper
-    print('called', file=sys.stderr)
     return 2 * x
 
 
 # size
-x = 5 * 8  # its width
-# of two
-# lines
+x = double(20)  # its width
 dtype = (
-    'bfloat16' if double(x) > 99 else 'float32'
+    'bfloat16' if x > 99 else 'float32'
 )
 scale = np.sqrt(4)
 windows = [64, 128]
@@ -164,10 +151,9 @@ def test_a_fork(tmp_path):
         '--x=7 --dtype=bfloat16 --windows=[]': dict(x=7, dtype='bfloat16', windows=[]),
     }.items():
         assert shell(tmp_path, f'python fork.py {args}').stdout.decode() == f'{defaults | changes}\n'
-    # a.py reads the settings of fork.py without executing its defaults
-    done = shell(tmp_path, 'python a.py c.py')
-    assert done.stdout.count(b'\n') == 3 and b'called' not in done.stderr
-    assert b"unknown setting '--after'" in shell(tmp_path, 'python fork.py --after=1').stderr
+    # a.py reads the settings of fork.py
+    assert shell(tmp_path, 'python a.py c.py').stdout.count(b'\n') == 3
+    assert b"unknown setting 'after'" in shell(tmp_path, 'python fork.py --after=1').stderr
     assert shell(tmp_path, 'python -c "import fork" --x=7').stdout.decode() == f'{defaults}\n'
     settings = FORK[FORK.index('# size') : FORK.index('\nconfig = ')]
     shown = f'Does it.\n\n# settings: --name=value\n\n{settings}\n'
@@ -206,15 +192,6 @@ def test_configs_are_the_paper_s():
         changed = dict(num_hashes=3, num_buckets=10624, out_dir=got['out_dir'])
         assert got == configured('train.py', f'config/mhf_{size}.py') | changed
     assert read_config('config/standard_1b_2l.py')['num_layers'] == 22
-
-
-def test_configs_follow_the_command_line():
-    """No setting of a config is computed from another one, which the command line could change."""
-    for path in REPO.glob('config/*.py'):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign | ast.AugAssign):
-                read = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-                assert not read & {name for script in configurator.SCRIPTS for name in default_settings(script)}, path
 
 
 def test_scripts_agree_on_defaults():

