@@ -92,7 +92,7 @@ def test_reported_numbers(quick):
     starts = 16 * block_indices(0, 8, (len(train) - 1) // 16, seed=42)
     ids = torch.tensor(np.stack([train[start : start + 17] for start in starts]).astype(np.int64))
     h = model.hidden_states(ids[:, :-1]).flatten(0, 1)
-    logits = model.token_logits(model.bucket_logits(h, list(model.head_matrices())))
+    logits = model.token_logits(model.hash_decoder(h, model.head_matrices()))
     loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
