@@ -13,7 +13,6 @@ compared with H4B16K. For the time of each kernel, run train.py under torch.prof
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -139,34 +138,32 @@ def bench_train(configs):
 # inference
 
 
-def generate(engine, prompt):
-    return list(engine.stream(prompt, NEW_TOKENS))
+def inference(c):
+    """
+    Returns a function that generates a text after a prompt of one token, and a function that computes P(w), normalized
+    over the vocabulary, for the tokens of one sequence.
+    """
+    model = random_model(replace(c, loss='exact')).to(getattr(torch, dtype)).eval()
+    x, y = random_batch(c, 1)
+    engine = Engine(model)
+    if compile:
+        engine.compile(1, 1 + NEW_TOKENS)
+    return lambda: list(engine.stream(x[:, :1], NEW_TOKENS)), lambda: model(x, y)
 
 
 @torch.no_grad()
 def bench_infer(configs):
-    """
-    Prints the speed of generation at batch size 1 after a prompt of one token, and the latency of P(w), normalized over
-    the vocabulary, for the tokens of one sequence.
-    """
-    generation = {}
-    normalization = {}
-    # -log P(w) is the exact loss, so a variant's own loss does not matter
-    for c in configs.values():
-        name = 'MHF' if c.num_hashes else 'Standard'
-        model = random_model(replace(c, loss='exact')).to(getattr(torch, dtype)).eval()
-        x, y = random_batch(c, 1)
-        engine = Engine(model)
-        if compile:
-            engine.compile(1, 1 + NEW_TOKENS)
-        generation[name] = partial(generate, engine, x[:, :1])
-        normalization[name] = partial(model, x, y)
-    generation = medians(generation)
-    normalization = medians(normalization)
+    """Prints the speed of generation at batch size 1, and the latency of P(w)."""
+    functions = {}
+    for variant, c in configs.items():
+        name = 'Standard' if variant == 'Standard' else 'MHF'  # P(w) does not depend on the loss
+        functions[name, 'generation'], functions[name, 'P(w)'] = inference(c)
+    seconds = medians(functions)
     print(f'\ninference, batch size 1, weights in {dtype}')
     print(f'          generation  P(w) of {config["block_size"]:,} tokens')
-    for name in generation:
-        print(f'{name:<10}{NEW_TOKENS / generation[name]:.1f} tokens/s{normalization[name] * 1e3:>12,.1f} ms')
+    for name in dict.fromkeys(name for name, _ in functions):
+        speed = NEW_TOKENS / seconds[name, 'generation']
+        print(f'{name:<10}{speed:.1f} tokens/s{seconds[name, "P(w)"] * 1e3:>12,.1f} ms')
 
 
 # -----------------------------------------------------------------------------
