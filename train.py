@@ -35,8 +35,9 @@ from tqdm import tqdm
 
 from configurator import check_numbers, configure
 from mhf import checkpoint, runtime
-from mhf.data import block_indices, data_folder, get_table, open_bins, prefetch
+from mhf.data import SPLITS, Bins, block_indices, data_folder, get_table, prefetch
 from mhf.errors import InputError, Output
+from mhf.tokenizers import get_tokenizer
 from model import MHF
 
 # output
@@ -203,7 +204,9 @@ if resumed and dtype is None:
 dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
 architecture = asdict(raw_model.config) if raw_model else {}
 folder = data_folder(config | architecture)
-train_bins, val_bins, meta = open_bins(config | architecture)
+tok = get_tokenizer(tokenizer)
+train_bins, val_bins = (Bins(folder, split, tok) for split in SPLITS)
+meta = train_bins.meta
 num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
     tokens = f'{folder} has only {len(train_bins):,} training tokens'
@@ -225,7 +228,7 @@ if raw_model:
     raw_model.config = model_config
 else:
     # of rank 0, because forms and shapes depend on Python's version of Unicode
-    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config, meta)
+    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config)
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])

@@ -192,14 +192,6 @@ def pack(signatures):
     return signatures.astype(np.uint64) @ (1 << 16 * np.arange(H, dtype=np.uint64))
 
 
-def open_bins(config):
-    """Returns the Bins of train and val, and meta.json, of a config. Raises InputError."""
-    folder = data_folder(config)
-    tok = get_tokenizer(config['tokenizer'])
-    train = Bins(folder, 'train', tok)
-    return train, Bins(folder, 'val', tok), train.meta
-
-
 # -----------------------------------------------------------------------------
 # the tokenizer and the signature table of a folder
 
@@ -220,7 +212,7 @@ def check_tokenizer(folder, meta, tok):
         raise InputError(f'{folder} was prepared with {differs}; change --tokenizer or the folder')
 
 
-def get_table(config, meta):
+def get_table(config):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
     ranges, [] without counts_from. Prints how many tokens were counted for informed signatures, and how many of the
@@ -230,7 +222,7 @@ def get_table(config, meta):
         return None, []
     tok = get_tokenizer(config['tokenizer'])
     if not config['counts_from']:
-        return build_table(config, tok.tokens, meta['pad_id']), []
+        return build_table(config, tok.tokens, tok.pad), []
     own = data_folder(config)
     folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
     counts = count_tokens(Bins(folder, 'train', tok))
@@ -238,7 +230,7 @@ def get_table(config, meta):
     if folder != own:
         never = (counts[Bins(own, 'train', tok)[:COUNTED_TOKENS]] == 0).mean()
         print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
-    return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], meta['pad_id'])
+    return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], tok.pad)
 
 
 def count_tokens(bins):

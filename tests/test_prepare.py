@@ -30,7 +30,7 @@ import eval as evaluation
 import prepare
 from hashing import fingerprint, signature_table
 from mhf import data, sources
-from mhf.data import Bins, count_tokens, data_folder, get_table, open_bins
+from mhf.data import Bins, count_tokens, data_folder, get_table
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 
@@ -403,10 +403,10 @@ def test_a_tokenizer_is_not_its_name(tmp_path, mistral):
     prepared('bins', **same, tokenizer='copy.model')
     assert snapshot(tmp_path) == before
     config = default_settings('train.py') | same | dict(data_dir='bins', tokenizer='copy.model')
-    table, _ = get_table(config, open_bins(config)[2])
+    table, _ = get_table(config)
     assert (table == signature_table(mistral.tokens, 3, 256, 0, mistral.pad)).all()
     with pytest.raises(InputError, match='no prepared data'):
-        open_bins(config | dict(data_dir='nothing'))
+        Bins('nothing', 'train')
 
 
 @settings(max_examples=60, deadline=None)
