@@ -77,7 +77,7 @@ norm_eps = 1e-6
 # the training data, or of that folder
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
-loss = 'product'  # product: the paper's sum of cross-entropies | exact: -log P(w)
+loss = 'product'  # product: the paper's sum of cross-entropies; P(w) becomes overconfident | exact: -log P(w)
 encoder_init = 'normal'  # initialization of W_s (HashEncoder.out): normal, std 0.02 | orthogonal
 embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
 # optimizer: AdamW, linear warm-up, cosine decay to 0

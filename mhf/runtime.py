@@ -20,8 +20,6 @@ from tqdm import tqdm
 
 from mhf.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)  # how long the ranks wait for each other in a training step
-
 
 def is_rank0():
     return os.environ.get('RANK', '0') == '0'
@@ -49,15 +47,13 @@ def pick_dtype(dtype, device):
     Returns the precision of matrix products: the requested one, else bfloat16 on a device with instructions for it.
     Raises InputError for another precision.
     """
-    if dtype is None:
-        if torch.device(device).type == 'cuda':
-            is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return 'bfloat16' if is_fast else 'float32'
-    if dtype not in ('bfloat16', 'float32'):
+    if dtype not in (None, 'bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
-    return dtype
+    if torch.device(device).type == 'cuda':
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype or ('bfloat16' if is_fast else 'float32')
 
 
 def capture(function, *tensors):
@@ -128,9 +124,8 @@ def init_distributed(device=None, deterministic=False):
     if on_gpu and deterministic:
         os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'  # cuBLAS reads it when it is initialized
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
     if world_size > 1:
-        dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo', timeout=TIMEOUT)
+        dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo')
         host_group()
     return rank, world_size, device
 
