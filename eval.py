@@ -1,6 +1,5 @@
 """
-Evaluates a trained model and prints the paper's published numbers next to its own. P(w) is normalized
-over the ids that have a token.
+Evaluates a trained model and prints the paper's published numbers next to its own.
 
     $ python eval.py --out_dir=out/mhf_1b                                     # the paper's ten tasks, from the hub
     $ python eval.py --out_dir=out/mhf_1b --benchmark_dir=folder --limit=100  # part of each, from local files
@@ -16,7 +15,6 @@ byte include the bos of each later document, unless contexts have no bos (see `b
 """
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import math
@@ -28,11 +26,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
+from scipy.stats import pearsonr, spearmanr
+from tqdm import tqdm
 
 from configurator import configure
 from mhf.data import Bins
 from mhf.errors import InputError
-from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, progress_bar, run_tasks
+from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, run_tasks
 from mhf.sources import read_documents
 
 # model
@@ -55,18 +55,6 @@ dtype = None  # bfloat16 | float32; None: bfloat16 on a device with instructions
 config = configure(globals())
 
 
-def check_settings():
-    """Returns the names in `tasks`, with the paper's tasks in place of 'paper'. Raises InputError."""
-    names = []
-    for name in tasks.split(','):
-        names += PAPER if name.strip() == 'paper' else [name.strip()]
-    if bool(text) != ('bits_per_byte' in names):
-        raise InputError(
-            f"tasks={tasks}, text='{text}': --text is required by --tasks=bits_per_byte and only used there"
-        )
-    return list(dict.fromkeys(names))
-
-
 # -----------------------------------------------------------------------------
 # bits per byte
 
@@ -84,7 +72,7 @@ def read_ids(path, lm):
     else:
         ids = []
         num_bytes = 0
-        for document in progress_bar(read_documents(str(path)), desc='encode', unit=' documents', delay=1):
+        for document in read_documents(str(path)):
             num_bytes += len(document.encode())
             ids += [tok.bos, *tok.encode([document])[0]]
     starts = [k for k, i in enumerate(ids) if i == tok.bos]
@@ -95,8 +83,8 @@ def read_ids(path, lm):
         ids = [i for i in ids if i != tok.bos]
         # the first token follows nothing, so it is not scored
         num_bytes -= len(tok.decode(ids[:1]).encode())
-    if len(ids) < 2 or num_bytes < 1 or set(ids) == {tok.bos}:
-        raise InputError(f'--text={path}: no text in it that the tokenizer can encode')
+    if len(ids) < 2:
+        raise InputError(f'--text={path}: too little text; name a file with more')
     return ids, num_bytes, lost_bytes
 
 
@@ -118,19 +106,11 @@ def score_windows(lm, ids):
     """
     Scores token ids (n + 1,) in overlapping windows.
 
-    Returns three tensors (n,), float64, for each id but the first: nats, whether it is the likeliest token (1 or 0),
-    and the probability of the likeliest.
+    Returns two tensors (n,), float64, for each id but the first: nats, and whether it is the likeliest token (1 or 0).
     """
     scores = dict(lm.score_requests(list(windows(ids, lm.max_length)), 'text'))
-    logp, is_best, confidence = torch.from_numpy(np.concatenate([scores[k] for k in range(len(scores))], axis=1))
-    return -logp, is_best, confidence
-
-
-def calibration_error(is_best, confidence, bins=15):
-    """Expected calibration error: |accuracy - confidence| per interval of confidence, weighted by tokens."""
-    interval = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, interval, is_best - confidence)
-    return gaps.abs().sum().item() / len(is_best)
+    logp, is_best = torch.from_numpy(np.concatenate([scores[k] for k in sorted(scores)], axis=1))
+    return -logp, is_best
 
 
 def bits_per_byte(lm, ids, num_bytes, lost_bytes):
@@ -138,21 +118,16 @@ def bits_per_byte(lm, ids, num_bytes, lost_bytes):
     Returns the scores of packed documents. Every bos after the first is scored like a token. Lost bytes make the bits
     per byte smaller: they have no tokens.
     """
-    nats, is_best, confidence = score_windows(lm, ids)
+    nats, is_best = score_windows(lm, ids)
     nats_per_token = nats.mean().item()
-    T = lm.max_length
     return dict(
-        bos=lm.bos is not None,
         tokens=len(nats),
         bytes=num_bytes,
         lost_bytes=lost_bytes,
-        window=T,
-        stride=T - T // 2,
         nats_per_token=nats_per_token,
         bits_per_byte=nats.sum().item() / math.log(2) / num_bytes,
         perplexity=math.exp(min(nats_per_token, 700)),
         top1_accuracy=is_best.mean().item(),
-        expected_calibration_error=calibration_error(is_best, confidence),
     )
 
 
@@ -181,22 +156,16 @@ def word_states(lm, word):
     return dict(last=h[0, -1].float(), second_to_last=inputs[0][0, -1].float())
 
 
-def ranks(values):
-    """Returns the ranks of values (n,), from 1; equal values have the mean of their ranks."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[index]
-
-
 def card660(lm, pairs):
     """Returns the correlations of human similarity with the cosine of two words' hidden states."""
-    words = sorted({word for a, b, _ in pairs for word in (a, b)})
-    states = {word: word_states(lm, word) for word in progress_bar(words, desc='card660')}
+    words = {word for a, b, _ in pairs for word in (a, b)}
+    states = {word: word_states(lm, word) for word in tqdm(words, desc='card660', leave=False, disable=None)}
     human = [score for _, _, score in pairs]
     results = dict(bos=lm.bos is not None, pairs=len(pairs))
     for layer in ('last', 'second_to_last'):
         cosines = [F.cosine_similarity(states[a][layer], states[b][layer], dim=0).item() for a, b, _ in pairs]
-        results[f'{layer}_pearson'] = np.corrcoef(cosines, human)[0, 1].item()
-        results[f'{layer}_spearman'] = np.corrcoef(ranks(cosines), ranks(human))[0, 1].item()
+        results[f'{layer}_pearson'] = pearsonr(cosines, human).statistic
+        results[f'{layer}_spearman'] = spearmanr(cosines, human).statistic
     return results
 
 
@@ -250,31 +219,28 @@ def print_values(title, values, published=()):
         print(f'  {key:<28}{value:>14}{reference}')
 
 
-@contextlib.contextmanager
-def results_file(model):
-    """Opens results/<model>/results_<date>.json, which is named as lm-eval names it. An error deletes it."""
-    date = datetime.now().isoformat().replace(':', '-')
-    path = Path(output_path) / sanitize_model_name(model) / f'results_{date}.json'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(path, 'w', encoding='utf-8') as file:
-            yield file
-    except BaseException:
-        path.unlink()
-        raise
-
-
 # -----------------------------------------------------------------------------
 # evaluation
 
 
-def evaluate(lm, names, data):
-    """Evaluates a model on read_data(). Returns the results."""
+def evaluate():
+    """Evaluates the model. Returns the results, and the path of the file for them."""
+    names = [name for item in tasks.split(',') for name in (PAPER if item == 'paper' else [item])]
+    if bool(text) != ('bits_per_byte' in names):
+        only = '--text is required by --tasks=bits_per_byte and only used there'
+        raise InputError(f"tasks={tasks}, text='{text}': {only}")
+    lm = open_lm(out_dir, tokenizer, bos, device, dtype)
+    # all data are read, and the folder is created, before the first score: scores may take hours
+    texts = {path: read_ids(path, lm) for path in text.split(',') if path}
+    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
+    lm_eval_names = [name for name in names if name not in ('bits_per_byte', 'card660')]
+    loaded, notes = load_tasks(lm_eval_names, benchmark_dir, num_fewshot) if lm_eval_names else ({}, {})
+    name = f'results_{datetime.now():%Y-%m-%dT%H-%M-%S.%f}.json'  # as lm-eval names it
+    path = Path(output_path) / sanitize_model_name(lm.info['model_name']) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+
     print(lm.info['name'])
-    texts, pairs, (loaded, notes) = data
-    results = dict(name=lm.info['name'], model_name=lm.info['source'])
-    results |= {key: lm.info[key] for key in ('tokenizer', 'dtype', 'bos')}
-    results |= dict(device=str(lm.device), settings=config)
+    results = lm.info | dict(device=str(lm.device), settings=config)
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
         results |= run_tasks(lm, loaded, notes, limit)
@@ -285,31 +251,16 @@ def evaluate(lm, names, data):
     if pairs:
         results['card660'] = card660(lm, pairs)
         results['card660_published'] = nearest_published(lm, 'last_pearson')
-    return results
-
-
-def read_data(lm, names):
-    """Returns {path of a text: read_ids()}, the pairs of Card-660, and load_tasks()."""
-    texts = {path: read_ids(path, lm) for path in text.split(',') if path}
-    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
-    tasks = [name for name in names if name not in ('bits_per_byte', 'card660')]
-    return texts, pairs, load_tasks(tasks, benchmark_dir, num_fewshot) if tasks else ({}, {})
+    return results, path
 
 
 def main():
-    names = check_settings()
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
-    to_stderr = functools.partial(contextlib.redirect_stdout, sys.stderr)
-    with to_stderr():
-        lm = open_lm(out_dir, tokenizer, bos, device, dtype)
-        data = read_data(lm, names)
-    # all errors of settings and files come before the first score, which may take hours
-    with results_file(lm.info['source']) as file:
-        with to_stderr():
-            results = evaluate(lm, names, data)
-        print_results(results)
-        json.dump(results, file, indent=2, default=handle_non_serializable)
-    print(f'\n{file.name}')
+    with contextlib.redirect_stdout(sys.stderr):
+        results, path = evaluate()
+    print_results(results)
+    path.write_text(json.dumps(results, indent=2, default=handle_non_serializable), encoding='utf-8')
+    print(f'\n{path}')
 
 
 if __name__ == '__main__':

@@ -11,24 +11,23 @@ Adds tokens for new languages to a tokenizer and to a trained model. A MultiHash
     $ python expand.py --corpora=hi.jsonl --base_tokenizer=a.model --tokenizer=b.model     # one more language
     $ python expand.py --source_model=out/standard --output_dir=new --tokenizer=a.model    # with an existing tokenizer
 
-SentencePiece learns pieces from each corpus. Pieces that the base tokenizer lacks are ranked by the tokens they save in
-the corpus, and the best are appended to the base tokenizer. Their merges have the lowest priority, so text without
-these pieces is tokenized as before. An expanded MultiHashFormer has a longer signature table and the same parameters.
-An expanded Standard model has one new row per token: the mean of the rows of the token's old pieces. A model with
-informed signatures (counts_from of train.py) has rows for the forms and shapes that it knows; other buckets of new
-tokens depend on their frequencies in the corpora, which have equal weights. Name all corpora that the model will be
-trained on; one with @0 adds no tokens.
+SentencePiece learns pieces from each corpus. Those that the base tokenizer lacks are ranked by the tokens they save in
+the corpus, and the best are appended. Their merges have the lowest priority, so text without them is tokenized as
+before. An expanded MultiHashFormer has a longer signature table and the same parameters; an expanded Standard model has
+one new row per token, the mean of the rows of the token's old pieces. In a model with informed signatures (counts_from
+of train.py), new tokens share the buckets of known forms and shapes; their other buckets depend on their frequencies in
+the corpora, which have equal weights. Name all corpora of the training; one with @0 adds no tokens.
 
 With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
 corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of each.
-The training data must not contain this text: prepare.py also holds it out if each corpus is one of at most 10 sources
-of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
+prepare.py holds out the same text if each corpus is one of at most 10 sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9)
+with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
 """
 
 import io
+import itertools
 import json
 import re
-import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -41,9 +40,9 @@ from tqdm import tqdm
 from configurator import configure
 from hashing import extend_informed_table
 from mhf.checkpoint import load
-from mhf.data import build_table, replace_durably
+from mhf.data import build_table
 from mhf.errors import InputError
-from mhf.export import save_pretrained
+from mhf.released import save_pretrained
 from mhf.sources import HELD_OUT, HELD_OUT_BYTES, input_files, is_held_out, read_files, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
@@ -72,17 +71,10 @@ def parse_corpora():
     """
     files = {}
     counts = {}
-    for item in filter(None, map(str.strip, corpora.split(','))):
-        corpus, at, count = item.rpartition('@')
-        if not at or re.search('[./]', count):  # the @ is part of a name
-            corpus = item
-            count = str(num_new_tokens)
-        if not count.isdecimal() or int(count) > 10**6:
-            raise InputError(f"corpora '{item}': write a number of tokens after @, like @5000, at most 1,000,000")
-        parts = re.split('[/:]', re.sub(r'(\.\w+)+$', '', corpus))
-        # letters, combining marks and digits of any script
-        parts = [''.join(c for c in part if c in '-_' or unicodedata.category(c)[0] in 'LMN') for part in parts]
-        name = next(filter(None, reversed(parts)), 'text')
+    for item in filter(None, corpora.split(',')):
+        corpus, count = re.fullmatch(r'(.+?)(?:@(\d+))?', item).groups(num_new_tokens)
+        parts = re.findall(r'[^/:*?.]+', re.sub(r'(\.\w+)+$', '', corpus))
+        name = parts[-1] if parts else 'text'
         if name in files:
             raise InputError(f"corpora '{corpora}': two corpora are named '{name}'; rename a file or a folder")
         files[name] = corpus
@@ -199,26 +191,22 @@ def append_pieces(model, pieces):
 
 
 def expand_tokenizer(tok, documents, counts):
-    """
-    Args: documents, {language: list of str}; counts, {language: number of new tokens}.
-    Returns: the larger tokenizer, {language: its new pieces}.
-    """
+    """Returns a larger tokenizer. documents, {language: list of str}; counts, {language: number of new tokens}."""
     model = ModelProto.FromString(tok.sp.serialized_model_proto())
     old_pieces = {p.piece for p in model.pieces}
     ranked = {}
-    growing = [name for name in counts if counts[name]]
-    for name in tqdm(growing, desc='learn', unit='language', delay=1, leave=False):
-        ranked[name] = rank_candidates(documents[name], old_pieces, model.trainer_spec, counts[name])
+    for name in tqdm(counts, desc='learn', unit='language', disable=None, leave=False):
+        if counts[name]:
+            ranked[name] = rank_candidates(documents[name], old_pieces, model.trainer_spec, counts[name])
     V = len(tok.tokens)
     excluded = set()
     while True:
         taken = old_pieces | excluded
-        chosen = {}  # {language: its best pieces that are not taken, in the order of learning}
+        pieces = []  # of each language the best that are not taken, in the order of learning
         for name, rank in ranked.items():
             best = [piece for piece in rank if piece not in taken][: counts[name]]
-            chosen[name] = sorted(best, key=rank.get)
+            pieces += sorted(best, key=rank.get)
             taken.update(best)
-        pieces = [piece for pieces in chosen.values() for piece in pieces]
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
         # a piece is unreachable if merges of higher priority split its text differently
         splits = larger.split(larger.tokens[V:])
@@ -227,21 +215,15 @@ def expand_tokenizer(tok, documents, counts):
         characters = old_pieces.union(pieces)
         unreachable.update(piece for piece in pieces if not characters.issuperset(piece))
         if not unreachable:
-            return larger, chosen
+            return larger
         excluded |= unreachable
 
 
-def learn_tokenizer(tok, documents, held_out, counts):
-    """Returns the larger tokenizer of expand_tokenizer(), and prints the gain in each language's held-out text."""
-    larger, chosen = expand_tokenizer(tok, documents, counts)
-    print(f'{"":<14}{"new tokens":>11}{"tokens per character":>24}{"fewer tokens":>14}')
-    for name in counts:
-        characters = sum(map(len, held_out[name]))
-        before = sum(map(len, tok.encode(held_out[name])))
-        after = sum(map(len, larger.encode(held_out[name])))
-        per_character = f'{before / characters:>11.3f} -> {after / characters:<9.3f}'
-        print(f'{name:<14}{len(chosen.get(name, ())):>11,}{per_character}{1 - after / before:>14.1%}')
-    return larger
+def print_gain(tok, larger, held_out):
+    """Prints how many tokens less the held-out text of each language has."""
+    for name, texts in held_out.items():
+        before, after = (sum(map(len, encoder.encode(texts))) for encoder in (tok, larger))
+        print(f'{name:<14}{before:>11,} -> {after:>11,} held-out tokens{1 - after / before:>9.1%}')
 
 
 # -----------------------------------------------------------------------------
@@ -252,9 +234,8 @@ def relative_frequencies(larger, documents):
     """{language: list of str} -> the relative frequency of each token id (V,); languages have equal weights."""
     frequencies = np.zeros(len(larger.tokens))
     for texts in documents.values():
-        counts = np.zeros(len(larger.tokens))
-        for ids in larger.encode(texts):
-            np.add.at(counts, ids, 1)
+        ids = list(itertools.chain(*larger.encode(texts)))
+        counts = np.bincount(ids, minlength=len(larger.tokens))
         frequencies += counts / counts.sum() / len(documents)
     return frequencies
 
@@ -296,59 +277,40 @@ def held_out_file(name):
 
 def write_tokenizer(larger, held_out):
     """Writes held_out, {language: documents}, then the tokenizer."""
-    files = {}
+    Path(tokenizer).parent.mkdir(parents=True, exist_ok=True)
     for name, documents in held_out.items():
         rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
-        files[held_out_file(name)] = ''.join(rows).encode()
-    files[Path(tokenizer)] = larger.sp.serialized_model_proto()
-    for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f'{path.name}.tmp')
-        temporary.write_bytes(content)
-        replace_durably(temporary, path)
-
-
-def check_settings(languages, use_existing):
-    """Raises InputError if a setting is missing or wrong."""
-    if not use_existing and not languages:
-        raise InputError('corpora is empty; name one per language: --corpora=ar.jsonl,zh.jsonl')
-    if Path(tokenizer).suffix != '.model':
-        raise InputError(f"tokenizer='{tokenizer}': the name of the file must end with .model")
-    if bool(source_model) != bool(output_dir):
-        raise InputError(f"source_model='{source_model}', output_dir='{output_dir}': set both, or omit both")
+        held_out_file(name).write_text(''.join(rows), encoding='utf-8')
+    Path(tokenizer).write_bytes(larger.sp.serialized_model_proto())
 
 
 def open_base():
     """Returns the base tokenizer. Raises InputError for one that cannot be expanded."""
     tok = get_tokenizer(base_tokenizer)
     is_sentencepiece = isinstance(tok, SentencePieceTokenizer)
-    if not is_sentencepiece or ModelProto.FromString(tok.definition).trainer_spec.model_type != TrainerSpec.BPE:
-        raise InputError(f"base_tokenizer='{base_tokenizer}' is not byte-pair encoding of SentencePiece; use mistral")
+    is_bpe = is_sentencepiece and ModelProto.FromString(tok.definition).trainer_spec.model_type == TrainerSpec.BPE
     # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
-    line_break = tok.encode(['\n'])[0]
-    if not line_break or tok.unk in line_break:
-        options = "normalization_rule_name='identity', remove_extra_whitespaces=False and byte_fallback=True"
-        raise InputError(f"base_tokenizer='{base_tokenizer}' drops line breaks; train it with {options}")
+    if not is_bpe or not tok.encode(['\n'])[0] or tok.unk in tok.encode(['\n'])[0]:
+        kind = 'byte-pair encoding of SentencePiece with line breaks (identity normalization, byte fallback)'
+        raise InputError(f"base_tokenizer='{base_tokenizer}' is not {kind}; use mistral")
     return tok
 
 
 def main():
     languages, counts = parse_corpora()
     use_existing = bool(source_model) and Path(tokenizer).exists()
-    check_settings(languages, use_existing)
     outputs = [] if use_existing else [Path(tokenizer), *map(held_out_file, languages)]
     if source_model:
         outputs.append(Path(output_dir))
     for path in outputs:
         if path.exists():
-            raise InputError(f'{path} already exists; delete it, or choose another --tokenizer or --output_dir')
+            raise InputError(f'{path} already exists; choose another --tokenizer or --output_dir')
     tok = open_base()
     source = load(source_model, base_tokenizer) if source_model else None
     if use_existing and not source.model.config.frequency_ranges:
         languages = {}  # no tokens to learn, no frequencies to count
-    elif use_existing and not languages:
-        needs = 'the signatures of new tokens depend on their frequencies in the training corpora'
-        raise InputError(f"source_model='{source_model}': {needs}; set --corpora")
+    elif not languages:
+        raise InputError('corpora is empty; name the training corpora: --corpora=ar.jsonl,zh.jsonl')
 
     documents = {}
     held_out = {}
@@ -358,7 +320,8 @@ def main():
         larger = get_tokenizer(tokenizer)
         print(f'using the existing {tokenizer}')
     else:
-        larger = learn_tokenizer(tok, documents, held_out, counts)
+        larger = expand_tokenizer(tok, documents, counts)
+        print_gain(tok, larger, held_out)
         write_tokenizer(larger, held_out)
     new_parameters = ''
     if source_model:

@@ -10,7 +10,6 @@ import functools
 import logging
 import random
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -22,22 +21,13 @@ from lm_eval.models.utils import chunks, normalize_gen_kwargs, postprocess_gener
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
 from tqdm import tqdm
 
-from configurator import did_you_mean
 from mhf.checkpoint import load
 from mhf.errors import InputError
 from mhf.generate import Engine
 from mhf.runtime import keep_freed_memory, pick_device, pick_dtype
 
 EVAL_TASKS = Path(__file__).resolve().parent.parent / 'eval_tasks'
-# per batch, padding included; lower it for a GPU with little memory, which fails in the first batch, the longest.
-# On a CPU, padding costs more than a larger batch saves
-MAX_TOKENS = dict(cuda=65536, cpu=2048, mps=2048)
 GENERATION_OPTIONS = ('do_sample', 'max_gen_toks', 'temperature', 'top_k', 'top_p', 'until')
-
-
-def progress_bar(items=None, **options):
-    """Returns a tqdm bar; without a terminal it is printed every 20 s."""
-    return tqdm(items, leave=False, mininterval=0.5 if sys.stderr.isatty() else 20, **options)
 
 
 # -----------------------------------------------------------------------------
@@ -91,7 +81,8 @@ class MHFLM(TemplateLM):
 
     Args:
         bos: the id in front of every context, or None.
-        max_tokens: tokens per batch, padding included; default: MAX_TOKENS of the device.
+        max_tokens: tokens per batch, padding included; default: 65,536 on a GPU, else 2,048, because on a CPU padding
+            costs more than a larger batch saves.
     """
 
     eot_token_id = None  # abstract in TemplateLM
@@ -105,7 +96,7 @@ class MHFLM(TemplateLM):
         self.max_length = model.config.block_size
         self.eot_token_id = tok.bos  # bos starts the next document, so it ends a text
         self._device = model.embed.weight.device
-        self.max_tokens = max_tokens or MAX_TOKENS[self.device.type]
+        self.max_tokens = max_tokens or (65536 if self.device.type == 'cuda' else 2048)
         self.autocast = functools.partial(torch.autocast, self.device.type, torch.bfloat16, dtype == 'bfloat16')
         self.info = dict(bos=bos is not None, dtype=dtype, tokenizer=tok.name)  # for the results
 
@@ -124,7 +115,7 @@ class MHFLM(TemplateLM):
                 raise InputError(f'{problem}; each must have at least 1 token, and a choice at most {T}')
             pairs.append((context, continuation))
         results = [None] * len(requests)
-        for k, (logp, is_best, _) in self.score_requests(pairs, 'scoring'):
+        for k, (logp, is_best) in self.score_requests(pairs, 'scoring'):
             results[k] = logp.sum().item(), bool(is_best.all())
         return results
 
@@ -139,7 +130,7 @@ class MHFLM(TemplateLM):
             rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(k, make_disjoint_window(window)) for window in rolling]
         results = [0.0] * len(requests)
-        for i, (logp, _, _) in self.score_requests([window for _, window in windows], 'text'):
+        for i, (logp, _) in self.score_requests([window for _, window in windows], 'text'):
             results[windows[i][0]] += logp.sum().item()
         return results
 
@@ -147,8 +138,8 @@ class MHFLM(TemplateLM):
         """
         Scores requests (context ids, continuation ids), at most max_length + 1 ids together, neither empty.
 
-        Yields (index of the request, scores (3, n) float64), in the order of computation. The scores of a token of the
-        continuation are log P in nats, 1 if it is the likeliest token (else 0), and the highest probability.
+        Yields (index of the request, scores (2, n) float64), in the order of computation. The scores of a token of the
+        continuation are log P in nats, and 1 if it is the likeliest token, else 0.
         """
         rows = defaultdict(lambda: defaultdict(list))
         for k, (context, continuation) in enumerate(requests):
@@ -164,7 +155,7 @@ class MHFLM(TemplateLM):
             if size and (size + 1) * row_length(batches[-1][0]) > self.max_tokens:
                 batches.append([])
             batches[-1].append(row)
-        with progress_bar(desc=desc, total=len(requests)) as bar:
+        with tqdm(desc=desc, total=len(requests), leave=False, disable=None) as bar:
             for batch in batches:
                 request_indices = [indices for _, continuations in batch for indices in continuations.values()]
                 for indices, scores in zip(request_indices, self.score_batch(batch), strict=True):
@@ -183,7 +174,7 @@ class MHFLM(TemplateLM):
 
     @torch.no_grad()
     def score_batch(self, rows):
-        """Rows -> the scores (3, n) of each continuation, in order, as in score_requests."""
+        """Rows -> the scores (2, n) of each continuation, in order, as in score_requests."""
         continuations = [continuation for _, row in rows for continuation in row]
         targets = torch.tensor(np.concatenate(continuations), device=self.device)
         ids, positions, segments = pack(rows).to(self.device)
@@ -201,8 +192,8 @@ class MHFLM(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """Returns the text generated for each request, cut at its stop strings."""
-        with progress_bar(requests, desc='generating') as bar:
-            return [self.generate_text(*request.args) for request in bar]
+        bar = tqdm(requests, desc='generating', leave=False, disable=None)
+        return [self.generate_text(*request.args) for request in bar]
 
     @torch.no_grad()
     def generate_text(self, prompt, gen_kwargs):
@@ -210,10 +201,10 @@ class MHFLM(TemplateLM):
         options = self.parse_gen_kwargs(gen_kwargs)
         prompt_ids = self.fit_context(self.tok_encode(prompt), self.max_length - options['max_gen_toks'])
         prompt_ids = prompt_ids or [self.tok.bos]
-        stops = options['until']
+        stops = [str(stop) for stop in options['until'] if stop]
         # the last tokens of a text that contain a stop string just completed, and up to two incomplete characters
         num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
-        engine = Engine(self.model, options['temperature'], options['top_k'], options['top_p'])
+        engine = Engine(self.model, options['temperature'], options.get('top_k'), options.get('top_p'))
         new_ids = []
         with self.autocast():
             for token in engine.stream(torch.tensor([prompt_ids], device=self.device), options['max_gen_toks']):
@@ -229,18 +220,13 @@ class MHFLM(TemplateLM):
         """Returns a request's generation options with defaults. Raises InputError."""
         options = normalize_gen_kwargs(gen_kwargs)
         # options set to 1 (such as num_beams) have no effect
-        unknown = [key for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
-        if unknown:
-            known = ', '.join(GENERATION_OPTIONS)
-            raise InputError(f'generation options {gen_kwargs}: unknown {", ".join(unknown)}; use {known}')
+        problems = [f'unknown {key}' for key in options if key not in GENERATION_OPTIONS and options[key] != 1]
         if not 1 <= options['max_gen_toks'] < self.max_length:
-            problem = f'max_gen_toks={options["max_gen_toks"]}: must be from 1 to {self.max_length - 1}'
+            problems.append(f'max_gen_toks={options["max_gen_toks"]} must be from 1 to {self.max_length - 1}')
+        if problems:
             fix = "change generation_kwargs in a copy of the task's file in eval_tasks/"
-            raise InputError(f'generation options {gen_kwargs}: {problem}; {fix}')
+            raise InputError(f'generation options {gen_kwargs}: {", ".join(problems)}; {fix}')
         options['temperature'] = options.get('temperature', 1.0) if options['do_sample'] else 0.0
-        options['top_k'] = options.get('top_k') or None
-        options['top_p'] = options.get('top_p') or None
-        options['until'] = [str(stop) for stop in options['until'] if stop]
         return options
 
 
@@ -250,14 +236,11 @@ class MHFLM(TemplateLM):
 
 def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     """
-    Opens the model of a run (out_dir; default: the newest up to two folders below), of a *.pt, of a folder in the
-    released format, or of a hub id[@revision] -> MHFLM.
+    Opens a model by a name for checkpoint.load -> MHFLM.
 
     bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
     authors'.
     """
-    if bos not in (None, True, False):
-        raise InputError(f'bos={bos!r}: must be True or False; omit it for the default')
     device = pick_device(device)
     keep_freed_memory()
     if torch.device(device).type == 'cuda':
@@ -265,11 +248,11 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(out_dir, tokenizer)
-    add_bos = opened.add_bos if bos is None else bos
+    add_bos = {None: opened.add_bos, True: True, False: False}[bos]
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
-    lm.info |= dict(name=opened.name, source=opened.source)
+    lm.info |= dict(name=opened.name, model_name=opened.source)
     return lm
 
 
@@ -331,14 +314,13 @@ def paper_config(name, folder, num_fewshot):
 def load_tasks(names, folder='', num_fewshot=None):
     """
     Loads tasks with their data: the paper's from the hub or from the files in a folder, others as lm-eval defines them.
-    num_fewshot replaces a task's own number of examples in the prompt.
+    num_fewshot replaces a task's own number of examples in the prompt. No network is an OSError, an unknown task a
+    KeyError.
 
     Returns lm-eval's dict of tasks and groups, and {task: [how its data differ from the paper's]}.
     """
     from lm_eval.tasks import TaskManager  # imports datasets, which takes two seconds
 
-    for library in ('lm_eval', 'huggingface_hub'):
-        logging.getLogger(library).setLevel(logging.ERROR)
     # finds every YAML file in eval_tasks/; lm-eval's index of all tasks takes seconds
     manager = TaskManager(include_path=EVAL_TASKS, include_defaults=not set(names) <= PAPER.keys())
     # lm_eval.simple_evaluate does the same as the rest, but also describes the environment, which takes seconds
@@ -348,22 +330,12 @@ def load_tasks(names, folder='', num_fewshot=None):
     loaded = dict(tasks={}, groups={}, group_map={})
     notes = defaultdict(list)
     for name in names:
-        specs = manager.match_tasks([name])
-        fix = 'connect to the network, or set HF_DATASETS_OFFLINE=1 if the data were downloaded before'
         if name in PAPER:
             config, notes[name] = paper_config(name, folder, num_fewshot)
             specs = [config]
-            fix = f'files of {folder} need the field names of the data on the hub' if folder else fix
-        if not specs:
-            near = did_you_mean(name, manager.all_tasks)
-            raise InputError(f"unknown task '{name}'{near}; list lm-eval's tasks with: lm-eval ls tasks")
-        try:
-            found = manager.load(specs)
-        # no network; a truncated, empty or malformed file; a missing field; a missing package
-        except Exception as e:
-            reason = f'{type(e).__name__}: {" ".join(str(e).split())[:300]}'
-            raise InputError(f'{name}: its data cannot be read ({reason}); {fix}') from None
-        for kind, items in found.items():
+        else:
+            specs = manager.match_tasks([name]) or [name]  # of a name without a match, load() raises an error
+        for kind, items in manager.load(specs).items():
             loaded[kind] |= items
     for task in loaded['tasks'].values():
         own = task.config.num_fewshot or 0
@@ -392,10 +364,7 @@ def run_tasks(lm, loaded, notes, limit=None):
     for task in loaded['tasks'].values():
         if task.OUTPUT_TYPE == 'generate_until':
             lm.parse_gen_kwargs(task.config.generation_kwargs)
-    # loglikelihood() checks its requests, so it comes first
-    choices = ('multiple_choice', 'loglikelihood')
-    tasks = sorted(loaded['tasks'].items(), key=lambda item: item[1].OUTPUT_TYPE not in choices)
-    results = lm_eval.evaluate(lm, loaded | dict(tasks=dict(tasks)), limit=limit, bootstrap_iters=1000)
+    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
     for task, count in results['n-samples'].items():
         total = int(PAPER[task]['documents']) if task in PAPER else count['original']
         if count['effective'] != total:

@@ -1,20 +1,30 @@
 """
-Reads the released format of the paper's authors, which mhf/export.py writes.
+The released format of the paper's authors, both ways, with a tokenizer for transformers.
 
-    model = from_pretrained('user/name@revision')    # a folder, or from the hub
+    $ python -m mhf.released out/mhf_tiny FOLDER         # exports the newest checkpoint of a run
+
+    model = from_pretrained('user/name@revision')        # a folder, or from the hub
+    save_pretrained(model, 'folder', 'mistral')          # from_pretrained reads back the same bits
+
+An export has the authors' format, except that its model_type is `mhf` if H x B equals the vocabulary size, or if a
+Standard model has unused ids or an embedding_scale.
 """
 
+import argparse
 import hashlib
 import json
+import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hashing import hash_buckets, lsh_coordinates
-from mhf.checkpoint import LoadedModel
-from mhf.errors import InputError
+from mhf.checkpoint import LoadedModel, load
+from mhf.errors import InputError, install_excepthook
+from mhf.tokenizer_json import write_pretty_json, write_tokenizer
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
@@ -64,8 +74,8 @@ def open_released(source, tokenizer=None):
     folder = resolve_path(source)
     if not (folder / 'config.json').exists():
         raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
-    model = from_pretrained(folder)
     config_json = json.loads((folder / 'config.json').read_bytes())
+    model = from_pretrained(folder)
     own_tokenizer, sha256 = find_tokenizer(folder, config_json)
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
     mismatch = find_mismatch(model, tok, sha256)
@@ -101,7 +111,8 @@ def from_pretrained(path_or_hub_id):
     """
     Loads a model in the released format (config.json and safetensors, one file or several) from a folder, or from the
     Hugging Face hub by its id user/name[@revision]. A Qwen3 model with tied embeddings becomes a Standard model.
-    Weights are float32. Raises InputError, or torch's RuntimeError if config.json and the tensors differ.
+    Weights are float32. Raises InputError, or torch's RuntimeError if config.json and the tensors differ, or if
+    lm_head.weight is another matrix than the embedding.
     """
     folder = resolve_path(path_or_hub_id)
     config_json = json.loads((folder / 'config.json').read_bytes())
@@ -109,24 +120,18 @@ def from_pretrained(path_or_hub_id):
     table = weights.pop('model.hash_map', None)
     config = convert_config(config_json, table)
     model = MHF(config, table, config_json.get('unused_ids') or ())
-    model.load_state_dict(convert_state_dict(config, weights, config_json))
+    model.load_state_dict(convert_state_dict(weights))
     return model.eval()
 
 
 def read_weights(folder):
-    """
-    Returns {name: tensor} of model.safetensors, or without it, of the files that model.safetensors.index.json names.
-    Other files, such as leftover shards or averaged weights, are not part of the model.
-    """
-    index = folder / 'model.safetensors.index.json'
+    """Returns {name: tensor} of model.safetensors, or without it, as model.safetensors.index.json names its files."""
     single = folder / 'model.safetensors'
-    if single.exists() or not index.exists():
+    if single.exists():
         return load_file(single)
-    file_of = json.loads(index.read_bytes()).get('weight_map', {})
-    weights = {}
-    for file in set(file_of.values()):
-        weights |= {name: tensor for name, tensor in load_file(folder / file).items() if file_of.get(name) == file}
-    return weights
+    file_of = json.loads((folder / f'{single.name}.index.json').read_bytes())['weight_map']
+    shards = {file: load_file(folder / file) for file in set(file_of.values())}
+    return {name: shards[file][name] for name, file in file_of.items()}
 
 
 def resolve_path(path_or_hub_id):
@@ -138,45 +143,30 @@ def resolve_path(path_or_hub_id):
     return download_from_hub(str(path_or_hub_id), files)
 
 
-def read_fields(config_json):
+def convert_config(config_json, table):
     """
-    Returns the fields of MHFConfig that a config.json sets; null is as good as absent. Raises InputError for a value
-    that is not supported. Keys that are neither fields nor in SUPPORTED are ignored.
+    Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Keys that are neither
+    fields nor in SUPPORTED are ignored; null is as good as absent. Raises InputError for a value that is not supported.
     """
     declared = dict(config_json)
     for name in ('rope_scaling', 'rope_parameters'):  # transformers 5 moves rope_theta to the second
         declared |= declared.pop(name, None) or {}
-    fields = {}
-    for key, value in declared.items():
-        if value is None:
-            continue
-        parts = value if isinstance(value, list) else [value]
-        if key in FIELDS:
-            fields[FIELDS[key]] = value
-        elif key in SUPPORTED and not all(part in SUPPORTED[key] for part in parts):
-            raise InputError(f'{key}={json.dumps(value)} in config.json is not supported')
-    return fields
-
-
-def convert_config(config_json, table):
-    """Returns the MHFConfig for a config.json and a signature table (V, H), None for Standard. Raises InputError."""
+    declared = {key: value for key, value in declared.items() if value is not None}
+    for key in SUPPORTED.keys() & declared.keys():
+        values = declared[key] if isinstance(declared[key], list) else [declared[key]]
+        if not all(value in SUPPORTED[key] for value in values):
+            raise InputError(f'{key}={json.dumps(declared[key])} in config.json is not supported')
     # load_state_dict detects sizes that are missing
-    fields = DEFAULTS | dict(num_hashes=0, loss='product', rope_theta=None, pad_id=None) | read_fields(config_json)
-    if fields['rope_theta'] is None:
-        raise InputError('config.json has no rope_theta')
+    fields = DEFAULTS | dict(num_hashes=0, loss='product')
+    fields |= {FIELDS[key]: value for key, value in declared.items() if key in FIELDS}
+    fields['rope_theta'] = declared['rope_theta']
     if table is not None:
         fields['vocab_size'] = len(table)
         fields['single_id'] |= table.shape[1] > 1 and bool((table == table[:, :1]).all())
-
-    def can_be_pad(i):
-        return 0 <= i < fields['vocab_size'] and (table is None or not table[i].any())
-
-    pad = fields['pad_id']
-    if pad is None or pad == -1 and table is None:  # a tokenizer without pad uses eos
-        pad = next(filter(can_be_pad, parse_eos_ids(config_json)), DEFAULTS['pad_id'])
-    if not can_be_pad(pad):
-        raise InputError(f'pad_token_id={pad} in config.json: must be an id of the vocabulary without a signature')
-    return MHFConfig(**fields | dict(pad_id=pad))
+    # the signature of pad is the zero row; a tokenizer without pad uses eos
+    pads = [declared.get('pad_token_id', -1), *parse_eos_ids(config_json), DEFAULTS['pad_id']]
+    can_be_pad = [0 <= i < fields['vocab_size'] and (table is None or not table[i].any()) for i in pads]
+    return MHFConfig(**fields | dict(pad_id=pads[can_be_pad.index(True)]))
 
 
 def parse_eos_ids(config_json):
@@ -187,14 +177,11 @@ def parse_eos_ids(config_json):
     return declared if isinstance(declared, list) else [declared]
 
 
-def convert_state_dict(config, weights, config_json):
-    """Returns our state_dict for released weights. Raises InputError for another head than the embedding."""
-    head = weights.pop('lm_head.weight', None)
-    if head is not None and not torch.equal(head, weights.setdefault('model.embed_tokens.weight', head)):
-        raise InputError('lm_head.weight differs from the embedding; only tied models are supported')
-    # the head of a MultiHashFormer is always the embedding
-    if head is None and not config.num_hashes and not config_json.get('tie_word_embeddings'):
-        raise InputError('tie_word_embeddings is not true, and lm_head.weight is missing')
+def convert_state_dict(weights):
+    """Returns our state_dict for released weights, with an lm_head.weight only if it differs from the embedding."""
+    E = weights['model.embed_tokens.weight']
+    if torch.equal(weights.get('lm_head.weight', E), E):
+        weights.pop('lm_head.weight', None)
     return {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
 
 
@@ -257,3 +244,79 @@ def has_signatures_of(model, tokens):
     # with H = 1 and B = V
     tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
     return (model.signatures[ids, j].numpy() != hashes).mean() <= tolerance
+
+
+# -----------------------------------------------------------------------------
+# export
+
+
+def released_config(model):
+    """Returns the config.json of a model, without its tokenizer."""
+    c = model.config
+    fields = dict(
+        model_type='qwen3', architectures=['Qwen3ForCausalLM'], hidden_act='silu', attention_bias=False,
+        tie_word_embeddings=True, torch_dtype='float32',
+    )  # fmt: skip
+    fields |= {key: getattr(c, name) for key, name in FIELDS.items()}
+    fields['unused_ids'] = model.unused_ids.tolist()
+    if c.num_hashes:
+        # transformers refuses other sizes of E; with this one it would take the model for a Qwen3
+        is_misread = c.num_hashes * c.num_buckets == c.vocab_size
+    else:
+        is_misread = fields['unused_ids'] or c.embedding_scale != 1
+    if is_misread:
+        fields |= dict(model_type='mhf', architectures=['MHF'])
+    return fields
+
+
+def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
+    """
+    Writes a model and its tokenizer, a name for get_tokenizer, to a new folder in the released format. transformers
+    loads a Standard model as Qwen3 with AutoModelForCausalLM, unless it has unused ids or an embedding_scale, and its
+    tokenizer with AutoTokenizer. Raises InputError.
+
+    Args:
+        add_bos: whether the model was trained with bos before each document
+        eos_ids: ids that end a document, besides the tokenizer's eos
+    """
+    if model.config.ablation:
+        raise InputError(f'ablation={model.config.ablation} cannot be exported: the released format has no such model')
+    released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
+    weights = {rename(name, released_names): tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.num_hashes:
+        weights['model.hash_map'] = model.table
+    tok = get_tokenizer(tokenizer)
+    eos_ids = {tok.eos, *eos_ids}
+    if add_bos:  # bos starts the next document, so generation ends there
+        eos_ids.add(tok.bos)
+    generation_config = dict(bos_token_id=tok.bos, eos_token_id=sorted(eos_ids), pad_token_id=tok.pad)
+    config = released_config(model) | dict(add_bos=add_bos, bos_token_id=tok.bos, eos_token_id=tok.eos)
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}.') as temporary:
+        complete = Path(temporary) / folder.name
+        complete.mkdir()
+        save_file(weights, complete / 'model.safetensors', metadata=dict(format='pt'))
+        config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
+        config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
+        config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
+        write_pretty_json(complete / 'generation_config.json', generation_config)
+        write_pretty_json(complete / 'config.json', config)
+        # safetensors creates its file readable for the owner only
+        os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
+        os.rename(complete, folder)  # an OSError if the folder contains files
+
+
+def main():
+    install_excepthook()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dir', help='a run')
+    parser.add_argument('folder', help='a new folder for the export')
+    args = parser.parse_args()
+    loaded = load(args.out_dir)
+    save_pretrained(loaded.model, args.folder, loaded.tok.name, loaded.add_bos, loaded.eos_ids)
+    print(f'{loaded.name} -> {args.folder}')
+
+
+if __name__ == '__main__':
+    main()

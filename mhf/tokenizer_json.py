@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -35,10 +34,9 @@ def write_pretty_json(path, content):
 def write_tokenizer(tok, folder, add_bos):
     """
     Writes tokenizer.json and tokenizer_config.json, and copies a .model file. AutoTokenizer encodes a text as tok does,
-    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. If the tokenizer.json
-    encodes one of PROBES differently, it is left out, and the .model file is in a subfolder, so that AutoTokenizer
-    raises an error; without a .model file, InputError is raised here. Other texts may still differ, such as rare
-    sequences of combining characters, or of Unigram pieces with equal scores.
+    with bos before the ids if add_bos is set. Returns the name of the tokenizer for config.json. Raises InputError if
+    the tokenizer.json encodes one of PROBES differently. Other texts may still differ, such as rare sequences of
+    combining characters, or of Unigram pieces with equal scores.
     """
     texts = PROBES
     name = tok.name
@@ -68,15 +66,7 @@ def write_tokenizer(tok, folder, add_bos):
     exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')
     for text, ids, exported_ids in zip(texts, tok.encode(texts), exported.encode(texts), strict=True):
         if ids != exported_ids:
-            problem = f"tokenizer '{tok.name}': its tokenizer.json would encode {text!r:.80} differently"
-            if name != 'tokenizer.model':
-                raise InputError(f'{problem}; choose a tokenizer.json instead')
-            (folder / 'tokenizer.json').unlink()
-            name = 'sentencepiece/tokenizer.model'
-            (folder / name).parent.mkdir()
-            (folder / 'tokenizer.model').rename(folder / name)
-            print(f'warning: {problem}, so it is left out; AutoTokenizer cannot load the tokenizer', file=sys.stderr)
-            break
+            raise InputError(f"tokenizer '{tok.name}': a tokenizer.json would encode {text!r:.80} differently")
     return name
 
 

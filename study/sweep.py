@@ -48,7 +48,7 @@ from study.rows import commit, read_csv, read_rows, write_csv
 
 REPO = Path(__file__).resolve().parent.parent
 # what eval.py reports for a corpus
-MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy', 'expected_calibration_error')
+MEASURES = ('tokens', 'nats_per_token', 'bits_per_byte', 'top1_accuracy')
 # the keys of an entry that are not settings of train.py
 ENTRY_KEYS = {'name', 'group', 'config', 'train', 'corpora', 'learning_rates', 'seeds'}
 ENTRY_KEYS |= {'source', 'label', 'edit', 'recorded'}

@@ -18,7 +18,7 @@ import torch
 
 from hashing import informed_table, signature_table
 from mhf.data import Bins, count_tokens
-from mhf.errors import InputError, install_excepthook
+from mhf.errors import install_excepthook
 
 
 def fit(table, counts, used, iterations=1500):
@@ -70,10 +70,7 @@ def main():
     parser.add_argument('data_dir', help='a folder of token ids from prepare.py')
     parser.add_argument('--num_hashes', type=int, default=4)
     parser.add_argument('--num_buckets', type=int, default=16384)
-    parser.add_argument('--iterations', type=int, default=1500)
     args = parser.parse_args()
-    if args.iterations <= 100:
-        raise InputError(f'--iterations={args.iterations}: must be above 100')
     train = Bins(args.data_dir, 'train')
     tok = train.tok
     counts = count_tokens(train)
@@ -86,7 +83,7 @@ def main():
     }
     print(f'{used.sum():,} tokens in the vocabulary, H={args.num_hashes}, B={args.num_buckets}')
     for name, table in tables.items():
-        kl, decrease = fit(table, counts, used, args.iterations)
+        kl, decrease = fit(table, counts, used)
         load = describe_load(table, used)
         print(f'{name}: KL {kl:.4f} nats (decreased by {decrease:.4f} in the last 100 iterations); load: {load}')
 

@@ -71,13 +71,12 @@ BAD = [
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
     Bad('no such dtype', TRAIN + '--dtype=0', says='dtype=0: must be bfloat16 or float32'),
     Bad('init_from another table', TRAIN + '--init_from=small', 'its table is not', released(vocab_size=32768)),
-    # mhf/export.py
-    Bad('export over a folder', 'mhf.export out bins', says='bins already exists'),
+    # mhf/released.py
+    Bad('export over a folder', 'mhf.released out bins', says='Directory not empty'),
     # sample.py
     Bad('nothing to sample from', 'sample.py', 'no ckpt.pt', lambda f: shutil.rmtree(f / 'out')),
     Bad('missing checkpoint', 'sample.py cfg.py --out_dir=nowhere', says="'nowhere' does not exist here"),
     # expand.py
-    Bad('a folder without a model', DOCS + '--output_dir=grown', says='set both, or omit both'),
     Bad('expand without text', EXPAND + '--corpora=x.jsonl', 'too little text', file('x.jsonl', b'{"text": "x"}')),
     Bad('expand over a held-out text', DOCS, 'new_docs.jsonl already exists', file('new_docs.jsonl', b'precious')),
     Bad('another tokenizer', SHORTER, "does not extend base_tokenizer='mistral'", smaller_mistral),

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, ok, real_documents, refused, snapshot, write_jsonl
+from conftest import REPO, ok, real_documents, write_jsonl
 
 import expand
 import prepare
@@ -15,8 +15,7 @@ from configurator import read_config
 from hashing import PROPERTIES, informed_table, signature_table
 from mhf.checkpoint import load, read_checkpoint
 from mhf.data import Bins
-from mhf.export import save_pretrained
-from mhf.released import from_pretrained
+from mhf.released import from_pretrained, save_pretrained
 from mhf.sources import parse_mixture
 from mhf.tokenizers import get_tokenizer
 from model import MHF, MHFConfig
@@ -70,7 +69,7 @@ def test_expanded_tokenizer(expansion, mistral):
         # expand.py ignores val_fraction
         assert held == invented_language(*letters)[19::20]
         assert sum(map(len, tok.encode(held))) < 0.75 * sum(map(len, mistral.encode(held)))
-        saved = re.search(rf'^{name} +400 .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
+        saved = re.search(rf'^{name} .* ([\d.]+)%$', (expansion / 'printed').read_text(), re.M)
         assert float(saved[1]) >= 25
 
 
@@ -217,15 +216,3 @@ def test_expand_an_informed_model(expansion, mistral):
     )
     assert frequent >= len(ranges) - 3  # the most frequent ranges have few buckets
     assert never == 0 < rare < frequent
-
-
-NEW = ('--corpora=ar.jsonl@9', '--tokenizer=new.model', '--output_dir=new')
-
-
-@pytest.mark.parametrize('source_model', ['grown', 'out --base_tokenizer=three.model'])
-def test_expand_refuses(expansion, source_model):
-    """expand.py refuses a base tokenizer that is not the model's, and writes no files."""
-    files = snapshot(expansion)
-    args = ('expand.py', *NEW, *f'--source_model={source_model}'.split())
-    refused(*args, says="is not the model's", cwd=expansion)
-    assert snapshot(expansion) == files

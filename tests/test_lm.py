@@ -10,8 +10,8 @@ from conftest import real_documents, small_tasks
 from lm_eval.api.instance import Instance
 
 from mhf.errors import InputError
-from mhf.export import save_pretrained
 from mhf.lm import MHFLM, decode_continuation, load_tasks
+from mhf.released import save_pretrained
 from mhf.tokenizers import get_tokenizer
 from test_mhf import random_model
 

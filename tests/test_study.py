@@ -1,6 +1,5 @@
 """The study's runner and its report, on models of a few thousand parameters."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -50,43 +49,17 @@ def forked(command, stdout, stderr, patch=''):
     return done
 
 
-def write_list(few, folder):
-    """Writes a list of two runs, and what they need. Returns the folder."""
+@pytest.fixture
+def folder(few, tmp_path, monkeypatch):
+    """The working directory, with a list of two runs. sweep.py runs scripts in forked processes."""
+    folder = tmp_path / 'killed'
+    folder.mkdir()
     for name in ('docs.jsonl', 'cfg.py'):
         shutil.copy(few / name, folder)
     (folder / 'runs.py').write_text(LIST)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
     return folder
-
-
-@contextlib.contextmanager
-def working_directory(folder):
-    """Enters a folder, where sweep.py runs scripts in forked processes, one at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
-        yield folder
-
-
-@pytest.fixture
-def folder(few, tmp_path):
-    """The working directory, with the list."""
-    with working_directory(write_list(few, tmp_path)) as folder:
-        yield folder
-
-
-@pytest.fixture(scope='module')
-def swept(few, tmp_path_factory):
-    """A folder with the list, after its sweep."""
-    with working_directory(write_list(few, tmp_path_factory.mktemp('swept'))) as folder:
-        sweep(Study('runs.py'), 1, '.')
-        return folder
-
-
-@pytest.fixture
-def finished(swept, tmp_path):
-    """The working directory, a copy of `swept`."""
-    with working_directory(shutil.copytree(swept, tmp_path / 'finished')) as folder:
-        yield folder
 
 
 # kills a process after its first checkpoint
@@ -98,11 +71,13 @@ checkpoint.save = lambda *args: (save(*args), os.kill(os.getpid(), 9))
 """
 
 
-def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
+def test_killed_sweep_ends_with_the_same_rows(folder, tmp_path, monkeypatch):
     """
     A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one. The report prints
     their bits per byte.
     """
+
+    uninterrupted = shutil.copytree(folder, tmp_path / 'uninterrupted')
 
     class Kill(BaseException):
         pass
@@ -120,28 +95,24 @@ def test_killed_sweep_ends_with_the_same_rows(folder, swept, monkeypatch):
     assert weights(folder, f'out/runs/{RUNS[1]}')['step'] == 4
     first = snapshot(folder / 'out/runs' / RUNS[0])
     sweep(Study('runs.py'), 1, '.')
-    assert rows(folder) == rows(swept) and sorted(rows(swept)) == sorted(RUNS)
+    monkeypatch.chdir(uninterrupted)
+    sweep(Study('runs.py'), 1, '.')
+    assert rows(folder) == rows(uninterrupted) and sorted(rows(folder)) == sorted(RUNS)
     assert snapshot(folder / 'out/runs' / RUNS[0]) == first
     best = min(float(row['docs_bits_per_byte']) for row in rows(folder).values())
     printed = ok('study.report', 'runs.py', cwd=folder).stdout
     assert re.search(rf'bits per byte, docs .*\n.*\n\| .*tiny \| H3 \| \S+ M \| 1 \| {best:.4f} \|', printed)
 
 
-def test_evaluation_fails_after_training(finished, monkeypatch):
-    """
-    A run whose evaluation failed or was killed is only evaluated by the next sweep, unless its entry has changed. Its
-    checkpoint keeps the optimizer, so that it can be resumed.
-    """
-    (finished / 'runs.csv').unlink()
-    monkeypatch.setattr(Study, 'train', lambda *args: None)
-    monkeypatch.setattr(Study, 'evaluate', lambda *args: dict(docs_nats_per_token=5.0))
-    (finished / 'runs.py').write_text(LIST.replace('max_steps=8', 'max_steps=9'))
-    with pytest.raises(InputError, match='2 runs failed'):
-        sweep(Study('runs.py'), 2, '.')
-    (finished / 'runs.py').write_text(LIST)
-    sweep(Study('runs.py'), 2, '.')
-    assert len(read_csv(Study('runs.py').csv)) == 2
-    assert weights(finished, f'out/runs/{RUNS[0]}')['optimizer']
+def test_a_started_run_of_other_settings(folder):
+    """A run whose training started with other settings of its entry is neither resumed nor evaluated."""
+    runs = Study('runs.py')
+    key = next(iter(runs.pending({})))
+    runs.folder(key).mkdir(parents=True)
+    (runs.folder(key) / 'ckpt.pt').touch()
+    (runs.folder(key) / 'settings.json').write_text('{}')
+    with pytest.raises(InputError, match='with other settings'):
+        runs.run(key, runs.entries[0])
 
 
 def test_source(folder):

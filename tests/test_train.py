@@ -178,7 +178,7 @@ def test_informed_signatures(quick):
     for code, _, errors in wait_all(ranks(2, 'train.py', *data, *args, cwd=quick)):
         assert code == 0, errors
     ok('train.py', *data, '--init_from=a', '--out_dir=d', cwd=quick)
-    ok('mhf.export', 'a', 'exported', cwd=quick)
+    ok('mhf.released', 'a', 'exported', cwd=quick)
     model = load(str(quick / 'a')).model
     assert [len(ranges) > 5 for ranges in model.config.frequency_ranges] == [True] * 3
     for source in ('c', 'd', 'exported'):
