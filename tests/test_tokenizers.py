@@ -25,7 +25,7 @@ from test_mhf import SAYINGS, random_model, write_released
 @pytest.fixture(scope='module')
 def larger(mistral, tmp_path_factory):
     """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
-    tok = expand.expand_tokenizer(mistral, dict(some=SAYINGS * 20), dict(some=200))[0]
+    tok = expand.expand_tokenizer(mistral, dict(some=SAYINGS * 20), dict(some=200))
     folder = tmp_path_factory.mktemp('larger')
     write_tokenizer(tok, folder, add_bos=True)
     tok.json = str(folder / 'tokenizer.json')
