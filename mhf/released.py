@@ -118,9 +118,11 @@ def from_pretrained(path_or_hub_id):
     config_json = json.loads((folder / 'config.json').read_bytes())
     weights = read_weights(folder)
     table = weights.pop('model.hash_map', None)
-    config = convert_config(config_json, table)
-    model = MHF(config, table, config_json.get('unused_ids') or ())
-    model.load_state_dict(convert_state_dict(weights))
+    E = weights['model.embed_tokens.weight']
+    if torch.equal(weights.get('lm_head.weight', E), E):
+        weights.pop('lm_head.weight', None)
+    model = MHF(convert_config(config_json, table), table, config_json.get('unused_ids') or ())
+    model.load_state_dict({rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()})
     return model.eval()
 
 
@@ -175,14 +177,6 @@ def parse_eos_ids(config_json):
     if declared is None:
         return []
     return declared if isinstance(declared, list) else [declared]
-
-
-def convert_state_dict(weights):
-    """Returns our state_dict for released weights, with an lm_head.weight only if it differs from the embedding."""
-    E = weights['model.embed_tokens.weight']
-    if torch.equal(weights.get('lm_head.weight', E), E):
-        weights.pop('lm_head.weight', None)
-    return {rename(name, RELEASED_NAMES): tensor.float() for name, tensor in weights.items()}
 
 
 # -----------------------------------------------------------------------------
