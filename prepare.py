@@ -197,10 +197,15 @@ def encode(job, texts):
         yield from zip(batch, job.tok.encode(batch), strict=True)
 
 
+def is_complete(counts, limit):
+    """Returns whether the rest of a source is not read: it has reached its limit and holds out at least a document."""
+    return counts['tokens'] >= limit and counts['held_out_bytes'] > 0
+
+
 def prepare_unit(job, source, number, counts):
     """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
     unit = source['units'][number - source['first_unit']]
-    limit = math.inf if source['limit'] is None else source['limit']
+    limit = source['limit'] or math.inf
     writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
     for text, ids in encode(job, sources.read_files([path for path, *_ in unit], counts['separate_ends'])):
         counts['documents'] += 1
@@ -211,9 +216,7 @@ def prepare_unit(job, source, number, counts):
             writers['train'].add(text, ids)
             counts['tokens'] += 1 + len(ids)
             job.bar.update(1 + len(ids))
-        # a source with a limit holds out at least one document
-        counts['is_complete'] = counts['tokens'] >= limit and counts['held_out_bytes'] > 0
-        if counts['is_complete']:
+        if is_complete(counts, limit):
             break
     shards = {split: writer.close() for split, writer in writers.items()}
     data.write_json(job.folder / f'{number:06}.json', shards | dict(counts=counts))
@@ -233,9 +236,9 @@ def prepare_source(job, source):
             prepare_unit(job, source, number, counts)
         units.append(data.read_json(path))
         counts = units[-1]['counts']
-        if counts['is_complete']:
+        if is_complete(counts, source['limit'] or math.inf):
             break
-    if source['limit'] is not None:
+    if source['limit']:
         job.bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
     return units
 

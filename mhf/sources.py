@@ -63,7 +63,7 @@ def parse_mixture(dataset):
     Without any limit, all files are one source.
     """
     items = dataset.split(',')
-    matches = [re.fullmatch(r'(.+)@(\d+(\.\d+)?(e\+?\d+)?)', item) for item in items]
+    matches = [re.fullmatch(r'(.+)@([1-9]\d*(\.\d+)?(e\+?\d+)?)', item) for item in items]
     if not any(matches) or os.path.isfile(dataset):
         return [(dataset, None)]
     return [(m[1], int(float(m[2]))) if m else (item, None) for item, m in zip(items, matches, strict=True)]
