@@ -69,18 +69,14 @@ def test_equals_the_cpu(reference, dtype, tolerance, use_kernels, monkeypatch):
 # the kernels at the sizes of the paper
 
 
-def random_logits(V, H, B, n, dtype):
-    """Returns the index of a random table, random bucket logits, and a random gradient of token logits, on DEVICE."""
-    index = make_index(np.random.default_rng(0).integers(1, B, (V, H)), B)
-    o = [torch.randn(n, B, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(H)]
-    return [tensor.to(DEVICE) for tensor in index], o, torch.randn(n, V, device=DEVICE)
-
-
 @on_a_gpu
 @pytest.mark.parametrize('dtype, tolerance', [(torch.bfloat16, 5e-3), (torch.float32, 1e-5)])
 def test_kernels_equal_columns(dtype, tolerance, monkeypatch):
     """Token logits and their adjoint by the kernels equal those in columns, and repeat to the bit."""
-    index, o, weights = random_logits(32768, 4, 16384, 2048, dtype)
+    table = np.random.default_rng(0).integers(1, 16384, (32768, 4))
+    index = [tensor.to(DEVICE) for tensor in make_index(table, 16384)]
+    o = [torch.randn(2048, 16384, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(4)]
+    weights = torch.randn(2048, 32768, device=DEVICE)
 
     def logits_and_gradients():
         logits = head.token_logits(o, *index)

@@ -35,12 +35,6 @@ def make_index(table, B):
     return [torch.tensor(array, dtype=torch.int32) for array in (rows, *head.invert(rows, H * B))]
 
 
-def random_logits(H, n, B, dtype):
-    """Random bucket logits, H of (n, B); the same in each run."""
-    torch.manual_seed(0)
-    return [torch.randn(n, B).to(dtype).requires_grad_() for _ in range(H)]
-
-
 TABLES = {'one hash': (1, 400, 300), 'long lists': (4, 12, 150), 'two blocks of tokens': (2, 70, 400)}
 CASES = [(name, 1, torch.float64, 1e-14) for name in TABLES]
 CASES += [('long lists', 70, torch.float32, 1e-6), ('two blocks of tokens', 70, torch.bfloat16, 5e-3)]
@@ -57,7 +51,8 @@ def test_token_logits_and_their_adjoint(name, n, dtype, tolerance, use_kernels, 
     table = signature_table([f'word {i}' for i in range(V)], H, B).astype(np.int64)
     table[3:7] = 0  # unused ids
     index = make_index(table, B)
-    o = random_logits(H, n, B, dtype)
+    torch.manual_seed(0)
+    o = [torch.randn(n, B).to(dtype).requires_grad_() for _ in range(H)]
     wide = [o_i.detach().double().requires_grad_() for o_i in o]
     monkeypatch.setattr(head, 'has_kernels', lambda device: use_kernels)
     logits = head.token_logits(o, *index)
