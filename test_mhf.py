@@ -168,6 +168,9 @@ def test_informed_table(old, new, H, B):
     for i, key_of in enumerate(properties):
         pairs = {(key_of([*tokens, *added][k]), grown[k, i]) for k in used}
         assert len(pairs) == len(dict(pairs))
+    # a model whose hashes all depend on strings has one list of ranges
+    grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges[-1])
+    assert np.array_equal(grown[: len(table)], table) and len(set(map(tuple, grown[used].tolist()))) == len(used)
 
 
 def test_forms_and_shapes():
@@ -853,6 +856,17 @@ def test_cached_generation_equals_uncached(H, groups):
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
     drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
+
+
+def test_prefill_in_parts():
+    """States of a prompt in several parts equal those of one call."""
+    m = random_model()
+    ids = torch.randint(0, 300, (2, 12))
+    cache = Engine(m).new_cache(2, 16)
+    with torch.no_grad():
+        slots = torch.arange(12).split([7, 4, 1])
+        parts = [m.hidden_states(ids[:, part], cache, part, positions=part) for part in slots]
+        assert torch.allclose(torch.cat(parts, dim=1), m.hidden_states(ids), rtol=1e-9)
 
 
 def test_compiled_generation(monkeypatch):

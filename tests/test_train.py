@@ -127,7 +127,7 @@ import torch.nn.functional as F
 from model import MHF, Block
 forward = Block.forward
 Block.forward = lambda self, *args: F.dropout(forward(self, *args), 0.2, self.training)
-MHF.loss_per_position = lambda self, o, y: 3 * self.negative_log_likelihood(o, y)
+MHF.loss_per_position = lambda self, o, y, nats=None: 3 * self.negative_log_likelihood(o, y)
 """
 
 
