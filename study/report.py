@@ -38,7 +38,7 @@ SMALL = [('english', ''), ('longer', '32,768')]
 # {table: (its lists, {reference: the models that are compared with it})}
 TABLES = dict(
     large=(LARGE, {'Standard': [INFORMED, RANGES, 'MHF H4', BIAS]}),
-    large_counts=(LARGE, {BIAS: [INFORMED, RANGES], f'{BIAS}, {ALL}': [f'{RANGES}, {ALL}']}),
+    large_counts=(LARGE, {BIAS: [INFORMED, RANGES], f'{BIAS}, {ALL}': [INFORMED, f'{RANGES}, {ALL}']}),
     large_equal=(LARGE, {'Standard, d=84': [INFORMED, RANGES, 'MHF H4']}),
     small=(SMALL, {'Standard': [INFORMED, RANGES, 'MHF H4', 'Standard with W_s']}),
     small_control=(SMALL, {'Standard with W_s': [INFORMED, RANGES, 'MHF H4']}),
@@ -52,6 +52,14 @@ TABLES = dict(
     counts=(
         LARGE + SMALL,
         {RANGES: [INFORMED, f'{RANGES}, {ALL}'], f'{DEMO}, frequency ranges': [f'{DEMO}, informed signatures']},
+    ),
+    spelling=(
+        [('english', '^1.02')],
+        {
+            'Standard': ['Standard with rows of form and shape'],
+            'Standard with rows of form and shape': [INFORMED],
+            'MHF H4': ['MHF H4, form and shape without counts', RANGES, INFORMED],
+        },
     ),
     vocabulary=([('vocabulary', '')], {'Standard, plain': [PLAIN]}),
     time=(LARGE, {'Standard, trained on 1.54 M tokens': ['MHF H4']}),
@@ -67,9 +75,9 @@ TABLES = dict(
 )
 # README's table: {(list, group): models}
 FRONT = {
-    ('english', '3.07 M tokens'): ['Standard', 'Standard with W_s', RANGES, INFORMED],
+    ('english', '1.02 M tokens'): ['Standard', 'Standard with W_s', INFORMED],
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens'): [
-        *('Standard', BIAS, 'Standard, d=84', 'MHF H4', RANGES, INFORMED)
+        *('Standard', f'{BIAS}, {ALL}', 'Standard, d=84', 'MHF H4', INFORMED)
     ],
 }
 
@@ -221,8 +229,9 @@ def front_table():
         for label in labels:
             if seeds := found.get(label):
                 cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                lines.append([split_group(group)[0], label, millions(seeds), str(len(seeds)), *cells])
-    heads = ['vocabulary', 'model', 'parameters', 'seeds', 'bits per byte, english', 'bits per byte, fineweb']
+                lines.append([*split_group(group), label, millions(seeds), str(len(seeds)), *cells])
+    heads = ['vocabulary', 'trained on', 'model', 'parameters', 'seeds']
+    heads += ['bits per byte, english', 'bits per byte, fineweb']
     return markdown(heads, lines)
 
 
