@@ -188,7 +188,7 @@ _d = 32  # private to this file
 out_dir = 'out'
 dataset = 'docs.jsonl'
 data_dir = 'bins'
-val_fraction = 0.1
+val_fraction = 0.25
 num_layers = 2
 num_heads = 2
 num_kv_heads = 1
@@ -200,13 +200,13 @@ num_buckets = 256
 loss = 'exact'
 encoder_init = 'orthogonal'
 embedding_scale = 8.0
-block_size = 64
+block_size = 16
 batch_size = 8
 micro_batch_size = 4
 learning_rate = 1e-2
 max_steps = 24
 warmup_steps = 4
-eval_interval = 12
+eval_interval = 8
 device = 'cpu'
 dtype = 'float32'
 max_new_tokens = 20
@@ -245,36 +245,20 @@ def mistral():
     return get_tokenizer('mistral')
 
 
-def small_run(folder, texts, more=''):
-    """Creates documents, a config, bins and a trained checkpoint in a folder. Returns the folder."""
-    write_jsonl(folder / 'docs.jsonl', texts)
-    (folder / 'cfg.py').write_text(CONFIG + more)
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """A folder with documents, a config, bins, and a checkpoint of 24 steps, which are three epochs."""
+    folder = tmp_path_factory.mktemp('trained')
+    write_jsonl(folder / 'docs.jsonl', [text[:1200] for text in real_documents()[:3]])
+    (folder / 'cfg.py').write_text(CONFIG)
     ok('prepare.py', 'cfg.py', cwd=folder)
     ok('train.py', 'cfg.py', cwd=folder)
     return folder
 
 
-@pytest.fixture(scope='session')
-def trained(tmp_path_factory):
-    return small_run(tmp_path_factory.mktemp('trained'), real_documents())
-
-
-@pytest.fixture(scope='session')
-def few(tmp_path_factory):
-    """Like `trained`, but a step takes a fifth of the time; 24 steps are three epochs of a small corpus."""
-    texts = [text[:1200] for text in real_documents()[:3]]
-    more = 'block_size = 16\neval_interval = 8\nval_fraction = 0.25\n'
-    return small_run(tmp_path_factory.mktemp('few'), texts, more)
-
-
 @pytest.fixture
-def copy(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / 'copy')
-
-
-@pytest.fixture
-def quick(few, tmp_path):
-    return shutil.copytree(few, tmp_path / 'quick')
+def quick(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / 'quick')
 
 
 def events(folder, out='out'):

@@ -85,15 +85,6 @@ def test_a_closed_pipe(tmp_path):
     assert shell(tmp_path, command % ('--ends=False', '2>&1')).returncode == 7
 
 
-def test_an_error_of_the_ranks_is_printed_once(tmp_path):
-    """Under torchrun one rank prints an error that all have, even if it is the last to find it."""
-    late = "import os, signal, time\ntime.sleep(2 if os.environ.get('LOCAL_RANK') == '0' else 0)\n"
-    late += 'signal.signal(signal.SIGTERM, lambda *_: None)\n'
-    (tmp_path / 'late.py').write_text(late + PRINTS, encoding='utf-8')
-    done = shell(tmp_path, 'python -m torch.distributed.run --standalone --nproc_per_node=3 late.py --lines=many')
-    assert done.returncode == 1 and done.stderr.count(b'error: lines=') == 1, done.stderr
-
-
 # on the command line, or in a file; test_bad_input.py has more
 REFUSED = [
     ('--max_steps=1.5', 'max_steps=1.5 is float, expected int'),
@@ -158,17 +149,6 @@ def test_a_fork(tmp_path):
     settings = FORK[FORK.index('# size') : FORK.index('\nconfig = ')]
     shown = f'Does it.\n\n# settings: --name=value\n\n{settings}\n'
     assert shell(tmp_path, 'python fork.py --help').stdout.decode() == shown
-
-
-def test_other_packages_of_the_same_name(tmp_path):
-    """Config files and scripts import this repository's packages, whatever packages are installed."""
-    for name in ('mhf', 'config'):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / '__init__.py').touch()
-    command = [sys.executable, 'train.py', 'config/mhf_1b_h3b10k.py', '--max_steps=0']
-    environment = os.environ | dict(PYTHONPATH=str(tmp_path))
-    done = subprocess.run(command, cwd=REPO, capture_output=True, env=environment)
-    assert done.stderr.startswith(b'error: max_steps=0'), done.stderr
 
 
 def test_configs_are_the_paper_s():

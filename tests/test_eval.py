@@ -150,12 +150,12 @@ def test_card660(mistral):
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 
-def test_where_results_cannot_be_written(few, tmp_path, monkeypatch):
+def test_where_results_cannot_be_written(trained, tmp_path, monkeypatch):
     """A folder that cannot be written is found before scoring. A name that is not UTF-8 is written as an escape."""
     (tmp_path / 'file').touch()
     text = tmp_path / 'caf\udce9.jsonl'
-    shutil.copy(few / 'docs.jsonl', text)
+    shutil.copy(trained / 'docs.jsonl', text)
     args = ['--tasks=bits_per_byte', f'--text={text}', '--device=cpu']
-    refused('eval.py', *args, f'--output_path={tmp_path}/file', says='file', cwd=few, patch=NOT_SCORED)
-    ok('eval.py', *args, f'--output_path={tmp_path}', cwd=few)
+    refused('eval.py', *args, f'--output_path={tmp_path}/file', says='file', cwd=trained, patch=NOT_SCORED)
+    ok('eval.py', *args, f'--output_path={tmp_path}', cwd=trained)
     assert list(newest(tmp_path)['bits_per_byte']) == [str(text)]

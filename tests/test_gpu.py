@@ -168,15 +168,15 @@ def test_generation():
 
 
 @on_a_gpu
-def test_torchrun(copy):
+def test_torchrun(quick):
     """With nccl, torchrun and one process per GPU, a resumed run follows the losses of a CPU."""
-    shutil.copytree(copy / 'out', copy / 'gpu')
+    shutil.copytree(quick / 'out', quick / 'gpu')
     args = ['cfg.py', '--max_steps=32', '--dtype=float32']
-    ok('train.py', *args, '--device=cpu', cwd=copy)
+    ok('train.py', *args, '--device=cpu', cwd=quick)
     processes = min(2, torch.cuda.device_count())
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     command += [str(REPO / 'train.py'), *args, '--out_dir=gpu', '--device=cuda']
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=quick, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    on_cpu, on_gpu = ([s['loss'] for s in steps(copy, out)[24:]] for out in ('out', 'gpu'))
+    on_cpu, on_gpu = ([s['loss'] for s in steps(quick, out)[24:]] for out in ('out', 'gpu'))
     assert on_gpu == pytest.approx(on_cpu, rel=2e-3)

@@ -142,15 +142,6 @@ def test_sampling(lm):
     assert len(set(sample(top_k=1, top_p=0.9))) == 1
 
 
-def test_truncation(lm):
-    """A context that does not fit loses its start."""
-    long = 'one two three four ' * 9
-    scores = lm.loglikelihood([instance(start + long, ' a') for start in ('', 'other ')])
-    assert scores[0] == scores[1]
-    texts = lm.generate_until([instance(start + long, dict(until=[], max_gen_toks=4)) for start in ('', 'other ')])
-    assert texts[0] == texts[1]
-
-
 @pytest.fixture(params=['mistral', 'tekken'], scope='module')
 def tok(request):
     """A tokenizer that encodes rare characters in bytes."""

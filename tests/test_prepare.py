@@ -306,22 +306,6 @@ def test_hub(tmp_path, mistral, monkeypatch):
     assert snapshot(tmp_path / 'broken') == snapshot(tmp_path / 'good')
 
 
-# recorded runs depend on these names
-NAMES = {
-    'stdlib_mistral_H4B16384': {},
-    'stdlib_mistral_H3B2048_lsh1': dict(num_hashes=3, num_buckets=2048, num_lsh=1),
-    'stdlib_a': dict(data_format='ids', tokenizer='a/tokenizer.json'),
-    'docs.jsonl.xz-88f86e61_mistral': dict(data_format='ids', dataset='../text/docs.jsonl.xz'),
-    'fineweb-2-hin_Deva-b.txt-f483380d_mistral': dict(num_hashes=0, dataset='fineweb-2:hin_Deva@2e9,ar/b.txt@1e9'),
-}
-
-
-def test_names_of_data_folders():
-    """A folder's name contains its data set, tokenizer and table, and does not change between commits."""
-    defaults = default_settings('train.py') | dict(dataset='stdlib')
-    assert [str(data_folder(defaults | changes)) for changes in NAMES.values()] == [f'data/{name}' for name in NAMES]
-
-
 # each file is a unit, because it is reported as larger
 UNITS = 'import os; size = os.path.getsize; os.path.getsize = lambda path: size(path) + 10**9\n'
 # a unit takes a while

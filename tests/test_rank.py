@@ -1,10 +1,7 @@
 """study/rank.py: the numerical rank of log P, in float64, of small random models."""
 
-import re
-
 import pytest
 import torch
-from conftest import ok
 
 from study import rank
 from study.rows import read_csv
@@ -39,12 +36,3 @@ def test_rank(case):
     assert list(row) == list(read_csv(rank.HERE / 'rank.csv')[0])
     # the threshold lies within a gap, not somewhere on a slope
     assert expected == len(singular) or singular[expected] < 1e-3 * singular[expected - 1]
-
-
-def test_script(quick):
-    """The script prints the rank of a run, and its bounds."""
-    fresh, trained = ok('study.rank', 'out', cwd=quick).stdout.splitlines()
-    # d 32, H 3, B 256, z 64
-    assert 'weights fresh, d 32, H 3' in fresh
-    rank, bound = re.search(r'weights trained.* rank (\d+),.* bound (\d+)', trained).groups()
-    assert bound == '97' and 33 < int(rank) <= 97

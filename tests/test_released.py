@@ -120,7 +120,7 @@ def learned_model(folder, **options):
 def byte_level_json(folder):
     """
     Returns a tokenizer.json like Qwen's. It adds bos by itself, its bos contains a space and a colon, its BPE drops
-    merges at random, and its config names a class of transformers.
+    merges at random, it truncates and pads, and its config names a class of transformers.
     """
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,6 +132,8 @@ def byte_level_json(folder):
     )
     tok.train_from_iterator(real_documents()[:3], trainer)
     tok.model.dropout = 0.5
+    tok.enable_truncation(5)
+    tok.enable_padding(length=50)
     bos = dict(id='bos', ids=[0], tokens=special[:1])
     tok.post_processor = tokenizers.processors.TemplateProcessing('bos $A', special_tokens=[bos])
     tok.save(str(folder / 'tokenizer.json'))

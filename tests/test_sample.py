@@ -3,7 +3,6 @@
 import re
 import shutil
 
-import pytest
 from conftest import ok
 
 from mhf.checkpoint import read_checkpoint
@@ -54,12 +53,3 @@ def test_characters_are_complete(trained, mistral):
     # the context of 64 tokens starts inside a character
     text = sample_ids(cherokee, '--out_dir=out', f'--start={"Ꭰ" * 30}', cwd=trained)
     assert text == 'Ꭰ' * 31 + '\n'
-
-
-def test_compiled(trained):
-    """--compile=True prints the same text, also past a full context."""
-    if not shutil.which('g++'):
-        pytest.skip('needs a C++ compiler')
-    args = ('sample.py', 'cfg.py', '--num_samples=2', '--temperature=0', '--dtype=float32', '--start=def main')
-    plain = ok(*args, '--max_new_tokens=90', cwd=trained).stdout
-    assert ok(*args, '--max_new_tokens=90', '--compile=True', cwd=trained).stdout == plain

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPO, ok, run, snapshot, weights
+from conftest import REPO, run
 
 from configurator import find_settings
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 from study import report
 from study import sweep as sweep_module
-from study.rows import read_csv, read_rows, values, write_csv
+from study.rows import read_csv, values, write_csv
 from study.sweep import ENTRY_KEYS, Study, sweep
 from study.unigram_fit import fit
 
@@ -28,80 +28,27 @@ RUNS = [
     )
 ]
 """
-RUNS = ('tiny_H3_0.001_1', 'tiny_H3_0.01_1')
 
 
-def rows(folder):
-    """{folder of the run: row} of a finished sweep."""
-    written = read_rows(folder / 'runs.csv')
-    for row in written.values():
-        assert row['docs_tokens']
-        # depends on the load of the machine
-        del row['tokens_per_s']
-    return {'_'.join(map(str, key)): row for key, row in written.items()}
-
-
-def forked(command, stdout, stderr, patch=''):
+def forked(command, stdout, stderr):
     """subprocess.run for sweep.py, with conftest.run."""
     script, *arguments = map(str, command[2:] if command[1] == '-m' else command[1:])
-    done = run(script.removeprefix(f'{REPO}/'), *arguments, cwd='.', patch=patch)
+    done = run(script.removeprefix(f'{REPO}/'), *arguments, cwd='.')
     stdout.write((done.stdout + done.stderr).encode())
     return done
 
 
 @pytest.fixture
-def folder(few, tmp_path, monkeypatch):
+def folder(trained, tmp_path, monkeypatch):
     """The working directory, with a list of two runs. sweep.py runs scripts in forked processes."""
     folder = tmp_path / 'killed'
     folder.mkdir()
     for name in ('docs.jsonl', 'cfg.py'):
-        shutil.copy(few / name, folder)
+        shutil.copy(trained / name, folder)
     (folder / 'runs.py').write_text(LIST)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sweep_module, 'subprocess', SimpleNamespace(run=forked))
     return folder
-
-
-# kills a process after its first checkpoint
-KILLED = """
-import os
-from mhf import checkpoint
-save = checkpoint.save
-checkpoint.save = lambda *args: (save(*args), os.kill(os.getpid(), 9))
-"""
-
-
-def test_killed_sweep_ends_with_the_same_rows(folder, tmp_path, monkeypatch):
-    """
-    A killed and rerun sweep keeps its finished runs and ends with the rows of an uninterrupted one. The report prints
-    their bits per byte.
-    """
-
-    uninterrupted = shutil.copytree(folder, tmp_path / 'uninterrupted')
-
-    class Kill(BaseException):
-        pass
-
-    def kill(command, **options):
-        is_second = command[1].name == 'train.py' and f'--out_dir=out/runs/{RUNS[1]}' in command
-        done = forked(command, **options, patch=KILLED if is_second else '')
-        if is_second:
-            raise Kill
-        return done
-
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(sweep_module.subprocess, 'run', kill)
-        sweep(Study('runs.py'), 1, '.')
-    assert weights(folder, f'out/runs/{RUNS[1]}')['step'] == 4
-    first = snapshot(folder / 'out/runs' / RUNS[0])
-    sweep(Study('runs.py'), 1, '.')
-    monkeypatch.chdir(uninterrupted)
-    sweep(Study('runs.py'), 1, '.')
-    assert rows(folder) == rows(uninterrupted) and sorted(rows(folder)) == sorted(RUNS)
-    assert snapshot(folder / 'out/runs' / RUNS[0]) == first
-    best = min(float(row['docs_bits_per_byte']) for row in rows(folder).values())
-    printed = ok('study.report', 'runs.py', cwd=folder).stdout
-    assert re.search(rf'bits per byte, docs .*\n.*\n\| .*tiny \| H3 \| \S+ M \| 1 \| {best:.4f} \|', printed)
 
 
 def test_a_started_run_of_other_settings(folder):
@@ -244,23 +191,6 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
     shown = re.findall(r'(?<=study/)\w+\.(?:png|svg)|(?<=\]\()\w+\.png', ''.join(texts.values()))
     assert set(shown) <= {path.name for path in (tmp_path / 'study').iterdir()}
-
-
-# (text of LIST, what replaces it, the error)
-WRONG = [
-    ("='docs.jsonl'", "='other.jsonl'", 'prepare.py ended with 1: error: other.jsonl: no such file'),
-    ('    )\n]', '    )\n]\nRUNS += RUNS', "2 entries have the name .'tiny', 'H3'."),
-    ('num_buckets=100', 'num_bucket=100', '2 runs failed'),
-]
-
-
-@pytest.mark.parametrize('right, wrong, says', WRONG)
-def test_a_wrong_list(folder, right, wrong, says):
-    """A wrong list, a corpus that does not exist and a failed run raise an InputError and add no row."""
-    (folder / 'runs.py').write_text(LIST.replace(right, wrong))
-    with pytest.raises(InputError, match=says):
-        sweep(Study('runs.py'), 1, 'none')
-    assert not (folder / 'runs.csv').exists()
 
 
 def test_unigram_fit():

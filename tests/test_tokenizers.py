@@ -1,13 +1,13 @@
 """Tokenizers: a Hugging Face tokenizer.json, alone and next to a released model; roles."""
 
 import json
-import shutil
-from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
-from conftest import real_documents, write_jsonl
+from conftest import write_jsonl
+from test_released import learned_model
 from tokenizers import decoders, models, pre_tokenizers
 
 import expand
@@ -20,33 +20,6 @@ from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import get_tokenizer
 from test_mhf import SAYINGS, random_model, write_released
-
-
-@pytest.fixture(scope='module')
-def larger(mistral, tmp_path_factory):
-    """A tokenizer of a few more tokens than mistral, and its tokenizer.json."""
-    tok = expand.expand_tokenizer(mistral, dict(some=SAYINGS * 20), dict(some=200))
-    folder = tmp_path_factory.mktemp('larger')
-    write_tokenizer(tok, folder, add_bos=True)
-    tok.json = str(folder / 'tokenizer.json')
-    return tok
-
-
-def test_json_equals_sentencepiece(tmp_path, mistral, larger):
-    """A tokenizer.json has the ids, strings and roles of its SentencePiece model; it does not truncate or add bos."""
-    written = tokenizers.Tokenizer.from_file(larger.json)
-    written.enable_truncation(5)
-    written.enable_padding(length=5)
-    written.save(f'{tmp_path}/x.json')
-    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), tmp_path)
-    tok = get_tokenizer(f'{tmp_path}/x.json')
-    assert len(mistral.tokens) < len(larger.tokens) and tok.tokens == larger.tokens
-    assert (tok.bos, tok.eos, tok.pad) == (larger.bos, larger.eos, larger.pad) == (1, 2, 2)
-    # special tokens in a text are plain text
-    texts = [*SAYINGS, 'a     b  \n\n c ', '👩\u200d👧🇺🇳', '</s><unk><0x0A>▁', '', *real_documents()]
-    ids = tok.encode(texts)
-    assert ids == larger.encode(texts) and max(map(max, filter(None, ids))) >= len(mistral.tokens)
-    assert [tok.decode([tok.bos, *i]) for i in ids] == [text.replace('▁', ' ') for text in texts]
 
 
 def test_byte_level_json(tmp_path):
@@ -76,15 +49,16 @@ def test_byte_level_json(tmp_path):
     assert Bins(tmp_path / 'd', 'val', tok)[:].tolist() == held_out
 
 
-def test_roles_of_a_json(tmp_path, mistral):
+def test_roles_of_a_json(tmp_path):
     """The files next to a tokenizer.json name bos, eos and pad; a missing eos is an error."""
-    write_tokenizer(mistral, tmp_path, add_bos=True)
+    learned = get_tokenizer(learned_model(tmp_path))
+    write_tokenizer(learned, tmp_path, add_bos=True)
     path = f'{tmp_path}/tokenizer.json'
     beside = tmp_path / 'tokenizer_config.json', tmp_path / 'special_tokens_map.json'
     bos_and_eos = dict(bos_token='<s>', eos_token='</s>')
     for config, special, roles in (
-        (bos_and_eos | dict(bos_token='▁the'), {}, (mistral.tokens.index('▁the'), 2, 2)),  # not a special token
-        (dict(bos_token=dict(content='</s>'), eos_token='[INST]'), dict(bos_token='<s>'), (2, 3, 3)),
+        (bos_and_eos | dict(bos_token='▁the'), {}, (learned.tokens.index('▁the'), 2, 2)),  # not a special token
+        (dict(bos_token=dict(content='</s>'), eos_token='<unk>'), dict(bos_token='<s>'), (2, 0, 0)),
         (dict(bos_token=None), bos_and_eos | dict(pad_token=dict(content='<unk>')), (1, 2, 0)),
         # as in Qwen3's
         (dict(bos_token=None, eos_token='</s>'), {}, (2, 2, 2)),
@@ -109,31 +83,31 @@ def test_roles_of_tekken():
 # next to a released model
 
 
-def released(folder, rows, H, tokens):
-    """Writes a released model of so many rows, whose table has the signatures of the tokens."""
-    m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
-    if H:
-        table = torch.zeros(rows, H, dtype=torch.int64)
-        table[: len(tokens)] = torch.tensor(signature_table(tokens, H, 256, pad_id=2).astype('int64'))
-        m.replace_vocabulary(table, pad_id=2)
-    return write_released(folder, m)
-
-
 @pytest.mark.parametrize('H', [3, 0])
-def test_released_with_a_json(tmp_path, larger, mistral, H):
+def test_released_with_a_json(tmp_path, H):
     """An expanded released model is opened with the tokenizer.json next to it; ids without a token get P(w) = 0."""
+    old = get_tokenizer(learned_model(tmp_path))
+    larger = expand.expand_tokenizer(old, dict(some=SAYINGS * 20), dict(some=200))
+    folder = tmp_path / 'm'
+    folder.mkdir()
+    write_tokenizer(larger, folder, add_bos=True)
     # a file that skips three ids
-    written = json.loads(Path(larger.json).read_text(encoding='utf-8'))
+    written = json.loads((folder / 'tokenizer.json').read_text(encoding='utf-8'))
     ids = written['model']['vocab']
     last = max(ids, key=ids.get)
     ids[last] += 3
     tokens = [*larger.tokens[:-1], None, None, None, last]
     V = len(tokens)
-    folder = released(tmp_path / 'm', -(-V // 128) * 128, H, tokens)
     (folder / 'tokenizer.json').write_text(json.dumps(written))
-    shutil.copy(Path(larger.json).with_name('tokenizer_config.json'), folder)
+    rows = -(-V // 128) * 128
+    m = random_model(num_hashes=H, num_buckets=256, vocab_size=rows, dtype=torch.float32)
+    if H:
+        table = np.zeros((rows, H))
+        table[:V] = signature_table(tokens, H, 256, pad_id=2)
+        m.replace_vocabulary(table, pad_id=2)
+    write_released(folder, m)
     # of the model that it was expanded from
-    (folder / 'tokenizer.model').write_bytes(mistral.sp.serialized_model_proto())
+    (folder / 'tokenizer.model').write_bytes(old.sp.serialized_model_proto())
     opened = load(str(folder))
     assert opened.tok.tokens == tokens and opened.tok.name == str(folder / 'tokenizer.json')
     p = opened.model.log_probs(torch.tensor([[1, V - 1]])).exp()[0, -1]
@@ -141,20 +115,21 @@ def test_released_with_a_json(tmp_path, larger, mistral, H):
 
 
 @pytest.mark.parametrize('change', ['normalizer', 'bos'])
-def test_another_tokenizer_with_the_same_tokens(tmp_path, mistral, change):
+def test_another_tokenizer_with_the_same_tokens(tmp_path, change):
     """Models and folders refuse a tokenizer with the same tokens that encodes text differently or has another bos."""
+    learned = get_tokenizer(learned_model(tmp_path))
     for name in ('own', 'other'):
         (tmp_path / name).mkdir()
-        write_tokenizer(mistral, tmp_path / name, add_bos=False)
+        write_tokenizer(learned, tmp_path / name, add_bos=False)
     own, path = (tmp_path / f'{name}/tokenizer.json' for name in ('own', 'other'))
     spec = json.loads(path.read_text())
     if change == 'normalizer':
         spec['normalizer'] = dict(type='Sequence', normalizers=[dict(type='Lowercase'), spec['normalizer']])
     else:
         roles = path.with_name('tokenizer_config.json')
-        roles.write_text(roles.read_text().replace('"<s>"', '"[INST]"'))
+        roles.write_text(roles.read_text().replace('"<s>"', '"<unk>"'))
     path.write_text(json.dumps(spec))
-    m = random_model(num_hashes=0, vocab_size=32768, dtype=torch.float32)
+    m = random_model(num_hashes=0, vocab_size=600, dtype=torch.float32)
     save_pretrained(m, tmp_path / 'exported', str(own))
     with pytest.raises(InputError, match="is not the model's"):
         load(str(tmp_path / 'exported'), str(path))
