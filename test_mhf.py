@@ -18,7 +18,6 @@ from pathlib import Path
 # kernels.py runs in Triton's interpreter, on the CPU; Triton reads this at its import
 os.environ.setdefault('TRITON_INTERPRET', '1')
 
-import mmh3
 import numpy as np
 import pytest
 import tiktoken
@@ -34,16 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import model as model_module
-from hashing import (
-    extend_informed_table,
-    fingerprint,
-    form,
-    free_signature,
-    hash_words,
-    informed_table,
-    shape,
-    signature_table,
-)
+from hashing import extend_informed_table, fingerprint, form, free_signature, informed_table, shape, signature_table
 from mhf import head
 from mhf.errors import InputError
 from mhf.generate import Engine
@@ -122,14 +112,6 @@ def test_a_prefix_fills_to_the_last_place():
         signature_table(tokens, 1, 40)
 
 
-def test_seeds_are_not_independent_hashes():
-    """Seeds 0 and 1 agree modulo 33, a divisor of 2^65 + 1, 7 x as often as by chance; the words of a hash do not."""
-    strings = [f'w{i}' for i in range(5000)]
-    seeds = np.array([[mmh3.hash128(w, seed) % 33 for seed in (0, 1)] for w in strings])
-    words = np.array([hash_words(w, 2) for w in strings]) % 33
-    assert np.mean(seeds[:, 0] == seeds[:, 1]) > 0.2 and np.mean(words[:, 0] == words[:, 1]) < 0.05
-
-
 counted = st.lists(st.tuples(word, st.integers(0, 10**6)), min_size=1, max_size=60)
 
 
@@ -175,19 +157,8 @@ def test_informed_table(old, new, H, B):
 
 def test_forms_and_shapes():
     """The keys of Latin, Greek, Arabic and undecodable tokens, and the rows of a table, which must never change."""
-    tokens = [
-        '<pad>',
-        ' Water',
-        'water',
-        'WATER',
-        'Ωμέγα',
-        '▁ωμέγα',
-        'Ġسلام',
-        '▁Maße',
-        b' na\xc3\xafve',
-        b'\xe6\xb0',
-        ' ',
-    ]
+    tokens = ['<pad>', ' Water', 'water', 'WATER', 'Ωμέγα', '▁ωμέγα', 'Ġسلام', '▁Maße']
+    tokens += [b' na\xc3\xafve', b'\xe6\xb0', ' ']
     forms = ['water', 'water', 'water', 'ωμέγα', 'ωμέγα', 'سلام', 'masse', 'naïve', b'\xe6\xb0', ' ']
     shapes = ['1Tter', '0lter', '0Uter', '0Tέγα', '1lέγα', '1lلام', '1Tsse', '1lïve', b'\xe6\xb0', '1l']
     assert list(map(form, tokens[1:])) == forms and list(map(shape, tokens[1:])) == shapes
@@ -249,7 +220,7 @@ SAYINGS = ['Hello,  world!\n\n\tx = {1: "a"}\r\n', '语言模型', 'لغة عر�
 def test_tokenizers_round_trip(name, V, bos, pad):
     """decode(encode(x)) == x, text is never encoded as special tokens, and ids are in the paper's order."""
     tok = get_tokenizer(name)
-    assert (len(tok.tokens), tok.bos, tok.pad) == (V, bos, pad)
+    assert (len(tok.tokens), tok.bos, tok.eos, tok.pad) == (V, bos, 2, pad)
     ids = tok.encode(SAYINGS)
     assert [tok.decode(i) for i in ids] == SAYINGS
     assert not {tok.bos, tok.pad} & {i for row in ids for i in row}

@@ -297,11 +297,6 @@ def snapshot(folder):
 # evaluation
 
 
-def newest(folder):
-    """Returns the contents of the newest file of results below a folder. lm-eval's file names contain the time."""
-    return json.loads(max(Path(folder).glob('**/results_*.json'), key=lambda path: path.name).read_text())
-
-
 # three choices, then the index of the right one, which is the longest; in two of four it is the first
 QUESTIONS = [('alpha 1', 'b', 'cc', 0), ('a', 'beta 2', 'c', 1), ('aa', 'b', 'gamma 3', 2), ('delta', 'bb', 'cc', 0)]
 TWO_CHOICES = [q for q in QUESTIONS if q[3] < 2] + [('x', 'yyy', '', 1)]

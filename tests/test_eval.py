@@ -4,11 +4,12 @@ import json
 import math
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import events, newest, ok, refused, small_tasks, write_jsonl, write_rows
+from conftest import events, ok, small_tasks, write_jsonl, write_rows
 from lm_eval.tasks._index import TaskIndex
 from test_tasks import NO_INDEX
 
@@ -77,8 +78,6 @@ def test_text_formats(tmp_path, mistral):
 # -----------------------------------------------------------------------------
 # the script
 
-NOT_SCORED = 'import mhf.lm\ndef fail(*args): raise AssertionError\nmhf.lm.MHFLM.score_requests = fail'
-
 
 def evaluate(monkeypatch, **settings):
     """Runs eval.py with these settings in this process -> its results."""
@@ -87,7 +86,8 @@ def evaluate(monkeypatch, **settings):
             patch.setattr(evaluation, key, value)
             patch.setitem(evaluation.config, key, value)
         evaluation.main()
-    return newest(settings['output_path'])
+    (path,) = Path(settings['output_path']).glob('**/results_*.json')
+    return json.loads(path.read_text())
 
 
 def test_eval(trained, tmp_path, monkeypatch, capsys):
@@ -118,6 +118,10 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     validated = [e['val_nats'] for e in events(trained) if 'val_nats' in e][-1]
     nats = results['bits_per_byte'][bins]['nats_per_token']
     assert validated - 0.5 < nats < validated + 0.02
+    # a folder that cannot be written is found before scoring
+    monkeypatch.setattr(MHFLM, 'score_requests', None)
+    with pytest.raises(OSError, match='dataset.tsv'):
+        evaluate(monkeypatch, **settings | dict(output_path=str(tmp_path / 'dataset.tsv')))
 
 
 def test_bos(trained, tmp_path, monkeypatch):
@@ -131,7 +135,9 @@ def test_bos(trained, tmp_path, monkeypatch):
     models = dict(authors=str(tmp_path / 'authors'), run='out')
     scores = {}
     for name, bos in (('run', None), ('authors', None), ('authors', True), ('run', False)):
-        results = evaluate(monkeypatch, **settings, out_dir=models[name], bos=bos, output_path=str(tmp_path / name))
+        results = evaluate(
+            monkeypatch, **settings, out_dir=models[name], bos=bos, output_path=str(tmp_path / f'{name} {bos}')
+        )
         assert results['bos'] == (name == 'run' if bos is None else bos)
         scores[name, bos] = results['results']['lambada_openai']
     assert scores['run', None] == scores['authors', True]
@@ -148,14 +154,3 @@ def test_card660(mistral):
     assert with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
     h = model.hidden_states(torch.tensor([[1, *mistral.encode(['new york'])[0]]]))
     assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
-
-
-def test_where_results_cannot_be_written(trained, tmp_path, monkeypatch):
-    """A folder that cannot be written is found before scoring. A name that is not UTF-8 is written as an escape."""
-    (tmp_path / 'file').touch()
-    text = tmp_path / 'caf\udce9.jsonl'
-    shutil.copy(trained / 'docs.jsonl', text)
-    args = ['--tasks=bits_per_byte', f'--text={text}', '--device=cpu']
-    refused('eval.py', *args, f'--output_path={tmp_path}/file', says='file', cwd=trained, patch=NOT_SCORED)
-    ok('eval.py', *args, f'--output_path={tmp_path}', cwd=trained)
-    assert list(newest(tmp_path)['bits_per_byte']) == [str(text)]

@@ -22,13 +22,11 @@ from mhf.tokenizers import JSON_FILES, get_tokenizer
 from test_mhf import SAYINGS, bucket_logits, random_model, write_released
 
 
-def test_export_of_a_run(quick, mistral):
+def test_export_of_a_run(quick):
     """A run, its export and the model that expand.py grows from it add bos; a folder of the authors does not."""
     ok('mhf.released', 'out', 'export', cwd=quick)
     assert_same(dict(from_pretrained(quick / 'export').state_dict()), dict(weights(quick)['model']))
     assert load(str(quick / 'export')).tok.name == 'mistral'
-    tok = AutoTokenizer.from_pretrained(quick / 'export')
-    assert tok(TEXTS, add_special_tokens=False)['input_ids'] == mistral.encode(TEXTS)
     ok('expand.py', '--source_model=export', '--corpora=docs.jsonl@9', '--tokenizer=x.model', '--output_dir=grown',
        cwd=quick)  # fmt: skip
     assert load(quick / 'out').add_bos
@@ -72,10 +70,9 @@ def test_from_the_hub(tmp_path, monkeypatch, mistral):
         from_pretrained('klein9692/some-model')
 
 
-@pytest.mark.parametrize('H', [3, 0])
-def test_the_head_is_the_embedding(tmp_path, H):
+def test_the_head_is_the_embedding(tmp_path):
     """lm_head.weight may equal the embedding, or be absent."""
-    folder = write_released(tmp_path, random_model(num_hashes=H, dtype=torch.float32))
+    folder = write_released(tmp_path, random_model(num_hashes=0, dtype=torch.float32))
     file = folder / 'model.safetensors'
     weights = load_file(file)
     E = weights['model.embed_tokens.weight']
@@ -197,31 +194,6 @@ def test_a_tokenizer_is_exported_with_the_same_ids_or_refused(tmp_path, options)
     write_tokenizer(tok, tmp_path, add_bos=False)
     texts = [*TEXTS, *real_documents(), 'def default: <sep>def', '<sep>  x', 'ＡＢＣ ﬁ\n']
     assert AutoTokenizer.from_pretrained(tmp_path)(texts)['input_ids'] == tok.encode(texts)
-
-
-def test_tokens_added_in_transformers(tmp_path):
-    """
-    The tokenizer.json that transformers writes with new tokens or roles is that of the model, also if config.json still
-    names the old one. A tokenizer without the new tokens is refused.
-    """
-    m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
-    save_pretrained(m, tmp_path / 'export', 'mistral')
-    tok = AutoTokenizer.from_pretrained(tmp_path / 'export')
-    tok.add_tokens(['zebracorn'])
-    tok.add_special_tokens(dict(eos_token='<end>'))
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path / 'export')
-    grown.resize_token_embeddings(len(tok))
-    grown.config.eos_token_id = grown.generation_config.eos_token_id = tok.eos_token_id
-    folder = tmp_path / 'grown'
-    for part in (grown, tok):
-        part.save_pretrained(folder)
-    assert json.loads((folder / 'config.json').read_text())['tokenizer'] == 'mistral'
-    opened = load(str(folder))
-    ids = opened.tok.encode(['a zebracorn', 'a <end>'])
-    assert ids == tok(['a zebracorn', 'a <end>'], add_special_tokens=False)['input_ids'] and 32768 in ids[0]
-    assert opened.tok.eos == 32769 and 32769 in opened.stop_ids
-    with pytest.raises(InputError, match='32768 tokens, expected 32770'):
-        load(str(folder), 'mistral')
 
 
 TABLES = [(1, 0, False, 700), (2, 1, False, 300), (2, 2, False, 64), (2, 0, True, 300)]

@@ -14,7 +14,7 @@ from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
 from study import report
 from study import sweep as sweep_module
-from study.rows import read_csv, values, write_csv
+from study.rows import values, write_csv
 from study.sweep import ENTRY_KEYS, Study, sweep
 from study.unigram_fit import fit
 
@@ -167,16 +167,6 @@ def test_difference():
     assert report.difference([5.0], [6.0, 6.2]) == ('-1.1000', 'one seed')
     # a mean over seeds has all of them
     assert report.number(values([dict(a='1'), dict(a='')], 'a')) == report.MISSING
-
-
-def test_gpu_figures():
-    """The step times and memory that README and RESULTS quote of an H200 are in gpu_speed.csv."""
-    speeds = read_csv(REPO / 'study/gpu_speed.csv')
-    known = {f'{row[column]} {unit}' for row in speeds for column, unit in (('ms', 'ms'), ('memory_gb', 'GB'))}
-    for name in ('README.md', 'study/RESULTS.md'):
-        for sentence in re.split(r'(?<=[.:;])\s+|\n\s*\n', (REPO / name).read_text()):
-            if 'H200' in sentence:
-                assert {' '.join(pair) for pair in re.findall(r'([\d.]+)\s(ms|GB)', sentence)} <= known, sentence
 
 
 def test_the_report_regenerates(tmp_path, monkeypatch):

@@ -149,3 +149,9 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
     new_version, [(new, _), *_] = theirs['race_v2']
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
     assert old == new.replace('He was b', ' _  .b') and old_version == new_version - 1
+
+
+def test_a_task_that_does_not_exist():
+    """A task that does not exist is lm-eval's error, which names it, and not left out."""
+    with pytest.raises(KeyError, match='mubench_mmlu_e'):
+        tasks.load_tasks(['mubench_mmlu_e'])

@@ -72,13 +72,6 @@ def test_roles_of_a_json(tmp_path):
         get_tokenizer(path)
 
 
-def test_roles_of_tekken():
-    """Tekken names its special tokens, which are not decoded."""
-    tekken = get_tokenizer('tekken')
-    assert [tekken.tokens[i] for i in (tekken.bos, tekken.eos, tekken.pad)] == [b'<s>', b'</s>', b'<pad>']
-    assert tekken.decode([tekken.tokens.index(b'[INST]'), *tekken.encode(['a <s> b'])[0], 720]) == 'a <s> b'
-
-
 # -----------------------------------------------------------------------------
 # next to a released model
 

@@ -7,8 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -280,11 +278,11 @@ def test_what_a_resumed_run_may_not_change(quick):
     A run with other data or another setting that decides the model, its data or its loss is refused, with both values;
     nothing is written.
     """
-    path = quick / 'bins/000000.json'
-    unit = json.loads(path.read_text())
+    path = quick / 'bins/meta.json'
+    meta = json.loads(path.read_text())
     for split in ('val', 'train'):
-        unit[split]['sha256'] = 'of other documents'
-    path.write_text(json.dumps(unit))
+        meta[split][0]['sha256'] = 'of other documents'
+    path.write_text(json.dumps(meta))
     fixed = dict(seed=7, batch_size=4, block_size=8, loss='product', unfrozen_end_layers=1, num_layers=3, bottleneck=8)
     flags = [f'--{k}={v}' for k, v in fixed.items()]
     before = snapshot(quick)
@@ -329,28 +327,24 @@ def test_one_run_in_an_out_dir(quick):
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
 
 
-# as %run of a notebook executes a script
-NOTEBOOK = """
-import runpy, signal, subprocess, sys
-path, *args = sys.argv[1:]
-for more in (['--learning_rate=1e30', '--grad_clip=0', '--warmup_steps=1'], ['--max_steps=1']):
-    sys.argv = [path, *args, *more]
-    try:
-        runpy.run_path(path, run_name='__main__')
-    except ValueError as e:
-        print('ended by', type(e).__name__)
+# runs the script once before, as %run of a notebook does; this run diverges
+RUN_BEFORE = f"""
+import runpy, signal, sys
+arguments = sys.argv
+sys.argv = [*arguments, '--learning_rate=1e30', '--grad_clip=0', '--warmup_steps=1']
+try:
+    runpy.run_path('{REPO}/train.py', run_name='__main__')
+except ValueError as e:
+    print('ended by', type(e).__name__)
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-sys.exit(subprocess.run([sys.executable, path, *args, '--max_steps=2']).returncode)
+sys.argv = arguments
 """
 
 
 def test_a_run_in_a_notebook(quick):
-    """A run that ends or fails releases its lock and its signals, although its process continues."""
-    (quick / 'notebook.py').write_text(NOTEBOOK)
-    command = [sys.executable, 'notebook.py', REPO / 'train.py', 'cfg.py', '--out_dir=b', '--lr_decay_steps=24']
-    done = subprocess.run(command, cwd=quick, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=REPO))
-    assert done.returncode == 0 and done.stdout.count('ended by InputError') == 1, done.stdout + done.stderr
-    assert weights(quick, 'b')['step'] == 2
+    """A run that fails releases its lock and its signals, although its process continues."""
+    done = ok('train.py', 'cfg.py', '--out_dir=b', *until(4), cwd=quick, patch=RUN_BEFORE)
+    assert 'ended by InputError' in done.stdout and weights(quick, 'b')['step'] == 4
 
 
 def test_a_new_run_keeps_the_log_of_another(quick):
