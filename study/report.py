@@ -229,7 +229,8 @@ def front_table():
         for label in labels:
             if seeds := found.get(label):
                 cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                lines.append([*split_group(group), label, millions(seeds), str(len(seeds)), *cells])
+                name = f"{label}, the paper's signatures" if label == 'MHF H4' else label
+                lines.append([*split_group(group), name, millions(seeds), str(len(seeds)), *cells])
     heads = ['vocabulary', 'trained on', 'model', 'parameters', 'seeds']
     heads += ['bits per byte, english', 'bits per byte, fineweb']
     return markdown(heads, lines)
