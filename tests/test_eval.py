@@ -135,9 +135,8 @@ def test_bos(trained, tmp_path, monkeypatch):
     models = dict(authors=str(tmp_path / 'authors'), run='out')
     scores = {}
     for name, bos in (('run', None), ('authors', None), ('authors', True), ('run', False)):
-        results = evaluate(
-            monkeypatch, **settings, out_dir=models[name], bos=bos, output_path=str(tmp_path / f'{name} {bos}')
-        )
+        path = str(tmp_path / f'{name} {bos}')
+        results = evaluate(monkeypatch, **settings, out_dir=models[name], bos=bos, output_path=path)
         assert results['bos'] == (name == 'run' if bos is None else bos)
         scores[name, bos] = results['results']['lambada_openai']
     assert scores['run', None] == scores['authors', True]

@@ -14,13 +14,10 @@ CASES = {
     'Standard': (dict(num_hashes=0), 17),
     # H - 1 mixers add z each, their biases and the normalizer 1 each: neither the paper's 64 nor Standard's 17
     'z below d': (dict(num_hashes=4, num_buckets=64, bottleneck=4), 16 + 3 * 4 + 2),
-    'z below d, H2': (dict(num_hashes=2, num_buckets=300, bottleneck=5), 16 + 5 + 2),
     # a mixer fills all d: H d + 1
     'z above d': (dict(num_hashes=4, num_buckets=64, bottleneck=24), 4 * 16 + 1),
     # above the paper's 10: H (B - 2) + 2
     'B below d': (dict(num_hashes=4, num_buckets=10, bottleneck=24), 4 * 8 + 2),
-    # the paper's 4 d is out of a vocabulary's reach
-    'few tokens': (dict(num_hashes=4, num_buckets=64, bottleneck=24, vocab_size=48), 48),
 }
 
 
