@@ -78,7 +78,7 @@ def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
     assert np.load('large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
 
 
-@pytest.mark.parametrize('num_hashes, num_buckets', [(3, 2048), (6, 64), (12, 8)])
+@pytest.mark.parametrize('num_hashes, num_buckets', [(3, 2048), (12, 8)])
 def test_signatures_equal_ids(tmp_path, mistral, num_hashes, num_buckets):
     """Shards of signatures equal table[ids], and are read as the same ids; another table is an error."""
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
@@ -313,8 +313,8 @@ SLOW += 'sources.split_long_text = lambda text: (time.sleep(0.002), split(text))
 
 def test_kills(tmp_path):
     """Killed in its first unit and in a later one, prepare.py ends with the same bytes."""
-    texts = library_texts(2e6)
-    texts.insert(3, ''.join(texts[:40]))  # longer than a piece
+    texts = library_texts(1.1e6)
+    texts.insert(3, ''.join(texts))  # longer than a piece
     for i in range(12):
         write_jsonl(tmp_path / f'{i:02}.jsonl', texts[i::12])
     args = ('prepare.py', '--dataset=*.jsonl', '--val_fraction=0.03')

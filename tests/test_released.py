@@ -43,19 +43,21 @@ def test_stop_ids(tmp_path):
     A document ends at bos, eos, pad, and at every eos of config.json and generation_config.json. A model without pad
     uses the first eos.
     """
-    m = random_model(num_hashes=0, vocab_size=32768, num_layers=1, dtype=torch.float32)
+    name = learned_model(tmp_path)
+    m = random_model(num_hashes=0, vocab_size=600, num_layers=1, dtype=torch.float32)
     write_released(tmp_path / 'b', m, eos_token_id=[7, 9], pad_token_id=-1)
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
-    opened = load(str(tmp_path / 'b'), 'mistral')
+    opened = load(str(tmp_path / 'b'), name)
     assert opened.stop_ids == {1, 2, 7, 9, 11} and opened.model.config.pad_id == 7
-    save_pretrained(opened.model, tmp_path / 'c', 'mistral', opened.add_bos, [7, 9, 11])
+    save_pretrained(opened.model, tmp_path / 'c', name, opened.add_bos, [7, 9, 11])
     assert load(str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}
 
 
-def test_from_the_hub(tmp_path, monkeypatch, mistral):
+def test_from_the_hub(tmp_path, monkeypatch):
     """A hub id is fetched at its revision, without code or pickles; an unreachable hub is an error of one line."""
     folder = write_released(tmp_path / 'm', random_model())
-    write_tokenizer(mistral, folder, add_bos=True)
+    tok = get_tokenizer(learned_model(tmp_path))
+    write_tokenizer(tok, folder, add_bos=True)
     download = Mock(return_value=str(folder))
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     from_pretrained('klein9692/some-model@checkpoint-20000')
@@ -63,7 +65,7 @@ def test_from_the_hub(tmp_path, monkeypatch, mistral):
     assert args == ('klein9692/some-model',) and options['revision'] == 'checkpoint-20000'
     assert not [p for p in options['allow_patterns'] if p.endswith(('.bin', '.pt', '.py', '*'))]
     # of a tokenizer, only the JSON files are downloaded
-    assert get_tokenizer('user/name@v1').tokens == mistral.tokens
+    assert get_tokenizer('user/name@v1').tokens == tok.tokens
     download.assert_called_with('user/name', revision='v1', allow_patterns=list(JSON_FILES))
     download.side_effect = OSError('no\nnetwork')
     with pytest.raises(InputError, match='could not be downloaded from the hub'):
@@ -226,9 +228,10 @@ def test_exports_that_transformers_refuses(tmp_path):
     unused = random_model(num_hashes=0, dtype=torch.float32, unused_ids=[5, 60, 299])
     scaled = random_model(num_hashes=0, embedding_scale=4.0, dtype=torch.float32)
     ids = torch.tensor([[1, 7, 9]])
+    tokenizer = learned_model(tmp_path)
     same_size = random_model(num_buckets=100, dtype=torch.float32)
     for name, m in dict(same_size=same_size, scaled=scaled, unused=unused).items():
-        save_pretrained(m, tmp_path / name, 'mistral')
+        save_pretrained(m, tmp_path / name, tokenizer)
         exported = from_pretrained(tmp_path / name)
         assert exported.config == m.config and torch.equal(exported.log_probs(ids), m.log_probs(ids))
         with pytest.raises(ValueError, match='model type `mhf`'):
@@ -241,11 +244,10 @@ def test_exports_that_transformers_refuses(tmp_path):
 
 
 REFUSED = [
-    # another computation
     ('rope_type="yarn"', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
     ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
     ('model_type', dict(model_type='qwen3_moe')),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('key, changes', REFUSED, ids=str)
