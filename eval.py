@@ -6,7 +6,6 @@ Evaluates a trained model and prints the paper's published numbers next to its o
     $ python eval.py --out_dir=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000
     $ python eval.py --tasks=mmlu,gsm8k                                       # any tasks of lm-eval: lm-eval ls tasks
     $ python eval.py --tasks=bits_per_byte --text=book.txt
-    $ python eval.py --tasks=card660 --benchmark_dir=card660
 
 A new benchmark is an lm-eval file NAME.yaml in eval_tasks/, like race_v2.yaml, for --tasks=NAME.
 
@@ -24,10 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from lm_eval.utils import handle_non_serializable, make_table, sanitize_model_name
-from scipy.stats import pearsonr, spearmanr
-from tqdm import tqdm
 
 from configurator import configure
 from mhf.data import Bins
@@ -40,9 +36,9 @@ from mhf.sources import read_documents
 # to two folders below
 out_dir = ''
 tokenizer = ''  # '': the one that the checkpoint was trained with
-# tasks: paper | bits_per_byte | card660 | names of lm-eval's tasks and groups; several are separated by commas
+# tasks: paper | bits_per_byte | names of lm-eval's tasks and groups; several are separated by commas
 tasks = 'paper'
-benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub; required by card660
+benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub
 text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
 num_fewshot = None  # examples in the prompts of lm-eval's tasks; None: as each task defines
 limit = None  # documents per task of lm-eval, below 1 a fraction of them; None: all
@@ -132,49 +128,11 @@ def bits_per_byte(lm, ids, num_bytes, lost_bytes):
 
 
 # -----------------------------------------------------------------------------
-# Card-660: similarity of rare words
-
-
-def read_word_pairs(folder):
-    """Returns [(word, word, human similarity)] of Card-660's dataset.tsv."""
-    lines = (Path(folder) / 'dataset.tsv').read_text(encoding='utf-8-sig').splitlines()
-    rows = [line.split('\t') for line in lines if line]
-    return [(a, b, float(score)) for a, b, score in rows]
-
-
-@torch.no_grad()
-def word_states(lm, word):
-    """A word's states {'last': after the final norm, 'second_to_last': before the last block}, each (d,) float32."""
-    ids = list(lm.tok.encode([word.replace('_', ' ')])[0])
-    if lm.bos is not None or not ids:
-        ids = [lm.tok.bos, *ids]
-    inputs = []  # of the last block
-    hook = lm.model.layers[-1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
-    with lm.autocast():
-        h = lm.model.hidden_states(torch.tensor([ids], device=lm.device))
-    hook.remove()
-    return dict(last=h[0, -1].float(), second_to_last=inputs[0][0, -1].float())
-
-
-def card660(lm, pairs):
-    """Returns the correlations of human similarity with the cosine of two words' hidden states."""
-    words = {word for a, b, _ in pairs for word in (a, b)}
-    states = {word: word_states(lm, word) for word in tqdm(words, desc='card660', leave=False, disable=None)}
-    human = [score for _, _, score in pairs]
-    results = dict(bos=lm.bos is not None, pairs=len(pairs))
-    for layer in ('last', 'second_to_last'):
-        cosines = [F.cosine_similarity(states[a][layer], states[b][layer], dim=0).item() for a, b, _ in pairs]
-        results[f'{layer}_pearson'] = pearsonr(cosines, human).statistic
-        results[f'{layer}_spearman'] = spearmanr(cosines, human).statistic
-    return results
-
-
-# -----------------------------------------------------------------------------
 # tables
 
 
-def nearest_published(lm, column):
-    """Returns the row of the paper's tables with a value in `column` whose model is nearest in kind and size."""
+def nearest_published(lm):
+    """Returns the row of the paper's tables whose model is nearest in kind and size."""
     num_hashes = lm.model.config.num_hashes
     decoder = lm.model.num_params()[1]
 
@@ -182,7 +140,7 @@ def nearest_published(lm, column):
         size_ratio = row['decoder_millions'] * 1e6 / decoder
         return abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
 
-    same_kind = [row for row in PUBLISHED if column in row and (row['num_hashes'] == 0) == (num_hashes == 0)]
+    same_kind = [row for row in PUBLISHED if (row['num_hashes'] == 0) == (num_hashes == 0)]
     return min(same_kind, key=distance)
 
 
@@ -200,23 +158,16 @@ def print_results(results):
         if task in PAPER:
             metric = PAPER[task]['metric']
             score = 100 * scores[f'{metric},none']
-            print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}')
-    for task, notes in results.get('notes', {}).items():
-        print(f'{task}: {"; ".join(notes)}')
+            count = results['n-samples'][task]['effective']
+            task_config = results['configs'][task]
+            split = task_config['test_split'] or task_config['validation_split']
+            documents = f'{count:,} of {int(PAPER[task]["documents"]):,}, {split}'
+            print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}  {documents}')
     for path, values in results.get('bits_per_byte', {}).items():
-        print_values(f'bits_per_byte, {path}', values)
-    if 'card660' in results:
-        print_values('card660', results['card660'], results['card660_published'])
+        print(f'\nbits_per_byte, {path}')
+        for key, value in values.items():
+            print(f'  {key:<28}{value:>14,.4f}' if isinstance(value, float) else f'  {key:<28}{value:>14}')
     print(f'\nlm-eval {results["packages"]["lm-eval"]}, bos={results["bos"]}')
-
-
-def print_values(title, values, published=()):
-    """Prints one value per line, next to the published value if one exists."""
-    print(f'\n{title:<44}', f'published: {published["model"]}' if published else '')
-    for key, value in values.items():
-        value = f'{value:,.4f}' if isinstance(value, float) else str(value)
-        reference = f'{published[key]:>13.2f}' if key in published else ''
-        print(f'  {key:<28}{value:>14}{reference}')
 
 
 # -----------------------------------------------------------------------------
@@ -232,9 +183,8 @@ def evaluate():
     lm = open_lm(out_dir, tokenizer, bos, device, dtype)
     # all data are read, and the folder is created, before the first score: scores may take hours
     texts = {path: read_ids(path, lm) for path in text.split(',') if path}
-    pairs = read_word_pairs(benchmark_dir) if 'card660' in names else []
-    lm_eval_names = [name for name in names if name not in ('bits_per_byte', 'card660')]
-    loaded, notes = load_tasks(lm_eval_names, benchmark_dir, num_fewshot) if lm_eval_names else ({}, {})
+    lm_eval_names = [name for name in names if name != 'bits_per_byte']
+    loaded = load_tasks(lm_eval_names, benchmark_dir, num_fewshot) if lm_eval_names else None
     name = f'results_{datetime.now():%Y-%m-%dT%H-%M-%S.%f}.json'  # as lm-eval names it
     path = Path(output_path) / sanitize_model_name(lm.info['model_name']) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,14 +193,11 @@ def evaluate():
     results = lm.info | dict(device=str(lm.device), settings=config)
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
-        results |= run_tasks(lm, loaded, notes, limit)
+        results |= run_tasks(lm, loaded, limit)
     if not PAPER.keys().isdisjoint(names):
-        results['published'] = nearest_published(lm, 'ARC-E')
+        results['published'] = nearest_published(lm)
     if texts:
         results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
-    if pairs:
-        results['card660'] = card660(lm, pairs)
-        results['card660_published'] = nearest_published(lm, 'last_pearson')
     return results, path
 
 

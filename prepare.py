@@ -15,6 +15,7 @@ the input, mhf/data.py the output.
 import hashlib
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.errors import InputError
-from mhf.tokenizers import Changes, get_tokenizer, tokenizer_fingerprint
+from mhf.tokenizers import find_change, get_tokenizer, tokenizer_fingerprint
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
@@ -51,7 +52,7 @@ config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
-SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to count what changes
+SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to find a change
 
 # -----------------------------------------------------------------------------
 # meta.json
@@ -135,7 +136,7 @@ class Job:
     table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
     val_bytes: int  # of each source
     bar: tqdm
-    changes: Changes  # of a sample of the texts
+    change: str = ''  # of a text by the tokenizer, the first in a sample of the texts
 
 
 class ShardWriter:
@@ -187,13 +188,12 @@ def batches(texts):
 
 
 def encode(job, texts):
-    """Yields each text and its token ids. Updates job.changes."""
+    """Yields each text and its token ids. Updates job.change."""
     # a thread reads the next batch while the tokenizer's threads encode this one
     for batch in data.prefetch(batches(texts)):
         step = sum(map(len, batch)) // SAMPLE_CHARS + 1
         sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
-        for text, ids in zip(sample, job.tok.encode(sample), strict=True):
-            job.changes.add(text, ids)
+        job.change = job.change or find_change(job.tok, sample)
         yield from zip(batch, job.tok.encode(batch), strict=True)
 
 
@@ -268,14 +268,15 @@ def main(config):
     meta = describe(config, tok, table, data.read_json(folder / 'meta.json'))
     total = sum(source['limit'] or 0 for source in meta['sources']) or None
     bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
-    job = Job(folder, meta, tok, table, meta['val_bytes'] // len(meta['sources']), bar, Changes(tok))
+    job = Job(folder, meta, tok, table, meta['val_bytes'] // len(meta['sources']), bar)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / '.prepare.lock', timeout=0), bar:
         start(folder, meta, tok)
         units = [unit for source in meta['sources'] for unit in prepare_source(job, source)]
         shards = {split: [unit[split] for unit in units] for split in SPLITS}
         data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)
-    job.changes.warn()
+    if job.change:
+        print(f"warning: tokenizer '{tok.name}' changes texts: {job.change}", file=sys.stderr)
     for split in SPLITS:
         bins = data.Bins(folder, split, tok)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'

@@ -34,9 +34,10 @@ import torch
 from tqdm import tqdm
 
 from configurator import check_numbers, configure
+from hashing import fingerprint
 from mhf import checkpoint, runtime
 from mhf.data import SPLITS, Bins, block_indices, data_folder, get_table, prefetch
-from mhf.errors import InputError, Output
+from mhf.errors import InputError, ignore_closed_output
 from mhf.tokenizers import get_tokenizer
 from model import MHF
 
@@ -104,7 +105,7 @@ deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
 
 config = configure(globals())
-Output.ignores_errors = True  # a closed pipe or terminal never ends a run
+ignore_closed_output()
 check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
 schedule_steps = lr_decay_steps or max_steps
 check_numbers(config, 'warmup_steps', below=schedule_steps)
@@ -227,8 +228,9 @@ if raw_model:
     raw_model.to(device)
     raw_model.config = model_config
 else:
-    # of rank 0, because forms and shapes depend on Python's version of Unicode
-    table, model_config.frequency_ranges = runtime.call_on_rank0(get_table, config)
+    table, model_config.frequency_ranges = get_table(config)
+    if counts_from:  # forms and shapes depend on Python's version of Unicode
+        runtime.check_same_on_all_ranks(dict(signatures=fingerprint(table)))
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])
@@ -348,7 +350,7 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
             )
             checkpoint.save(out_dir, contents, is_best)
         if validates or stop_signal:
-            runtime.barrier()  # waits up to an hour for the checkpoint
+            runtime.all_reduce(torch.zeros(1))  # waits up to an hour for the checkpoint
         if stop_signal:
             break
 

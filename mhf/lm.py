@@ -62,12 +62,6 @@ def pack(rows):
     return torch.from_numpy(packed)
 
 
-def decode_continuation(tok, prompt, new_ids):
-    """Decodes new_ids, which follow the ids of a prompt."""
-    # SentencePiece drops the first space of a text, so decode both
-    return tok.decode(prompt + new_ids)[len(tok.decode(prompt)) :]
-
-
 # -----------------------------------------------------------------------------
 # lm-eval's model
 
@@ -214,7 +208,9 @@ class MHFLM(TemplateLM):
                 end = self.tok.decode(new_ids[-num_last:]) if stops else ''
                 if any(stop in end for stop in stops):
                     break
-        return postprocess_generated_text(decode_continuation(self.tok, prompt_ids, new_ids), stops, None)
+        # SentencePiece drops the first space of a text, so decode both
+        text = self.tok.decode(prompt_ids + new_ids)[len(self.tok.decode(prompt_ids)) :]
+        return postprocess_generated_text(text, stops, None)
 
     def parse_gen_kwargs(self, gen_kwargs):
         """Returns a request's generation options with defaults. Raises InputError."""
@@ -280,7 +276,10 @@ def find_files(folder, prefix):
 
 
 def local_config(name, config, folder):
-    """A task's lm-eval config -> the changes that make it read local files, [how these differ from the hub's]."""
+    """
+    A task's lm-eval config -> the changes that make it read local files, those of another split if a folder lacks the
+    scored one. print_results in eval.py names the splits. Raises InputError.
+    """
     prefix = PAPER[name]['local']
     files = {split: find_files(folder, f'{prefix}_{split}') for split in ('train', 'validation', 'test')}
     hub_split = config.get('test_split') or config['validation_split']
@@ -288,36 +287,27 @@ def local_config(name, config, folder):
     if scored is None:
         raise InputError(f'{folder} has no {prefix}_{hub_split}.jsonl, which task {name} needs')
     shots_from = 'train' if files['train'] else scored
-    notes = []
-    if scored != hub_split:
-        notes.append(f'{scored} split instead of {hub_split}')
-    if config['num_fewshot'] and shots_from != 'train':
-        notes.append(f'shots from {shots_from}, not train')
     data_files = {split: files[split] for split in (scored, shots_from)}
     changes = dict(dataset_path='json', dataset_name=None, dataset_kwargs=dict(data_files=data_files))
-    changes |= dict(training_split=None, validation_split=None, test_split=scored, fewshot_split=shots_from)
-    return changes, notes
+    return changes | dict(training_split=None, validation_split=None, test_split=scored, fewshot_split=shots_from)
 
 
 def paper_config(name, folder, num_fewshot):
-    """A task of the paper -> its lm-eval config, [how its data in a folder differ from the hub's]."""
+    """Returns the lm-eval config of a task of the paper."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     file = EVAL_TASKS / f'{name}.yaml'
     if not file.exists():
         file = Path(lm_eval.__file__).parent / 'tasks' / PAPER[name]['yaml']
     config = load_yaml(file) | dict(num_fewshot=int(PAPER[name]['shots']) if num_fewshot is None else num_fewshot)
-    changes, notes = local_config(name, config, folder) if folder else ({}, [])
-    return config | changes, notes
+    return config | (local_config(name, config, folder) if folder else {})
 
 
 def load_tasks(names, folder='', num_fewshot=None):
     """
     Loads tasks with their data: the paper's from the hub or from the files in a folder, others as lm-eval defines them.
     num_fewshot replaces a task's own number of examples in the prompt. No network is an OSError, an unknown task a
-    KeyError.
-
-    Returns lm-eval's dict of tasks and groups, and {task: [how its data differ from the paper's]}.
+    KeyError. Returns lm-eval's dict of tasks and groups.
     """
     from lm_eval.tasks import TaskManager  # imports datasets, which takes two seconds
 
@@ -328,11 +318,9 @@ def load_tasks(names, folder='', num_fewshot=None):
     np.random.seed(1234)
     torch.manual_seed(1234)
     loaded = dict(tasks={}, groups={}, group_map={})
-    notes = defaultdict(list)
     for name in names:
         if name in PAPER:
-            config, notes[name] = paper_config(name, folder, num_fewshot)
-            specs = [config]
+            specs = [paper_config(name, folder, num_fewshot)]
         else:
             specs = manager.match_tasks([name]) or [name]  # of a name without a match, load() raises an error
         for kind, items in manager.load(specs).items():
@@ -342,7 +330,7 @@ def load_tasks(names, folder='', num_fewshot=None):
         task.set_config(key='num_fewshot', value=own if num_fewshot is None else num_fewshot)
         check_examples(task)
         task.set_fewshot_seed(1234)
-    return loaded, notes
+    return loaded
 
 
 def check_examples(task):
@@ -358,15 +346,10 @@ def check_examples(task):
         raise InputError(f'{config.task}: num_fewshot={config.num_fewshot}, but {problem}; use 0, or {fix}')
 
 
-def run_tasks(lm, loaded, notes, limit=None):
-    """Scores loaded tasks -> lm-eval's results with samples, and notes on differences from the paper."""
+def run_tasks(lm, loaded, limit=None):
+    """Scores loaded tasks. Returns lm-eval's results with samples."""
     # before the first request is scored
     for task in loaded['tasks'].values():
         if task.OUTPUT_TYPE == 'generate_until':
             lm.parse_gen_kwargs(task.config.generation_kwargs)
-    results = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
-    for task, count in results['n-samples'].items():
-        total = int(PAPER[task]['documents']) if task in PAPER else count['original']
-        if count['effective'] != total:
-            notes[task].append(f'{count["effective"]:,} of {total:,} documents')
-    return results | dict(notes={task: note for task, note in notes.items() if note})
+    return lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)

@@ -5,7 +5,6 @@ run, and the signals that stop it.
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import re
@@ -125,41 +124,17 @@ def init_distributed(device=None, deterministic=False):
         os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'  # cuBLAS reads it when it is initialized
         torch.use_deterministic_algorithms(True)
     if world_size > 1:
-        dist.init_process_group('nccl' if on_gpu and dist.is_nccl_available() else 'gloo')
-        host_group()
+        backend = 'cpu:gloo,cuda:nccl' if on_gpu else 'gloo'
+        dist.init_process_group(backend, timeout=timedelta(hours=1))  # writing a checkpoint may take as long
     return rank, world_size, device
 
 
-@functools.cache
-def host_group():
-    """Returns the group for CPU tensors, objects and barriers. Writing a checkpoint may take up to its timeout."""
-    return dist.new_group(backend='gloo', timeout=timedelta(hours=1))
-
-
-def all_gather_object(value):
-    """Returns a list with the value of each rank. Values must be picklable."""
-    if not dist.is_initialized():
-        return [value]
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=host_group())
-    return gathered
-
-
-def call_on_rank0(function, *args):
-    """Returns function(*args) of rank 0 on all ranks, or raises its error on all. Results must be picklable."""
-    try:
-        result = function(*args) if is_rank0() else None
-    except (InputError, OSError) as e:
-        result = e
-    result = all_gather_object(result)[0]
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
 def check_same_on_all_ranks(values):
-    """Raises InputError on all ranks if a dict differs between them."""
-    gathered = all_gather_object(values)
+    """Raises InputError on all ranks if a dict differs between them. Its values must be picklable."""
+    if not dist.is_initialized():
+        return
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values)
     for rank, other in enumerate(gathered):
         if changes := describe_changes(gathered[0], other, 'rank 0:'):
             raise InputError(f'rank {rank} has {changes}; use the same settings, files and versions on all machines')
@@ -190,14 +165,8 @@ def wrap_ddp(model, micro_batch_size, autocast):
 def all_reduce(tensor):
     """Sums a tensor over all ranks, in place, and returns it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, group=None if tensor.is_cuda else host_group())
+        dist.all_reduce(tensor)
     return tensor
-
-
-def barrier():
-    """Waits for all ranks."""
-    if dist.is_initialized():
-        dist.barrier(group=host_group())
 
 
 # -----------------------------------------------------------------------------
@@ -250,8 +219,7 @@ def stop_signals(world_size):
         if world_size == 1 and received.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
 
-    names = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')  # Windows has only the first two
-    signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     caught = [signum for signum in signals if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores SIGHUP
     handlers = {signum: signal.signal(signum, receive) for signum in caught}
     try:

@@ -9,7 +9,6 @@ A document is a .txt file, a line of a JSON lines file (.jsonl, .ndjson or .json
 per document instead. To add a data set of the Hugging Face hub, add a line to HUB.
 """
 
-import functools
 import glob
 import gzip
 import io
@@ -19,7 +18,6 @@ import lzma
 import math
 import os
 import re
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -99,17 +97,14 @@ def local_files(name):
 
 
 def hub_files(folder):
-    """Returns {address at the current commit: size in bytes} of the files of a folder of HUB. Raises InputError."""
+    """Returns {address at the current commit: size in bytes} of the files of a folder of HUB."""
     import huggingface_hub
 
     owner, name, *path = folder.split('/', 2)
     repository = f'{owner}/{name}'
     hub = huggingface_hub.HfApi()
-    try:
-        commit = hub.dataset_info(repository).sha
-        entries = list(hub.list_repo_tree(repository, *path, recursive=True, revision=commit, repo_type='dataset'))
-    except Exception as e:  # no network, no such folder
-        raise InputError(f'{folder} cannot be read from the hub ({type(e).__name__}: {e!s:.300})') from None
+    commit = hub.dataset_info(repository).sha
+    entries = hub.list_repo_tree(repository, *path, recursive=True, revision=commit, repo_type='dataset')
     addresses = {f'hf://datasets/{repository}@{commit}/{entry.path}': entry.size for entry in entries}
     return {address: addresses[address] for address in sorted(addresses) if address.endswith('.parquet')}
 
@@ -164,22 +159,13 @@ def read_text(path):
     file = readers.get(Path(path).suffix.lower(), lambda path: open(path, 'rb'))(path)
     with io.TextIOWrapper(file, encoding='utf-8-sig') as lines:
         if not re.search(r'\.(jsonl|ndjson|json)(\.\w+)?$', path, re.I):
-            text = lines.read()
-            if '<|endoftext|>' in text:
-                warn_separators(path)
-            yield text
+            yield lines.read()
             return
         for line in lines:
             row = json.loads(line) if line.strip() else dict(text=None)
             text = row['text']
             # an unpaired surrogate becomes a question mark
             yield text.encode('utf-8', 'replace').decode() if isinstance(text, str) else text
-
-
-@functools.cache  # once per file
-def warn_separators(path):
-    fix = 'write each part as a line {"text": ...} of a .jsonl file'
-    print(f'warning: {path} contains <|endoftext|>, which is plain text in one document; {fix}', file=sys.stderr)
 
 
 def read_parquet(path):

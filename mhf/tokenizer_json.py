@@ -7,11 +7,9 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mhf.errors import InputError
-from mhf.tokenizers import JsonTokenizer, SentencePieceTokenizer
+from mhf.tokenizers import BYTES, JsonTokenizer, SentencePieceTokenizer
 
-# byte-level files represent each byte by a printable character
-PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-BYTE_LETTERS = {byte: chr(256 + k) for k, byte in enumerate(sorted({*range(256)} - PRINTABLE))}
+BYTE_LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 # texts on which tokenizers are compared: white space, scripts, characters that normalizations change, control pieces
 PROBES = (

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 from configurator import did_you_mean
@@ -230,25 +229,11 @@ def tokenizer_fingerprint(tok):
     return hashlib.sha256(roles + tok.definition).hexdigest()
 
 
-class Changes:
-    """Counts what a tokenizer changes in a sample of texts: each is compared with its decoded ids."""
-
-    def __init__(self, tok):
-        self.tok = tok
-        self.texts = 0
-        self.changed_texts = 0
-        self.example = ''
-
-    def add(self, text, ids):
-        decoded = self.tok.decode([i for i in ids if i != self.tok.unk])
-        self.texts += 1
-        self.changed_texts += decoded != text
-        if decoded != text and not self.example:
+def find_change(tok, texts):
+    """Describes the first difference between texts and what a tokenizer decodes from their ids, '' if none differs."""
+    for text, ids in zip(texts, tok.encode(texts), strict=True):
+        decoded = tok.decode([i for i in ids if i != tok.unk])
+        if decoded != text:
             start = len(os.path.commonprefix([text, decoded]))
-            self.example = f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
-
-    def warn(self):
-        """Prints both counts and the first change if a text was changed."""
-        if self.changed_texts:
-            changed = f'{self.changed_texts:,} of {self.texts:,} compared texts: {self.example}'
-            print(f"warning: tokenizer '{self.tok.name}' changes {changed}", file=sys.stderr)
+            return f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
+    return ''

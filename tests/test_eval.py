@@ -93,10 +93,9 @@ def evaluate(monkeypatch, **settings):
 def test_eval(trained, tmp_path, monkeypatch, capsys):
     """Scores of tasks, groups and text are printed and written, and agree with the validation of train.py."""
     small_tasks(tmp_path)
-    (tmp_path / 'dataset.tsv').write_text('red\tblue\t3.5\nnew_york\tcity\t2.0\nsun\tmoon\t1.0\n')
     bins = str(trained / 'bins')
     settings = dict(device='cpu', dtype='float32', out_dir=str(trained / 'out'), benchmark_dir=str(tmp_path), text=bins)
-    settings |= dict(tasks='lambada_openai,sums,record,bits_per_byte,card660', output_path=str(tmp_path / 'results'))
+    settings |= dict(tasks='lambada_openai,sums,record,bits_per_byte', output_path=str(tmp_path / 'results'))
     # a task of its own that generates text
     write_rows(tmp_path / 'sums.jsonl', [dict(question=f'1 + {k} is', answer=str(1 + k)) for k in range(9)])
     sums = dict(task='sums', output_type='generate_until', doc_to_text='{{question}}', doc_to_target='{{answer}}')
@@ -109,7 +108,7 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     exec(NO_INDEX, {})
     results = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
-    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 5,153 documents', '1B H3B10K'):
+    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 5,153, test'):
         assert words in printed
     assert set(results['results']) == {'lambada_openai', 'sums', 'record'} and results['bos'] is True
     samples = results['samples']['sums']
@@ -141,15 +140,3 @@ def test_bos(trained, tmp_path, monkeypatch):
         scores[name, bos] = results['results']['lambada_openai']
     assert scores['run', None] == scores['authors', True]
     assert scores['authors', None] == scores['run', False] != scores['run', None]
-
-
-def test_card660(mistral):
-    """Card-660 compares hidden states of the last token of a word, after bos if the model has it."""
-    model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
-    lm = MHFLM(model, mistral, mistral.bos)
-    pairs = [('red', 'blue', 3.5), ('new_york', 'city', 2.0), ('sun', 'moon', 1.0)]
-    with_bos = evaluation.card660(lm, pairs)
-    without = evaluation.card660(MHFLM(model, mistral), pairs)
-    assert with_bos['pairs'] == 3 and with_bos['last_pearson'] != without['last_pearson']
-    h = model.hidden_states(torch.tensor([[1, *mistral.encode(['new york'])[0]]]))
-    assert torch.allclose(evaluation.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)

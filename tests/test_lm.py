@@ -10,7 +10,7 @@ from conftest import real_documents, small_tasks
 from lm_eval.api.instance import Instance
 
 from mhf.errors import InputError
-from mhf.lm import MHFLM, decode_continuation, load_tasks
+from mhf.lm import MHFLM, load_tasks
 from mhf.released import save_pretrained
 from mhf.tokenizers import get_tokenizer
 from test_mhf import random_model
@@ -93,7 +93,7 @@ def test_same_scores_as_lm_eval_s_model(tmp_path, mistral):
     small_tasks(tmp_path)
     scores = []
     for lm in both:
-        loaded, _ = load_tasks(['piqa', 'arc_easy'], tmp_path)
+        loaded = load_tasks(['piqa', 'arc_easy'], tmp_path)
         results = lm_eval.evaluate(lm, loaded, limit=10, log_samples=False)['results']
         scores.append({t: (r['acc,none'], r['acc_norm,none']) for t, r in results.items()})
     assert scores[0] == scores[1] and len(scores[0]) == 2
@@ -118,11 +118,12 @@ def test_generation(mistral, lm):
     """Generated text is that of MHF.generate, up to an id that ends a document."""
     ids = mistral.encode(['a few words'])[0]
     greedy = lm.model.generate(torch.tensor([[1, *ids]]), 6, temperature=0)[0, 1 + len(ids) :].tolist()
-    text = decode_continuation(mistral, ids, greedy[: greedy.index(1)] if 1 in greedy else greedy)
     request = instance('a few words', dict(until=[], max_gen_toks=6))
-    assert lm.generate_until([request]) == [text]
-    lm.stop_ids = {greedy[2]}
-    assert lm.generate_until([request]) == [decode_continuation(mistral, ids, greedy[: greedy.index(greedy[2])])]
+    for stop in (mistral.bos, greedy[2]):
+        lm.stop_ids = {stop}
+        (text,) = lm.generate_until([request])
+        kept = greedy[: greedy.index(stop)] if stop in greedy else greedy
+        assert 'a few words' + text == mistral.decode(ids + kept)
     lm.stop_ids = {mistral.bos}
     # bos is the prompt of a model without bos if there is no other
     empty = instance('', dict(until=[], max_gen_toks=6))

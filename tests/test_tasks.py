@@ -49,7 +49,7 @@ def test_known_answers(tmp_path, mistral):
     known = Known(random_model(), mistral)
     for name, judge in (('oracle', lambda s: 0.0 if s.strip() in right else -99.0), ('constant', lambda s: -1.0)):
         known.judge = judge
-        got = tasks.run_tasks(known, *tasks.load_tasks(PAPER, str(tmp_path)))
+        got = tasks.run_tasks(known, tasks.load_tasks(PAPER, str(tmp_path)))
         assert list(got['results']) == list(PAPER)
         scores[name] = [r[f'{PAPER[task]["metric"]},none'] for task, r in got['results'].items()]
     assert scores['oracle'] == [1.0] * 11
@@ -57,8 +57,9 @@ def test_known_answers(tmp_path, mistral):
     assert scores['constant'] == [0, 0, 1, 0.5, 1, 0.5, 1, 0.5, 0.5, 1, 0.25]
     assert Counter(got['n-shot'].values()) == {0: 8, 5: 3} and got['n-shot']['social_iqa'] == 5
     assert got['versions']['race_v2'] == 2
-    assert got['notes']['sciq'] == ['validation split instead of test', '4 of 1,000 documents']
-    assert got['notes']['social_iqa'] == ['shots from validation, not train', '12 of 1,954 documents']
+    # the folder has no other split of these
+    assert got['configs']['sciq']['test_split'] == 'validation' and got['n-samples']['sciq']['effective'] == 4
+    assert got['configs']['social_iqa']['fewshot_split'] == 'validation'
 
 
 @pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own'])
@@ -79,7 +80,7 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     # as the error advises
     split = config['test_split'] or 'validation'
     file.write_text(json.dumps(config | dict(test_split=split, fewshot_split=split)))
-    (task,) = tasks.load_tasks([name], num_fewshot=4)[0]['tasks'].values()
+    (task,) = tasks.load_tasks([name], num_fewshot=4)['tasks'].values()
     task.build_all_requests()
     for request in task.instances:
         assert request.args[0].count(f'{request.doc["prompt"]}') == 1 and request.args[0].count(' is') == 5
@@ -95,13 +96,12 @@ def test_num_fewshot(tmp_path, monkeypatch):
     config = load_yaml(Path(lm_eval.__file__).parent / 'tasks/piqa/piqa.yaml')
     (tmp_path / 'piqa.yaml').write_text(json.dumps(config | dict(doc_to_text='Question: mine {{goal}}\nAnswer:')))
     for number in (0, 2):
-        loaded, notes = tasks.load_tasks(['arc_easy', 'piqa'], str(tmp_path), number)
+        loaded = tasks.load_tasks(['arc_easy', 'piqa'], str(tmp_path), number)
         for name, task in loaded['tasks'].items():
             task.build_all_requests()
             prompts = [instance.args[0] for instance in task.instances]
             assert {prompt.count('Question:') for prompt in prompts} == {number + 1}, name
             assert name != 'piqa' or all(prompt.count('mine Do.') == number + 1 for prompt in prompts)
-        assert bool(notes['piqa']) == bool(number)  # it has no train split, so its examples come from validation
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
@@ -116,7 +116,7 @@ def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
     monkeypatch.setattr(lm.model, 'hidden_states', Mock(side_effect=AssertionError('scored')))
     loaded = TaskManager(include_defaults=False).load([ends, answers])
     with pytest.raises(InputError, match='max_gen_toks=256 must be from 1 to 23'):
-        tasks.run_tasks(lm, loaded, {})
+        tasks.run_tasks(lm, loaded)
 
 
 def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
@@ -133,7 +133,7 @@ def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
         """Returns the version of a task and what it asks."""
         config = load_yaml(file) | dict(num_fewshot=0)
         version = config['metadata']['version']
-        config |= tasks.local_config(name, config, tmp_path)[0]
+        config |= tasks.local_config(name, config, tmp_path)
         (task,) = TaskManager(include_defaults=False).load([config])['tasks'].values()
         task.build_all_requests()
         return version, [instance.args for instance in task.instances]
