@@ -17,7 +17,6 @@ import contextlib
 import difflib
 import functools
 import json
-import math
 import os
 import re
 import runpy
@@ -36,14 +35,6 @@ def did_you_mean(word, known):
     """Returns '; did you mean X?' for the known word nearest to `word`, or ''."""
     near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else ''
-
-
-def check_numbers(settings, names, low=0, below=math.inf):
-    """Raises InputError unless the settings `names`, "a b c", are in [low, below)."""
-    for name in names.split():
-        if not low <= settings[name] < below:
-            limit = f' and below {below}' if below < math.inf else ''
-            raise InputError(f'{name}={settings[name]}: must be at least {low}{limit}')
 
 
 def check_known(names, known, where):

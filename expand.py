@@ -65,9 +65,8 @@ config = configure(globals())
 
 def parse_corpora():
     """
-    Returns {language: corpus} and {language: number of new tokens} of the setting corpora. A language is named by the
-    last part of its path, without suffix: 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are ar. Raises
-    InputError.
+    Returns {language: corpus} and {language: number of new tokens}. A language is named by the last part of its path,
+    without suffix: 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are ar. Raises InputError.
     """
     files = {}
     counts = {}

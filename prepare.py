@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import check_numbers, configure
+from configurator import configure
 from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
@@ -111,14 +111,9 @@ def describe(config, tok, table, existing):
 def check_same(folder, existing, meta, tok):
     """Raises InputError with the first difference between the existing meta.json and that of this run."""
     data.check_tokenizer(folder, existing, tok)
-    before, now = (
-        {f'the file {path}': facts for source in m['sources'] for unit in source['units'] for path, *facts in unit}
-        | {key: value for key, value in m.items() if key not in ('sources', 'tokenizer', *SPLITS)}
-        for m in (existing, meta)
-    )
-    for key in sorted(before | now):
-        if before.get(key) != now.get(key):
-            values = f'{key}={before.get(key)!s:.60}, now it is {now.get(key)!s:.60}'
+    for key, value in meta.items():
+        if key != 'tokenizer' and existing.get(key) != value:
+            values = f'{key}={existing.get(key)!s:.400}, now it is {value!s:.400}'
             raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
 
 
@@ -260,8 +255,9 @@ def start(folder, meta, tok):
 
 def main(config):
     """Prepares the data set that the config names. Raises InputError."""
-    check_numbers(config, 'val_fraction', low=1e-9, below=1)
-    check_numbers(config, 'val_bytes', low=len(sources.parse_mixture(config['dataset'])))
+    if not 0 < config['val_fraction'] < 1 or config['val_bytes'] < len(sources.parse_mixture(config['dataset'])):
+        limits = 'must be between 0 and 1, and at least 1 for each source'
+        raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: {limits}')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from configurator import check_numbers, configure
+from configurator import configure
 from hashing import fingerprint
 from mhf import checkpoint, runtime
 from mhf.data import SPLITS, Bins, block_indices, data_folder, get_table, prefetch
@@ -106,9 +106,9 @@ activation_checkpointing = False  # keep only the inputs of the blocks, and comp
 
 config = configure(globals())
 ignore_closed_output()
-check_numbers(config, 'batch_size micro_batch_size block_size max_steps eval_interval log_interval', low=1)
 schedule_steps = lr_decay_steps or max_steps
-check_numbers(config, 'warmup_steps', below=schedule_steps)
+if warmup_steps >= schedule_steps:
+    raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
 if counts_from and (num_lsh or single_id or init_from != 'scratch'):
     need = 'informed signatures need a new model, num_lsh=0 and single_id=False'
     raise InputError(f'counts_from={counts_from}: {need}; omit counts_from, or change these settings')

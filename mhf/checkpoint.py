@@ -54,10 +54,7 @@ class Checkpoint:
 
 
 def lock(out_dir):
-    """
-    Creates out_dir, and returns a context manager that keeps other runs out of it. Raises filelock.Timeout, an OSError,
-    if another run holds the lock.
-    """
+    """Creates out_dir, and returns a lock that keeps other runs out of it, or raises filelock.Timeout, an OSError."""
     if not is_rank0():
         return contextlib.nullcontext()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -134,10 +131,7 @@ def read_checkpoint(path):
 
 
 def open_start(out_dir, init_from, tokenizer):
-    """
-    Returns the model with which a run starts, None for a new one, and the Checkpoint from which it resumes, or None.
-    The tokenizer of the model that init_from names must be `tokenizer`. Raises InputError.
-    """
+    """Returns the model with which a run starts, and the Checkpoint from which it resumes; each may be None."""
     path = find_checkpoint(out_dir)
     if path:
         return read_checkpoint(path)
@@ -215,12 +209,8 @@ class LoadedModel:
 
 def load(source='', tokenizer=None):
     """
-    Loads a trained model and its tokenizer -> LoadedModel. Ids without a token have probability 0. Raises InputError.
-
-    Args:
-        source: the out_dir of a run, for its newest checkpoint; a *.pt; a folder in the released format, or its hub
-            id[@revision]; '' is the newest run up to two folders below the working folder
-        tokenizer: a name for get_tokenizer; default: the one that the files name, else mistral
+    Loads a trained model and its tokenizer -> LoadedModel. `source` is the out_dir of sample.py, tokenizer a name for
+    get_tokenizer; default: the one that the files name, else mistral. Raises InputError.
     """
     if not source:
         paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]

@@ -231,12 +231,7 @@ class MHFLM(TemplateLM):
 
 
 def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
-    """
-    Opens a model by a name for checkpoint.load -> MHFLM.
-
-    bos: whether to put bos before every context; default: as in training, True for train.py's models and False for the
-    authors'.
-    """
+    """Opens a model as eval.py does, with its settings -> MHFLM."""
     device = pick_device(device)
     keep_freed_memory()
     if torch.device(device).type == 'cuda':

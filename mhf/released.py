@@ -66,11 +66,7 @@ def rename(name, prefixes):
 
 
 def open_released(source, tokenizer=None):
-    """
-    Loads a released model and its tokenizer from a folder or from the hub -> LoadedModel. Raises InputError.
-
-    Args: tokenizer, a name for get_tokenizer; default: the one that the files name, else mistral
-    """
+    """Loads a released model and its tokenizer from a folder or from the hub, as mhf.checkpoint.load does."""
     folder = resolve_path(source)
     if not (folder / 'config.json').exists():
         raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
@@ -296,8 +292,6 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
         config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
         write_pretty_json(complete / 'generation_config.json', generation_config)
         write_pretty_json(complete / 'config.json', config)
-        # safetensors creates its file readable for the owner only
-        os.chmod(complete / 'model.safetensors', (complete / 'config.json').stat().st_mode)
         os.rename(complete, folder)  # an OSError if the folder contains files
 
 

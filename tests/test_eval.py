@@ -119,8 +119,8 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     assert validated - 0.5 < nats < validated + 0.02
     # a folder that cannot be written is found before scoring
     monkeypatch.setattr(MHFLM, 'score_requests', None)
-    with pytest.raises(OSError, match='dataset.tsv'):
-        evaluate(monkeypatch, **settings | dict(output_path=str(tmp_path / 'dataset.tsv')))
+    with pytest.raises(OSError, match='sums.jsonl'):
+        evaluate(monkeypatch, **settings | dict(output_path=str(tmp_path / 'sums.jsonl')))
 
 
 def test_bos(trained, tmp_path, monkeypatch):

@@ -337,7 +337,7 @@ def test_other_settings_or_files(tmp_path):
     raw = (tmp_path / 'a.jsonl').read_bytes()
     middle = len(raw) // 2
     (tmp_path / 'a.jsonl').write_bytes(raw[:middle] + raw[middle:].replace(b'e', b'E', 1))
-    with pytest.raises(InputError, match='the file a.jsonl=.*, now it is .*; delete'):
+    with pytest.raises(InputError, match='sources=.*a.jsonl.*, now it is .*a.jsonl.*; delete'):
         prepared('d')
     (tmp_path / 'foreign').mkdir()
     (tmp_path / 'foreign/train_000007.bin').write_text('x')
