@@ -34,7 +34,6 @@ import torch
 from tqdm import tqdm
 
 from configurator import configure
-from hashing import fingerprint
 from mhf import checkpoint, runtime
 from mhf.data import SPLITS, Bins, block_indices, data_folder, get_table, prefetch
 from mhf.errors import InputError, ignore_closed_output
@@ -121,7 +120,7 @@ rank, world_size, device = runtime.init_distributed(device, deterministic)
 on_gpu = torch.device(device).type == 'cuda'
 compile = on_gpu if compile is None else compile
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
-if remainder:
+if remainder or accumulation < 1:
     factors = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
     fix = 'use a smaller micro_batch_size or another batch_size'
     raise InputError(f'batch_size={batch_size}: must be a multiple of {factors}; {fix}')
@@ -228,9 +227,8 @@ if raw_model:
     raw_model.to(device)
     raw_model.config = model_config
 else:
-    table, model_config.frequency_ranges = get_table(config)
-    if counts_from:  # forms and shapes depend on Python's version of Unicode
-        runtime.check_same_on_all_ranks(dict(signatures=fingerprint(table)))
+    # of rank 0, because forms and shapes depend on Python's version of Unicode
+    table, model_config.frequency_ranges = runtime.broadcast(get_table(config) if master else None)
     torch.manual_seed(seed)
     with torch.device(device):  # a GPU draws other random numbers than a CPU
         raw_model = MHF(model_config, table, meta['unused_ids'])

@@ -215,15 +215,21 @@ def check_tokenizer(folder, meta, tok):
 def get_table(config):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without counts_from. Raises InputError.
+    ranges, [] without counts_from. Prints how many tokens were counted for informed signatures, and how many of the
+    run's training tokens never occurred among them. Raises InputError.
     """
     if not config['num_hashes']:
         return None, []
     tok = get_tokenizer(config['tokenizer'])
     if not config['counts_from']:
         return build_table(config, tok.tokens, tok.pad), []
-    folder = data_folder(config) if config['counts_from'] == 'train' else config['counts_from']
+    own = data_folder(config)
+    folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
     counts = count_tokens(Bins(folder, 'train', tok))
+    print(f'{counts.sum():,} tokens counted in {folder}')
+    if folder != own:
+        never = (counts[Bins(own, 'train', tok)[:COUNTED_TOKENS]] == 0).mean()
+        print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
     return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], tok.pad)
 
 

@@ -129,6 +129,14 @@ def init_distributed(device=None, deterministic=False):
     return rank, world_size, device
 
 
+def broadcast(value):
+    """Returns rank 0's value, which must be picklable, on all ranks."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def check_same_on_all_ranks(values):
     """Raises InputError on all ranks if a dict differs between them. Its values must be picklable."""
     if not dist.is_initialized():

@@ -150,7 +150,8 @@ def test_informed_signatures(quick):
     ok('train.py', *data, '--counts_from=ids', '--out_dir=a', cwd=quick)
     ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # bins of other signatures
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
-    ok('train.py', *data, '--counts_from=bins', '--out_dir=e', cwd=quick)  # the same text, as signatures
+    done = ok('train.py', *data, '--counts_from=bins', '--out_dir=e', cwd=quick)  # the same text, as signatures
+    assert '0.0% of the training tokens in ids never occurred in bins' in done.stdout
     assert_same(weights(quick, 'e')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
     for code, _, errors in wait_all(ranks(2, 'train.py', *data, *args, cwd=quick)):
