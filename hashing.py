@@ -90,7 +90,7 @@ def rehash_collisions(table, tokens, registered, B):
                 ids = tuple(map(int, table[i, :-1]))
                 full = f'token {tokens[i]!r} (id {i}): its hash prefix {ids} is full ({B - 1} tokens)'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            # the seeds 0 .. H-1 are those of the coordinates (test_first_rehash_seed)
+            # the seeds 0 .. H-1 are those of the coordinates
             seed = H
             while key in taken:
                 last = hash128(tokens[i], seed) % (B - 1) + 1
