@@ -41,7 +41,7 @@ class MHF(model.MHF):
             keys = [i] + [i if token is None else (key_of.__name__, key_of(token)) for key_of in PROPERTIES]
             rows.append([row_of_key.setdefault(key, len(row_of_key)) for key in keys])
         self.register_buffer('rows', torch.tensor(rows), persistent=False)
-        self.embed = model.Embedding(len(row_of_key), self.config.hidden_size)
+        self.embed = nn.Embedding(len(row_of_key), self.config.hidden_size)
 
     def init_weights(self):
         self.encoder = None
@@ -54,7 +54,7 @@ class MHF(model.MHF):
         return super().hidden_states(*args, **options)
 
     def head_matrices(self):
-        return [F.embedding(self.rows, self.head_weight).sum(1)]
+        return [F.embedding(self.rows, self.embed.weight).sum(1)]
 
 
 def main():
