@@ -14,7 +14,7 @@ so the ids of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often t
 
 import hashlib
 import itertools
-import math
+from collections import Counter
 
 import mmh3
 import numpy as np
@@ -72,6 +72,14 @@ def hash128(token, seed):
     return mmh3.hash128(token.encode() if isinstance(token, str) else token, seed)
 
 
+def hash_word(token, i):
+    """
+    Returns a 32-bit hash of a token (str or bytes), a word of a 128-bit hash. These words are independent; hashes with
+    consecutive seeds, as in signature_table, are not.
+    """
+    return hash128(token, i // 4) >> 32 * (i % 4) & 0xFFFFFFFF
+
+
 def hash_buckets(strings, seed, B):
     """Returns the bucket of each string, from 1 to B - 1, by the MMH3 hash with this seed."""
     return [hash128(w, seed) % (B - 1) + 1 for w in strings]
@@ -81,24 +89,15 @@ def rehash_collisions(table, tokens, registered, B):
     """Makes the rows of the `registered` ids unique, in place and in id order, by rehashing the last coordinate."""
     H = table.shape[1]
     taken = set()  # signatures, as bytes
-    prefix_counts = {}  # prefix: number of signatures that start with it
     for i in registered:
-        key = table[i].tobytes()
-        prefix = key[:-2]
-        if key in taken:
-            if prefix_counts[prefix] == B - 1:
-                ids = tuple(map(int, table[i, :-1]))
-                full = f'token {tokens[i]!r} (id {i}): its hash prefix {ids} is full ({B - 1} tokens)'
+        seed = H  # the seeds 0 .. H-1 are those of the coordinates
+        while table[i].tobytes() in taken:
+            if seed == H + 100 * B:  # a free one of the B - 1 ids would have been found, except with probability e^-100
+                full = f'token {tokens[i]!r} (id {i}): its hash prefix {table[i, :-1].tolist()} is full'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
-            # the seeds 0 .. H-1 are those of the coordinates
-            seed = H
-            while key in taken:
-                last = hash128(tokens[i], seed) % (B - 1) + 1
-                key = prefix + last.to_bytes(2, 'little')
-                seed += 1
-            table[i, -1] = last
-        taken.add(key)
-        prefix_counts[prefix] = prefix_counts.get(prefix, 0) + 1
+            table[i, -1] = hash128(tokens[i], seed) % (B - 1) + 1
+            seed += 1
+        taken.add(table[i].tobytes())
 
 
 # -----------------------------------------------------------------------------
@@ -171,17 +170,11 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
 
 
 def hash_keys(keys, counts, num_buckets, num_hashes, i):
-    """
-    The buckets of hash i.
-
-    Args: keys of n tokens (str or bytes); counts (n,) of the tokens.
-
-    Returns the buckets (n,) int64, and the ranges of the hash, as in informed_table.
-    """
+    """The keys of n tokens (str or bytes) and their counts (n,) -> their buckets (n,) and the ranges of hash i."""
     ids_of_keys = {}
     key_ids = [ids_of_keys.setdefault(key, len(ids_of_keys)) for key in keys]
     totals = np.bincount(key_ids, counts)
-    words = np.array([hash_words(key, i + 1)[i] for key in ids_of_keys])
+    words = np.array([hash_word(key, i) for key in ids_of_keys])
     classes = (2 * np.log1p(totals)).astype(int)
     members = [np.flatnonzero(classes == k) for k in np.unique(classes)]
     sizes = range_sizes([totals[ids] for ids in members], num_hashes, num_buckets)
@@ -203,30 +196,28 @@ def extend_informed_table(table, tokens, frequencies, ranges):
     buckets of the tokens of its form and of its shape; a new form or shape is hashed into the range of its frequency.
 
     Args: table (V, H); tokens, the V + n strings in id order (str or bytes); frequencies (n,), the relative frequencies
-        of the new tokens; ranges, from informed_table, or one list for all hashes, which then depend on strings only.
+        of the new tokens; ranges, from informed_table.
 
     Returns (V + n, H) uint16. Raises InputError if a token's range and all rarer ones are full.
     """
     V, H = table.shape
     new_tokens = tokens[V:]
-    is_per_hash = isinstance(ranges[0][0], list)
-    properties = PROPERTIES if H > len(PROPERTIES) and is_per_hash else ()
+    properties = PROPERTIES if H > len(PROPERTIES) else ()
     shared = np.zeros((len(new_tokens), len(properties)), np.uint16)
     for i, key_of in enumerate(properties):
         buckets = {key_of(tokens[k]): table[k, i] for k in table.any(axis=1).nonzero()[0]}
         keys = [key_of(token) for token in new_tokens]
-        totals = {}
+        totals = Counter()
         for key, frequency in zip(keys, frequencies, strict=True):
-            totals[key] = totals.get(key, 0) + frequency
+            totals[key] += frequency
         for key in totals.keys() - buckets.keys():
             _, offset, size = [r for r in ranges[i] if totals[key] >= r[0]][-1]
-            buckets[key] = offset + hash_words(key, i + 1)[i] % size
+            buckets[key] = offset + hash_word(key, i) % size
         shared[:, i] = [buckets[key] for key in keys]
     rows = list(table.astype(np.uint16))
     taken = {row.tobytes() for row in rows}
-    ranges_of_strings = ranges[-1] if is_per_hash else ranges
     for token, frequency, row in zip(new_tokens, frequencies, shared, strict=True):
-        rows.append(free_signature(token, frequency, ranges_of_strings, row, H, taken))
+        rows.append(free_signature(token, frequency, ranges[-1], row, H, taken))
         taken.add(rows[-1].tobytes())
     return np.stack(rows)
 
@@ -267,29 +258,15 @@ def free_signature(token, frequency, ranges, shared, num_hashes, taken):
     row[: len(shared)] = shared
     exponents = range(num_hashes - len(shared))
     first = hash128(token, 0)
-    own = sum(frequency >= lower for lower, _, _ in ranges)
-    for _, offset, size in reversed(ranges[:own]):
+    for _, offset, size in reversed([r for r in ranges if frequency >= r[0]]):
         # tries the signatures of the range in turn, from the one that the hash selects; if as many as are taken and one
         # more are tried, one is free
         for number in range(first, first + min(size ** len(exponents), len(taken) + 1)):
             row[len(shared) :] = [offset + number // size**k % size for k in exponents]
             if row.tobytes() not in taken:
                 return row
-    larger = 'num_hashes' if num_hashes == 1 else 'num_buckets or num_hashes'
-    fix = f'add fewer tokens, or use a model with a larger {larger}'
+    fix = f'add fewer tokens, or use a model with more than num_hashes={num_hashes}'
     raise InputError(f'token {token!r}: all signatures of its frequency range and of rarer ones are taken; {fix}')
-
-
-def hash_words(token, num_hashes):
-    """
-    Returns H 32-bit hashes of a token (str or bytes): the words of 128-bit hashes. Those of one 128-bit hash are
-    independent; hashes with consecutive seeds, as in signature_table, are not.
-    """
-    words = []
-    for seed in range(math.ceil(num_hashes / 4)):
-        value = hash128(token, seed)
-        words += [value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
-    return words[:num_hashes]
 
 
 # -----------------------------------------------------------------------------
@@ -308,13 +285,11 @@ def lsh_coordinates(strings, num_lsh, B):
     rotate /= rotate.norm(dim=-1, keepdim=True)
     # 'hash' -> ['has', 'ash']; a string of fewer than three characters (or bytes) is its only trigram
     trigrams = [[s[k : k + 3] for k in range(len(s) - 2)] or [s] for s in strings]
-    distinct = {trigram: k for k, trigram in enumerate(dict.fromkeys(itertools.chain(*trigrams)))}
-    flat = torch.tensor([distinct[trigram] for trigram in itertools.chain(*trigrams)])
     offsets = torch.tensor([0, *map(len, trigrams)]).cumsum(0)[:-1]
     bits = torch.empty(len(strings), num_lsh, LSH_BITS)
     for j in range(num_lsh):
-        row = torch.tensor([hash128(trigram, j) % TRIGRAM_ROWS for trigram in distinct])
-        projected = torch.nn.functional.embedding_bag(row[flat], project[:, j], offsets, mode='sum')
+        rows = torch.tensor([hash128(trigram, j) % TRIGRAM_ROWS for trigram in itertools.chain(*trigrams)])
+        projected = torch.nn.functional.embedding_bag(rows, project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(projected >= 0, 1.0, -1.0) / LSH_BITS**0.5
     parts = bits.flatten(1).split(4096)  # the products are (4096, B - 1)
     coordinates = [torch.cat([(part @ rotate[:, j]).argmax(1) for part in parts]) for j in range(num_lsh)]
