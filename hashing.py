@@ -196,13 +196,14 @@ def extend_informed_table(table, tokens, frequencies, ranges):
     buckets of the tokens of its form and of its shape; a new form or shape is hashed into the range of its frequency.
 
     Args: table (V, H); tokens, the V + n strings in id order (str or bytes); frequencies (n,), the relative frequencies
-        of the new tokens; ranges, from informed_table.
+        of the new tokens; ranges, from informed_table, or one list for all hashes, which then depend on strings only.
 
     Returns (V + n, H) uint16. Raises InputError if a token's range and all rarer ones are full.
     """
     V, H = table.shape
     new_tokens = tokens[V:]
-    properties = PROPERTIES if H > len(PROPERTIES) else ()
+    is_per_hash = isinstance(ranges[0][0], list)
+    properties = PROPERTIES if H > len(PROPERTIES) and is_per_hash else ()
     shared = np.zeros((len(new_tokens), len(properties)), np.uint16)
     for i, key_of in enumerate(properties):
         buckets = {key_of(tokens[k]): table[k, i] for k in table.any(axis=1).nonzero()[0]}
@@ -217,7 +218,7 @@ def extend_informed_table(table, tokens, frequencies, ranges):
     rows = list(table.astype(np.uint16))
     taken = {row.tobytes() for row in rows}
     for token, frequency, row in zip(new_tokens, frequencies, shared, strict=True):
-        rows.append(free_signature(token, frequency, ranges[-1], row, H, taken))
+        rows.append(free_signature(token, frequency, ranges[-1] if is_per_hash else ranges, row, H, taken))
         taken.add(rows[-1].tobytes())
     return np.stack(rows)
 

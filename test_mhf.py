@@ -150,6 +150,9 @@ def test_informed_table(old, new, H, B):
     for i, key_of in enumerate(properties):
         pairs = {(key_of([*tokens, *added][k]), grown[k, i]) for k in used}
         assert len(pairs) == len(dict(pairs))
+    # a model of frequency ranges, whose hashes all depend on strings, has one list
+    grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges[-1])
+    assert np.array_equal(grown[: len(table)], table) and len(set(map(tuple, grown[used].tolist()))) == len(used)
 
 
 def test_forms_and_shapes():
