@@ -253,7 +253,7 @@ def expand_model(model, tok, larger, documents):
         E = model.embed.weight.data
         new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
-        table = larger.tokens  # only its length matters
+        table = None
     elif c.frequency_ranges:
         frequencies = relative_frequencies(larger, documents)[V:]
         table = extend_informed_table(model.signatures[:V].numpy(), larger.spellings, frequencies, c.frequency_ranges)
@@ -261,7 +261,8 @@ def expand_model(model, tok, larger, documents):
         table = build_table(vars(c), larger.tokens, c.pad_id)
         if (model.signatures[:V].numpy() != table[:V]).any():
             raise InputError(f"source_model='{source_model}': its signatures are not those of '{base_tokenizer}'")
-    model.replace_vocabulary(table, c.pad_id)
+    c.vocab_size = len(larger.tokens)
+    model.set_vocabulary(table)
 
 
 # -----------------------------------------------------------------------------

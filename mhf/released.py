@@ -80,7 +80,7 @@ def open_released(source, tokenizer=None):
         fix = "name the model's tokenizer"
         raise InputError(f"{source}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
     without_token = [i for i, token in enumerate(tok.tokens) if token is None]
-    model.set_vocabulary(model.table, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
+    model.set_vocabulary(model.signatures, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
     eos_ids = parse_eos_ids(config_json)
     if (folder / 'generation_config.json').exists():
         eos_ids = eos_ids + parse_eos_ids(json.loads((folder / 'generation_config.json').read_bytes()))
@@ -274,7 +274,7 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     released_names = {our_name: released for released, our_name in RELEASED_NAMES.items()}
     weights = {rename(name, released_names): tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.num_hashes:
-        weights['model.hash_map'] = model.table
+        weights['model.hash_map'] = model.signatures
     tok = get_tokenizer(tokenizer)
     eos_ids = {tok.eos, *eos_ids}
     if add_bos:  # bos starts the next document, so generation ends there

@@ -199,7 +199,7 @@ def test_expand_an_informed_model(expansion, old):
     table, ranges = informed_table(old.tokens, counts, 3, 1000, old.pad)
     m = random_model(vocab_size=600, num_buckets=1000, pad_id=old.pad, dtype=torch.float32)
     m.config.frequency_ranges = ranges
-    m.replace_vocabulary(table, old.pad)
+    m.set_vocabulary(table)
     save_pretrained(m, expansion / 'informed', old.name)
     args = ('cfg.py', '--source_model=informed', '--output_dir=informed_grown', '--tokenizer=three.model')
     # a language that never occurred, of one very frequent piece and rare ones

@@ -210,12 +210,12 @@ def test_a_released_table_is_that_of_the_tokenizer(tmp_path, H, num_lsh, single_
     tok = get_tokenizer(learned_model(tmp_path))
     table = signature_table(tok.tokens, H, B, num_lsh, pad_id=2, unique=not single_id)
     m = random_model(num_hashes=H, num_buckets=B, num_lsh=num_lsh, vocab_size=600, dtype=torch.float32)
-    m.replace_vocabulary(table, pad_id=2)
+    m.set_vocabulary(table)
     loaded = load(str(write_released(tmp_path / 'right', m)), tok.name).model
     save_pretrained(loaded, tmp_path / 'export', tok.name)
     assert loaded.config.single_id == from_pretrained(tmp_path / 'export').config.single_id == single_id
     # that of the pieces in reverse order
-    m.replace_vocabulary(np.concatenate([table[:3], table[:2:-1]]), pad_id=2)
+    m.set_vocabulary(np.concatenate([table[:3], table[:2:-1]]))
     with pytest.raises(InputError, match='its table is not that of'):
         assert load(str(write_released(tmp_path / 'wrong', m)), tok.name).tok
 

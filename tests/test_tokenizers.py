@@ -97,7 +97,7 @@ def test_released_with_a_json(tmp_path, H):
     if H:
         table = np.zeros((rows, H))
         table[:V] = signature_table(tokens, H, 256, pad_id=2)
-        m.replace_vocabulary(table, pad_id=2)
+        m.set_vocabulary(table)
     write_released(folder, m)
     # of the model that it was expanded from
     (folder / 'tokenizer.model').write_bytes(old.sp.serialized_model_proto())
