@@ -13,23 +13,21 @@ table until the commit in `recorded`.
 
 _SAMPLE = 'data/study_english_3.07e6'
 _SHORT_SAMPLE = 'data/study_english_1.02e6'
+_HELD_OUT = dict(val_fraction=0.03, val_bytes=300000)
 DATA = {
-    'data/study_english': dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6', val_fraction=0.03, val_bytes=300000),
+    'data/study_english': _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6'),
     # the same held-out text, and twice as much for training
-    'data/study_english_10m': dict(
-        dataset='{corpus_dir}/english_edu.jsonl.xz@10300000', val_fraction=0.03, val_bytes=300000
-    ),
+    'data/study_english_10m': _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@10300000'),
     # for counts: as many tokens as a run reads
-    _SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6', val_fraction=0.03, val_bytes=300000),
-    _SHORT_SAMPLE: dict(dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6', val_fraction=0.03, val_bytes=300000),
+    _SAMPLE: _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6'),
+    _SHORT_SAMPLE: _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6'),
     # every document is held out, up to val_bytes; no run trains on the rest
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
 _COMMON = dict(train='data/study_english', corpora=dict(english='data/study_english', fineweb='data/study_fineweb'))
 _COMMON |= dict(config='config/mhf_tiny_paper.py', loss='exact', seeds=(1, 2, 3), beta2=0.95, embedding_lr_mult=1.0)
 # the paper's initialization
-_COMMON |= dict(encoder_init='normal', embedding_scale=1.0, num_lsh=0, single_id=False, ablation='')
-_COMMON |= dict(beta1=0.9, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
+_COMMON |= dict(encoder_init='normal', embedding_scale=1.0)
 # for a GPU: compiling takes longer than a run, and a repeated run gives the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
 _SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
@@ -62,10 +60,6 @@ _TUNED_MODELS = [
 ]
 
 
-def _widen(name):
-    return name.replace('7,966', '7,934')
-
-
 RUNS = [
     _SHORT | _STANDARD,
     _SHORT | _MHF,
@@ -82,7 +76,8 @@ RUNS = [
 ]
 RUNS += [_LONG | _model | dict(learning_rates='MHF H4 B7,966') for _model in _VARIANTS]
 for _model in _TUNED_MODELS:
-    _wide = dict(name=_widen(_model['name'])) | (dict(num_buckets=7934) if _model['num_hashes'] else {})
+    _wide = dict(name=_model['name'].replace('7,966', '7,934'))
+    _wide |= dict(num_buckets=7934) if _model['num_hashes'] else {}
     RUNS += [_SHORT | _model, _LONG | _model, _WIDE | _model | _wide]
     if _model['name'].endswith(('scale 4', 'orthogonal')):
         RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]

@@ -23,9 +23,7 @@ for _language, _file in _FILES.items():
     DATA[f'data/expansion_{_language}'] = _recipe | _HELD_OUT
 DATA['data/expansion_english'] |= _ENGLISH
 
-_COMMON = dict(config='config/mhf_tiny_paper.py', seeds=(1, 2, 3), loss='exact')
-_COMMON |= dict(num_lsh=0, single_id=False, ablation='')
-_COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
+_COMMON = dict(config='config/mhf_tiny_paper.py', seeds=(1, 2, 3), loss='exact', embedding_lr_mult=4.0, beta2=0.99)
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = dict(num_hashes=0, encoder_init='normal', embedding_scale=4.0)
 _MHF = dict(num_hashes=4, num_buckets=7966, encoder_init='orthogonal', embedding_scale=8.0)
@@ -42,12 +40,12 @@ RUNS = [
     _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4'),
     _BASE | _INFORMED | dict(counts_from='data/expansion_base'),
     _BASE | _STANDARD | dict(name='Standard, scale 4', label='Standard'),
-    _EXPANDED
-    | _MHF
-    | dict(name='MHF H4 B7,966, expanded', label='MHF H4, expanded', source='MHF H4 B7,966, orthogonal'),
-    _EXPANDED
-    | _INFORMED
-    | dict(name='MHF H4 B7,966, informed, expanded', label='MHF H4, informed signatures, expanded')
-    | dict(source='MHF H4 B7,966, informed'),
-    _EXPANDED | _STANDARD | dict(name='Standard, expanded', label='Standard, expanded', source='Standard, scale 4'),
 ]
+# {source: the model's settings, name and label}
+_GROWN = {
+    'MHF H4 B7,966, orthogonal': (_MHF, 'MHF H4 B7,966, expanded', 'MHF H4, expanded'),
+    'MHF H4 B7,966, informed': (_MHF, f'{_INFORMED["name"]}, expanded', f'{_INFORMED["label"]}, expanded'),
+    'Standard, scale 4': (_STANDARD, 'Standard, expanded', 'Standard, expanded'),
+}
+for _source, (_model, _name, _label) in _GROWN.items():
+    RUNS += [_EXPANDED | _model | dict(name=_name, label=_label, source=_source)]

@@ -33,7 +33,7 @@ class MHF(model.MHF):
         return super().token_logits(o) + self.bias
 
 
-def main():
+if __name__ == '__main__':
     del sys.argv[0]  # the script with its own arguments remains
     flag = '--counts_from='  # which train.py ignores for Standard
     for argument in [argument for argument in sys.argv if argument.startswith(flag)]:
@@ -41,7 +41,3 @@ def main():
         sys.argv.remove(argument)
     model.MHF = MHF
     runpy.run_path(sys.argv[0], run_name='__main__')
-
-
-if __name__ == '__main__':
-    main()

@@ -12,12 +12,11 @@ _FINEWEB = 'data/large_vocabulary_fineweb'
 _SAMPLE = 'data/large_vocabulary_3.07e6'
 _SHORT_SAMPLE = 'data/large_vocabulary_1.02e6'
 _LONG_SAMPLE = 'data/large_vocabulary_10.2e6'
+_TEKKEN = dict(val_bytes=300000, tokenizer='tekken')
 DATA = {
-    _ENGLISH: dict(
-        dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03, val_bytes=300000, tokenizer='tekken'
-    ),
+    _ENGLISH: _TEKKEN | dict(dataset='{corpus_dir}/english_edu.jsonl.xz', val_fraction=0.03),
     # every document is held out, up to val_bytes; no run trains on the rest
-    _FINEWEB: dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000, tokenizer='tekken'),
+    _FINEWEB: _TEKKEN | dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9),
 }
 # samples as large as what a run reads: counts of the complete corpus contain frequencies that a run could not learn
 for _folder in (_SAMPLE, _SHORT_SAMPLE, _LONG_SAMPLE):
@@ -25,9 +24,8 @@ for _folder in (_SAMPLE, _SHORT_SAMPLE, _LONG_SAMPLE):
     DATA[_folder] = DATA[_ENGLISH] | dict(dataset=f'{{corpus_dir}}/english_edu.jsonl.xz@{_tokens}')
 _COMMON = dict(train=_ENGLISH, corpora=dict(english=_ENGLISH, fineweb=_FINEWEB))
 _COMMON |= dict(group='vocabulary of 131,072, 3.07 M tokens', config='config/mhf_tiny_paper.py', seeds=(1, 2, 3))
-_COMMON |= dict(learning_rates=(1e-3,), loss='exact', num_lsh=0, single_id=False, ablation='')
-_COMMON |= dict(embedding_lr_mult=4.0, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
-_COMMON |= dict(max_steps=1500, eval_interval=250, warmup_steps=150, lr_decay_steps=0)
+_COMMON |= dict(learning_rates=(1e-3,), loss='exact', embedding_lr_mult=4.0, beta2=0.99)
+_COMMON |= dict(max_steps=1500, eval_interval=250, warmup_steps=150)
 _COMMON |= dict(micro_batch_size=4, compile=False, deterministic=True, dtype='bfloat16')
 _STANDARD = _COMMON | dict(name='Standard, scale 4', label='Standard', num_hashes=0)
 _STANDARD |= dict(encoder_init='normal', embedding_scale=4.0)

@@ -19,8 +19,7 @@ DATA = {
     'data/large_vocabulary_fineweb': _FINEWEB | dict(tokenizer='tekken'),
 }
 _COMMON = dict(config='config/mhf_tiny_paper.py', seeds=(1, 2, 3), learning_rates=(1e-3,), loss='exact')
-_COMMON |= dict(num_lsh=0, single_id=False, ablation='', embedding_lr_mult=4.0, beta1=0.9, beta2=0.99)
-_COMMON |= dict(weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0, batch_size=32, micro_batch_size=32, block_size=256)
+_COMMON |= dict(embedding_lr_mult=4.0, beta2=0.99, batch_size=32, micro_batch_size=32, block_size=256)
 _COMMON |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500, compile=True, dtype='bfloat16')
 _MISTRAL = _COMMON | dict(group='vocabulary of 32,768, 41 M tokens', train='data/longer')
 _MISTRAL |= dict(corpora=dict(english='data/longer', fineweb='data/study_fineweb'))

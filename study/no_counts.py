@@ -22,11 +22,7 @@ def table_without_counts(tokens, counts, num_hashes, num_buckets, pad_id=None):
     return table, []
 
 
-def main():
+if __name__ == '__main__':
     del sys.argv[0]  # the script with its own arguments remains
     hashing.informed_table = table_without_counts
     runpy.run_path(sys.argv[0], run_name='__main__')
-
-
-if __name__ == '__main__':
-    main()

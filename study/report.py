@@ -30,7 +30,11 @@ RANGES = 'MHF H4, frequency ranges'
 PLAIN = 'MHF H4, plain'
 ABLATIONS = ('Single-ID', 'mean gate', 'hard embeddings', 'no cascade', 'LSH', 'product loss')
 DEMO = 'MHF H3 B2,048'
+SIZES = ('MHF H4 B16,384', DEMO, 'MHF H4')
+KINDS = ('informed signatures', 'frequency ranges')
 BIAS = 'Standard, frozen bias'
+ROWS = 'Standard with rows of form and shape'
+NAMES = {'MHF H4': "MHF H4, the paper's signatures"}  # next to informed signatures
 ALL = 'counts of 39.5 M tokens'
 # lists and patterns of their groups
 LARGE = [('large_vocabulary', ''), ('longer', '131,072')]
@@ -42,24 +46,14 @@ TABLES = dict(
     large_equal=(LARGE, {'Standard, d=84': [INFORMED, RANGES, 'MHF H4']}),
     small=(SMALL, {'Standard': [INFORMED, RANGES, 'MHF H4', 'Standard with W_s']}),
     small_control=(SMALL, {'Standard with W_s': [INFORMED, RANGES, 'MHF H4']}),
-    signatures=(
-        LARGE + SMALL,
-        {
-            name: [f'{name}, informed signatures', f'{name}, frequency ranges']
-            for name in ('MHF H4 B16,384', DEMO, 'MHF H4')
-        },
-    ),
+    signatures=(LARGE + SMALL, {name: [f'{name}, {kind}' for kind in KINDS] for name in SIZES}),
     counts=(
         LARGE + SMALL,
         {RANGES: [INFORMED, f'{RANGES}, {ALL}'], f'{DEMO}, frequency ranges': [f'{DEMO}, informed signatures']},
     ),
     spelling=(
         [('english', '^1.02')],
-        {
-            'Standard': ['Standard with rows of form and shape'],
-            'Standard with rows of form and shape': [INFORMED],
-            'MHF H4': ['MHF H4, form and shape without counts', RANGES, INFORMED],
-        },
+        {'Standard': [ROWS], ROWS: [INFORMED], 'MHF H4': ['MHF H4, form and shape without counts', RANGES, INFORMED]},
     ),
     vocabulary=([('vocabulary', '')], {'Standard, plain': [PLAIN]}),
     time=(LARGE, {'Standard, trained on 1.54 M tokens': ['MHF H4']}),
@@ -126,10 +120,6 @@ def summarize(verdicts):
 def markdown(heads, lines):
     rule = ['---'] * len(heads)
     return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, rule, *lines)) + '\n' if lines else ''
-
-
-def open_list(name):
-    return Study(HERE / f'{name}.py')
 
 
 def groups(study):
@@ -200,13 +190,13 @@ def comparison_table(selected, references):
 
 def select(sources):
     """[(name of a list, pattern of its groups)] -> [(list, group)]."""
-    studies = [(open_list(name), pattern) for name, pattern in sources]
+    studies = [(Study(HERE / f'{name}.py'), pattern) for name, pattern in sources]
     return [(study, group) for study, pattern in studies for group in groups(study) if re.search(pattern, group)]
 
 
 def expansion_table(label):
     """A model and Standard before and after the expansion: a line for each corpus."""
-    study = open_list('expansion')
+    study = Study(HERE / 'expansion.py')
     lines = []
     for group in groups(study):
         found = {name.removesuffix(', expanded'): seeds for name, seeds in models(study, group).items()}
@@ -225,15 +215,13 @@ def front_table():
     """README's table."""
     lines = []
     for (name, group), labels in FRONT.items():
-        found = models(open_list(name), group)
+        found = models(Study(HERE / f'{name}.py'), group)
         for label in labels:
             if seeds := found.get(label):
                 cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                name = f"{label}, the paper's signatures" if label == 'MHF H4' else label
-                lines.append([*split_group(group), name, millions(seeds), str(len(seeds)), *cells])
-    heads = ['vocabulary', 'trained on', 'model', 'parameters', 'seeds']
-    heads += ['bits per byte, english', 'bits per byte, fineweb']
-    return markdown(heads, lines)
+                lines.append([*split_group(group), NAMES.get(label, label), millions(seeds), str(len(seeds)), *cells])
+    columns = ['bits per byte, english', 'bits per byte, fineweb']
+    return markdown(['vocabulary', 'trained on', 'model', 'parameters', 'seeds', *columns], lines)
 
 
 def tenths_table(corpus, labels):
@@ -296,20 +284,19 @@ def tables():
 
 def draw_parameters(path):
     """Bits per byte of english against parameters, with a vocabulary of 131,072."""
-    found = models(open_list('large_vocabulary'), 'vocabulary of 131,072, 3.07 M tokens')
-    names = {'Standard': 'Standard', 'Standard, d=84': 'Standard, d=84', 'MHF H4': "MHF H4, the paper's signatures"}
-    names |= {RANGES: RANGES, INFORMED: INFORMED}
+    found = models(Study(HERE / 'large_vocabulary.py'), 'vocabulary of 131,072, 3.07 M tokens')
     # text stays text, and the bytes do not depend on the date
     with matplotlib.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'parameters'}):
         fig = Figure(figsize=(7, 3.4), facecolor='white')
         ax = fig.subplots()
-        for label, name in names.items():
+        for label in ('Standard', 'Standard, d=84', 'MHF H4', RANGES, INFORMED):
             if seeds := found.get(label):
                 mean = statistics.mean(bits(seeds, 'english'))
                 x = parameters(seeds[0]) / 1e6
                 color = 'C0' if label.startswith('Standard') else 'C1'
                 ax.errorbar(x, mean, yerr=standard_error(bits(seeds, 'english')), marker='o', capsize=4, color=color)
-                ax.annotate(f'{name}: {mean:.3f}', (x, mean), xytext=(9, 0), textcoords='offset points', va='center')
+                text = f'{NAMES.get(label, label)}: {mean:.3f}'
+                ax.annotate(text, (x, mean), xytext=(9, 0), textcoords='offset points', va='center')
         ax.set(xlabel='parameters, millions', ylabel='bits per byte, english', xlim=(0, 50))
         ax.margins(y=0.1)
         ax.grid(alpha=0.3)
@@ -346,7 +333,7 @@ def write():
             text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lambda _, lines=lines: lines, text)
         path.write_text(text, encoding='utf-8')
     draw_parameters(HERE / 'parameters.svg')
-    draw_validations(open_list('longer'), HERE / 'longer.png')
+    draw_validations(Study(HERE / 'longer.py'), HERE / 'longer.png')
 
 
 def main():

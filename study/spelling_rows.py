@@ -42,26 +42,20 @@ class MHF(model.MHF):
             rows.append([row_of_key.setdefault(key, len(row_of_key)) for key in keys])
         self.register_buffer('rows', torch.tensor(rows), persistent=False)
         self.embed = nn.Embedding(len(row_of_key), self.config.hidden_size)
-
-    def init_weights(self):
-        self.encoder = None
-        super().init_weights()
-        self.embed.weight.data.div_(3**0.5)
         self.encoder = SumOfRows(self.config.embedding_scale)
 
-    def hidden_states(self, *args, **options):
-        self.encoder = SumOfRows(self.config.embedding_scale)  # also of a loaded model
-        return super().hidden_states(*args, **options)
+    def init_weights(self):
+        encoder = self.encoder
+        self.encoder = None  # it has no W_s to initialize
+        super().init_weights()
+        self.encoder = encoder
+        self.embed.weight.data.div_(3**0.5)
 
     def head_matrices(self):
         return [F.embedding(self.rows, self.embed.weight).sum(1)]
 
 
-def main():
+if __name__ == '__main__':
     del sys.argv[0]  # the script with its own arguments remains
     model.MHF = MHF
     runpy.run_path(sys.argv[0], run_name='__main__')
-
-
-if __name__ == '__main__':
-    main()

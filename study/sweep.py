@@ -1,9 +1,7 @@
 """
 Train and evaluate the runs of a list. The sweep is resumable: rerun the same command after an interruption.
 
-    $ python -m study.sweep study/english.py --jobs=2                # adds a row per run to study/english.csv
-    $ python -m study.sweep study/english.py --corpus_dir=corpora    # the folder of the list's corpora
-    $ python -m study.sweep study/english.py --only='3.07.*informed' # entries whose 'group, name' matches
+    $ python -m study.sweep study/english.py --jobs=2 --corpus_dir=corpora    # adds a row per run to study/english.csv
 
 A list is Python, like study/english.py. DATA is {folder: settings of prepare.py}; the option replaces {corpus_dir} in a
 dataset. RUNS are entries with a name, a group, a config, a dtype, learning rates, seeds, the folder to `train` on and
@@ -31,7 +29,6 @@ import json
 import os
 import re
 import runpy
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -70,7 +67,6 @@ class Study:
         self.data = scope['DATA']
         self.entries = scope['RUNS']
         self.corpus_dir = ''
-        self.only = ''
         self.failed = set()
         for entry in self.entries:
             entry.setdefault('label', entry['name'])
@@ -163,7 +159,7 @@ class Study:
         """{key: entry} of every run whose learning rate is known: all first seeds, then all second ones."""
         runs = []
         for entry in self.entries:
-            if 'recorded' in entry or not re.search(self.only, f'{entry["group"]}, {entry["name"]}'):
+            if 'recorded' in entry:
                 continue
             best = self.best_lr(entry, rows)
             pairs = [(lr, 0) for lr in entry['learning_rates']] if self.lr_sweep(entry) is entry else []
@@ -183,7 +179,6 @@ class Study:
 
     def run(self, key, entry):
         """Trains and evaluates a run; a finished training is kept. Returns its row. Raises InputError."""
-        group, name, learning_rate, seed = key
         settings = json.dumps(self.settings(entry))
         folder = self.folder(key)
         record = folder / 'settings.json'
@@ -193,8 +188,10 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         record.write_text(settings)
         self.train(folder, key, entry)
-        row = dict(group=group, name=name, learning_rate=learning_rate, seed=seed, settings=settings)
-        row |= dict(threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(folder)
+        row = dict(zip(('group', 'name', 'learning_rate', 'seed'), key, strict=True))
+        row |= dict(settings=settings, threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(
+            folder
+        )
         # not needed to resume, expand or evaluate the run
         (folder / 'ckpt_best.pt').unlink(missing_ok=True)
         row |= self.evaluate(folder, entry, row['dtype'])
@@ -257,8 +254,7 @@ def training_columns(folder):
         if tensor.is_floating_point():
             counts[parts.get(name.split('.')[0], 'decoder')] += tensor.numel()
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-    speed = statistics.median(event['tokens_per_s'] for event in log if 'tokens_per_s' in event)
-    row = dict(dtype=state['settings']['dtype'], trained_tokens=log[-1]['tokens'], tokens_per_s=speed)
+    row = dict(dtype=state['settings']['dtype'], trained_tokens=log[-1]['tokens'])
     validations = [(event['tokens'], round(event['val_bpb'], 5)) for event in log if 'val_bpb' in event]
     row['validation'] = json.dumps(validations)  # training tokens, bits per byte
     return row | {f'params_{part}': count for part, count in counts.items()}
@@ -306,10 +302,8 @@ def main():
     parser.add_argument('lists', nargs='+', help='lists of runs, like study/english.py')
     parser.add_argument('--jobs', type=int, default=1, help='parallel runs')
     parser.add_argument('--corpus_dir', default='../shared/data/text', help="the folder of a list's corpora")
-    parser.add_argument('--only', default='', help="a pattern in the 'group, name' of the entries to run")
     args = parser.parse_args()
     for study in map(Study, args.lists):
-        study.only = args.only
         sweep(study, args.jobs, args.corpus_dir)
 
 

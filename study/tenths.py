@@ -20,6 +20,7 @@ from mhf.data import Bins, count_tokens
 from mhf.errors import install_excepthook
 from mhf.runtime import pick_device
 from mhf.tokenizers import get_tokenizer
+from model import MHF
 from study.rows import commit, read_csv, write_csv
 from study.sweep import REPO, Study
 
@@ -52,7 +53,7 @@ def measure(study, entry, folder):
     ckpt = read_file(folder / 'ckpt.pt')
     config = ckpt.model_config
     edited = importlib.import_module(entry.get('edit', 'model'))
-    model = edited.MHF(config, **ckpt.vocabulary)
+    model = getattr(edited, 'MHF', MHF)(config, **ckpt.vocabulary)
     model.load_state_dict(ckpt.model)
     model.eval().to(pick_device(None))
     tok = get_tokenizer(study.data[entry['train']].get('tokenizer', 'mistral'))

@@ -30,8 +30,6 @@ for _name, (_tokenizer, _size, _tokens, _steps) in _TOKENIZERS.items():
     _group = f'vocabulary of {_size:,}, {_steps * 2048 / 1e6:.2f} M tokens'
     _common = dict(group=_group, config='config/mhf_tiny_paper.py', loss='exact', seeds=(1, 2, 3))
     _common |= dict(beta2=0.95, embedding_lr_mult=1.0, encoder_init='normal', embedding_scale=1.0)
-    _common |= dict(num_lsh=0, single_id=False, ablation='')
-    _common |= dict(beta1=0.9, weight_decay=0.1, grad_clip=1.0, lr_decay_steps=0)
     _common |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
     _common |= dict(train=_english, corpora=dict(english=_english, fineweb=_fineweb))
     _common |= dict(max_steps=_steps, eval_interval=_steps // 2, warmup_steps=_steps // 10)

@@ -5,20 +5,18 @@ import re
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import REPO, run
+from conftest import REPO, events, ok, run
 
 from configurator import find_settings
 from mhf.errors import InputError
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
-from study import card660, report
+from study import card660, rank, report
 from study import sweep as sweep_module
-from study.rows import values, write_csv
+from study.rows import read_csv, values, write_csv
 from study.sweep import ENTRY_KEYS, Study, sweep
-from study.unigram_fit import fit
 from test_mhf import random_model
 
 LIST = """
@@ -134,11 +132,29 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
         Study('runs.py').rows()
 
 
+EDITS = {
+    'frozen_bias': ['--num_hashes=0', '--counts_from=bins'], 'no_counts': ['--counts_from=train', '--num_buckets=4096'],
+    'spelling_rows': ['--num_hashes=0'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', EDITS)
+def test_edits(quick, name):
+    """A module that changes model.py or hashing.py trains a model, and eval.py agrees with its validation."""
+    edit = f'study.{name}'
+    ok(edit, str(REPO / 'train.py'), 'cfg.py', *EDITS[name], '--max_steps=5', '--out_dir=edited', cwd=quick)
+    bits = ('--tasks=bits_per_byte', '--text=bins', '--out_dir=edited', '--dtype=float32')
+    printed = ok(edit, str(REPO / 'eval.py'), *bits, cwd=quick).stdout
+    validated = events(quick, 'edited')[-1]['val_nats']
+    # overlapping windows see more context
+    assert validated - 0.5 < float(re.search(r'nats_per_token +([\d.]+)', printed)[1]) < validated + 0.02
+
+
 # -----------------------------------------------------------------------------
 # the lists of this repository and their results
 
 # of each list: rows at commit 8e19a3c
-RECORDED = dict(english=296, vocabulary=30, large_vocabulary=21, expansion=16, longer=8, paper100m=0)
+RECORDED = dict(english=296, vocabulary=30, large_vocabulary=21, expansion=16, longer=8)
 
 
 @pytest.mark.parametrize('name', RECORDED)
@@ -186,17 +202,6 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     assert set(shown) <= {path.name for path in (tmp_path / 'study').iterdir()}
 
 
-def test_unigram_fit():
-    """A bucket per token fits any frequencies; two buckets for four tokens of different frequencies do not."""
-    counts = np.array([1000, 100, 10, 1])
-    used = np.ones(4, bool)
-    kl, decrease = fit(np.arange(4)[:, None], counts, used)
-    assert abs(kl) < 3e-4 and abs(decrease) < 1e-6
-    kl, _ = fit(np.array([[0], [1], [0], [1]]), counts, used)
-    shared = np.array([505, 50.5, 505, 50.5]) / 1111
-    assert kl == pytest.approx((counts / 1111 * np.log(counts / 1111 / shared)).sum())
-
-
 def test_card660(mistral):
     """Card-660 compares hidden states of the last token of a word, after bos if the model has it."""
     model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
@@ -207,3 +212,31 @@ def test_card660(mistral):
     assert with_bos['last_pearson'] != without['last_pearson']
     h = model.hidden_states(torch.tensor([[1, *mistral.encode(['new york'])[0]]]))
     assert torch.allclose(card660.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
+
+
+SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
+# (settings, the rank)
+CASES = {
+    # d + 1: logits and the normalizer
+    'Standard': (dict(num_hashes=0), 17),
+    # H - 1 mixers add z each, their biases and the normalizer 1 each: neither the paper's 64 nor Standard's 17
+    'z below d': (dict(num_hashes=4, num_buckets=64, bottleneck=4), 16 + 3 * 4 + 2),
+    # a mixer fills all d: H d + 1
+    'z above d': (dict(num_hashes=4, num_buckets=64, bottleneck=24), 4 * 16 + 1),
+    # above the paper's 10: H (B - 2) + 2
+    'B below d': (dict(num_hashes=4, num_buckets=10, bottleneck=24), 4 * 8 + 2),
+}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_rank(case):
+    """The rank equals the reachable bound: z per mixer, 1 for the biases and 1 for the normalizer."""
+    settings, expected = CASES[case]
+    m = random_model(**SHAPE | settings)
+    # 384 contexts
+    ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
+    row, singular = rank.measure('', '', m, ids)
+    assert row['rank'] == row['reachable'] == expected <= row['bound']
+    assert list(row) == list(read_csv(REPO / 'study/rank.csv')[0])
+    # the threshold lies within a gap, not somewhere on a slope
+    assert singular[expected] < 1e-3 * singular[expected - 1]
