@@ -5,6 +5,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPO, events, ok, run
@@ -17,6 +18,7 @@ from study import card660, rank, report
 from study import sweep as sweep_module
 from study.rows import read_csv, values, write_csv
 from study.sweep import ENTRY_KEYS, Study, sweep
+from study.unigram_fit import fit
 from test_mhf import random_model
 
 LIST = """
@@ -133,9 +135,10 @@ def test_rows_belong_to_entries(folder, right, wrong, says):
 
 
 EDITS = {
-    'frozen_bias': ['--num_hashes=0', '--counts_from=bins'], 'no_counts': ['--counts_from=train', '--num_buckets=4096'],
+    'frozen_bias': ['--num_hashes=0', '--counts_from=bins'],
+    'no_counts': ['--counts_from=train', '--num_buckets=4096'],
     'spelling_rows': ['--num_hashes=0'],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('name', EDITS)
@@ -200,6 +203,17 @@ def test_the_report_regenerates(tmp_path, monkeypatch):
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
     shown = re.findall(r'(?<=study/)\w+\.(?:png|svg)|(?<=\]\()\w+\.png', ''.join(texts.values()))
     assert set(shown) <= {path.name for path in (tmp_path / 'study').iterdir()}
+
+
+def test_unigram_fit():
+    """A bucket per token fits any frequencies; two buckets for four tokens of different frequencies do not."""
+    counts = np.array([1000, 100, 10, 1])
+    used = np.ones(4, bool)
+    kl, decrease = fit(np.arange(4)[:, None], counts, used)
+    assert abs(kl) < 3e-4 and abs(decrease) < 1e-6
+    kl, _ = fit(np.array([[0], [1], [0], [1]]), counts, used)
+    shared = np.array([505, 50.5, 505, 50.5]) / 1111
+    assert kl == pytest.approx((counts / 1111 * np.log(counts / 1111 / shared)).sum())
 
 
 def test_card660(mistral):
