@@ -3,12 +3,7 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
 
     $ python train.py config/mhf_tiny.py                                  # one process: a GPU if available, else a CPU
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
-
-    two machines, the first at 10.0.0.1; the second has --node_rank=1:
-    $ torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=10.0.0.1 --master_port=29500 train.py X
-
-    torchrun restarts a run that fails, which then resumes (the variable avoids pytorch/pytorch issue 135712):
-    $ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc_per_node=8 --max-restarts=3 train.py X
+    $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py X  # the first of 2 machines
 
 Reads the bins that prepare.py writes with the same config. Writes to out_dir ckpt.pt, the newest checkpoint,
 ckpt_best.pt, the one with the lowest validation loss, and log.jsonl. If out_dir has a checkpoint, the run resumes from
@@ -65,9 +60,7 @@ head_dim = 64
 hidden_size = 768  # d
 intermediate_size = 2560
 num_hashes = 4  # H; 0 is the Standard model
-# B: choose a multiple of 8, for a GPU, such that B - 1 is not divisible by 3, 11, 131 or 2,731. With such a divisor,
-# two hash ids of a token agree more often than by chance (hashing.py)
-num_buckets = 16384
+num_buckets = 16384  # B; hashing.py names the best sizes
 num_lsh = 0
 single_id = False
 bottleneck = 64  # z, the hidden size of the gate and of the mixers
@@ -109,8 +102,7 @@ schedule_steps = lr_decay_steps or max_steps
 if warmup_steps >= schedule_steps:
     raise InputError(f'warmup_steps={warmup_steps}: must be below the {schedule_steps} steps of the schedule')
 if counts_from and (num_lsh or single_id or init_from != 'scratch'):
-    need = 'informed signatures need a new model, num_lsh=0 and single_id=False'
-    raise InputError(f'counts_from={counts_from}: {need}; omit counts_from, or change these settings')
+    raise InputError(f'counts_from={counts_from}: informed signatures need a new model, num_lsh=0, single_id=False')
 
 # -----------------------------------------------------------------------------
 # processes
@@ -122,8 +114,7 @@ compile = on_gpu if compile is None else compile
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
 if remainder or accumulation < 1:
     factors = f'micro_batch_size x processes = {micro_batch_size} x {world_size}'
-    fix = 'use a smaller micro_batch_size or another batch_size'
-    raise InputError(f'batch_size={batch_size}: must be a multiple of {factors}; {fix}')
+    raise InputError(f'batch_size={batch_size}: must be a multiple of {factors}; change one of the two settings')
 tokens_per_step = batch_size * block_size
 
 # -----------------------------------------------------------------------------
@@ -152,14 +143,13 @@ def training_batches(bins, first_step):
     """
     Yields the micro-batches of this rank from first_step on. Micro-batch k of rank r contains the sequences from
     (k * world_size + r) * micro_batch_size on of the step's batch_size, so another world_size regroups the same batch.
-    Runs in a thread, so it sets the CUDA device.
     """
-    if on_gpu:
+    if on_gpu:  # this runs in a thread
         torch.cuda.set_device(device)
     for step in range(first_step, max_steps):
         blocks = block_indices(step, batch_size, (len(bins) - 1) // block_size, seed)
-        for micro_batch in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
-            yield get_batch(bins, micro_batch * block_size)
+        for indices in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+            yield get_batch(bins, indices * block_size)
 
 
 @torch.no_grad()
@@ -184,14 +174,6 @@ def evaluate(model, bins, autocast):
     return dict(val_loss=val_loss, val_nats=nats, val_bpb=nats * n / math.log(2) / bins.bytes)
 
 
-def check_finite(step, **values):
-    """Ends the run before it updates or saves its weights if a value, the same on all ranks, is not finite."""
-    for name, value in values.items():
-        if not math.isfinite(value):
-            fix = 'rerun with a smaller learning_rate; the run resumes from its newest checkpoint'
-            raise InputError(f'step {step}: {name}={value}; {fix}')
-
-
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
@@ -199,8 +181,7 @@ with checkpoint.lock(out_dir):  # refuses a second run before it takes memory
     raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
 first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
-if resumed and dtype is None:
-    dtype = resumed.settings['dtype']
+dtype = resumed.settings['dtype'] if resumed and dtype is None else dtype
 dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
 architecture = asdict(raw_model.config) if raw_model else {}
 folder = data_folder(config | architecture)
@@ -209,16 +190,13 @@ train_bins, val_bins = (Bins(folder, split, tok) for split in SPLITS)
 meta = train_bins.meta
 num_blocks = (len(train_bins) - 1) // block_size
 if num_blocks < 1:
-    tokens = f'{folder} has only {len(train_bins):,} training tokens'
-    raise InputError(f'block_size={block_size}: {tokens}; use a smaller block_size, or prepare more text')
+    raise InputError(f'block_size={block_size}: must be below the {len(train_bins):,} training tokens in {folder}')
 model_config = checkpoint.run_config(config, meta, raw_model)
 identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
 versions = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
 runtime.check_same_on_all_ranks(config | identity | versions | dict(out_dir='', data_dir=''))  # folders may differ
 if resumed:
     checkpoint.check_identity(out_dir, resumed, identity)
-if master:
-    print(checkpoint.describe_start(config, identity, resumed))
 
 # -----------------------------------------------------------------------------
 # setup: model
@@ -270,16 +248,14 @@ groups = [
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if resumed:
     checkpoint.restore_optimizer(optimizer, raw_model, resumed.optimizer)
-    resumed = None  # its tensors are mapped to a file that the run will replace
-
 if master:
     hash_params, layer_params = raw_model.num_params()
-    sequences = f'{batch_size} sequences = {world_size} process(es) x {micro_batch_size} x {accumulation}'
-    epochs = max_steps * batch_size / num_blocks
-    corpus = f'{folder} ({meta["dataset"]})'
+    print(checkpoint.describe_start(config, identity, resumed))
     print(f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
-    print(f'{device}, {dtype}, compile={compile}; {sequences}')
-    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {corpus}')
+    print(f'{device}, {dtype}, compile={compile}; {world_size} x {micro_batch_size} x {accumulation} sequences')
+    epochs = max_steps * batch_size / num_blocks
+    print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
+resumed = None  # its tensors are mapped to a file that the run will replace
 
 # -----------------------------------------------------------------------------
 # training loop
@@ -303,8 +279,7 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
         loss_sum = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = next(batches)
-            if world_size > 1:  # gradients are exchanged once per step
-                model.require_backward_grad_sync = k == accumulation - 1
+            model.require_backward_grad_sync = k == accumulation - 1  # DDP exchanges gradients once per step
             loss_sum += compute_gradients(x, y)
         for p in trained:  # the gradient of an unused parameter is None on one process, and zero under DDP
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -315,13 +290,14 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
         if any_signal and not stop_signal:
             stop_signal = signal.SIGTERM  # another rank received it
         done = step + 1
-        check_finite(done, loss=mean_loss, grad_norm=grad_norm)
         optimizer.step()
         seconds = time.perf_counter() - start_time
 
         validates = done % eval_interval == 0 or done == max_steps
         results = evaluate(raw_model, val_bins, autocast) if validates else {}
-        check_finite(done, **results)
+        for name, value in dict(loss=mean_loss, grad_norm=grad_norm, **results).items():  # the same on all ranks
+            if not math.isfinite(value):  # the run ends before it saves its weights
+                raise InputError(f'step {done}: {name}={value}; rerun with a smaller learning_rate; the run resumes')
         val_loss = results.get('val_loss', math.inf)
         is_best = val_loss < best_val_loss
         best_val_loss = min(val_loss, best_val_loss)
