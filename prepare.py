@@ -16,8 +16,7 @@ import hashlib
 import math
 import os
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 from filelock import FileLock
@@ -52,7 +51,7 @@ config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
-SAMPLE_CHARS = 32768  # of each batch, at most an eighth of them of one text, are decoded to find a change
+PROBE = 'If x:\n        e\u0301 \u00bd \u4e2d\u6587'  # what a tokenizer may change: case, white space, forms of Unicode
 
 # -----------------------------------------------------------------------------
 # meta.json
@@ -108,64 +107,49 @@ def describe(config, tok, table, existing):
     return meta | dict(sources=describe_sources(config, existing))
 
 
-def check_same(folder, existing, meta, tok):
-    """Raises InputError with the first difference between the existing meta.json and that of this run."""
-    data.check_tokenizer(folder, existing, tok)
-    for key, value in meta.items():
-        if key != 'tokenizer' and existing.get(key) != value:
-            values = f'{key}={existing.get(key)!s:.400}, now it is {value!s:.400}'
-            raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
+def start(folder, meta, tok):
+    """Creates meta.json. If units are finished, the existing one must be the same. Raises InputError."""
+    existing = data.read_json(folder / 'meta.json')
+    if existing and any(folder.glob('[0-9]*.json')):
+        data.check_tokenizer(folder, existing, tok)
+        for key, value in meta.items():
+            if key != 'tokenizer' and existing.get(key) != value:
+                values = f'{key}={existing.get(key)!s:.400}, now it is {value!s:.400}'
+                raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
+    elif not existing and (shards := sorted(folder.glob('*_[0-9]*.bin'))):
+        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
+    else:
+        data.write_json(folder / 'meta.json', meta)
 
 
 # -----------------------------------------------------------------------------
-# one unit
-
-
-@dataclass
-class Job:
-    """The state that all units share."""
-
-    folder: Path
-    meta: dict
-    tok: object  # from get_tokenizer
-    table: np.ndarray | None  # signatures (V, H) uint16; None writes ids
-    val_bytes: int  # of each source
-    bar: tqdm
-    change: str = ''  # of a text by the tokenizer, the first in a sample of the texts
+# shards
 
 
 class ShardWriter:
     """Writes the documents of one split of a unit to a .npy file. The file has a temporary name until close()."""
 
-    def __init__(self, job, path):
-        self.job = job
+    def __init__(self, path, dtype):
         self.path = path
         self.temporary = path.with_suffix('.bin.tmp')
-        self.dtype = data.token_dtype(job.meta)
-        self.tokens = 0
-        self.documents = 0
-        self.bytes = 0  # of text
+        self.dtype = dtype  # of a token, from data.token_dtype
+        self.counts = Counter(tokens=0, documents=0, bytes=0)  # bytes of text
         self.file = open(self.temporary, 'wb')
         self.file.seek(data.HEADER)  # close() writes the header, which contains the number of tokens
 
-    def add(self, text, ids):
-        """Adds a document: bos and its ids."""
-        ids = np.array([self.job.tok.bos, *ids])
-        tokens = ids if self.job.table is None else self.job.table[ids]
+    def add(self, text, tokens):
+        """Adds a document, whose tokens are ids (n,) or signatures (n, H)."""
         self.file.write(np.ascontiguousarray(tokens, self.dtype.base))
-        self.tokens += len(ids)
-        self.documents += 1
-        self.bytes += len(text.encode())
+        self.counts.update(tokens=len(tokens), documents=1, bytes=len(text.encode()))
 
     def close(self):
         """Completes and renames the file; returns its entry in the unit's json."""
-        header = dict(descr=self.dtype.base.str, fortran_order=False, shape=(self.tokens, *self.dtype.shape))
+        header = dict(descr=self.dtype.base.str, fortran_order=False, shape=(self.counts['tokens'], *self.dtype.shape))
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, header)
         self.file.close()
         data.replace_durably(self.temporary, self.path)
-        counts = dict(tokens=self.tokens, documents=self.documents, bytes=self.bytes)
-        return dict(file=self.path.name, **counts, sha256=file_digest(self.path))
+        return dict(file=self.path.name, **self.counts, sha256=file_digest(self.path))
 
 
 def batches(texts):
@@ -182,14 +166,11 @@ def batches(texts):
     yield batch
 
 
-def encode(job, texts):
-    """Yields each text and its token ids. Updates job.change."""
+def encode(tok, texts):
+    """Yields each text and its token ids."""
     # a thread reads the next batch while the tokenizer's threads encode this one
     for batch in data.prefetch(batches(texts)):
-        step = sum(map(len, batch)) // SAMPLE_CHARS + 1
-        sample = [text[: SAMPLE_CHARS // 8].rstrip() for text in batch[::step]]
-        job.change = job.change or find_change(job.tok, sample)
-        yield from zip(batch, job.tok.encode(batch), strict=True)
+        yield from zip(batch, tok.encode(batch), strict=True)
 
 
 def is_complete(counts, limit):
@@ -197,82 +178,69 @@ def is_complete(counts, limit):
     return counts['tokens'] >= limit and counts['held_out_bytes'] > 0
 
 
-def prepare_unit(job, source, number, counts):
-    """Writes the shards of a unit, then its json, which marks it as finished. Updates the source's counts."""
-    unit = source['units'][number - source['first_unit']]
-    limit = source['limit'] or math.inf
-    writers = {split: ShardWriter(job, job.folder / f'{split}_{number:06}.bin') for split in SPLITS}
-    for text, ids in encode(job, sources.read_files([path for path, *_ in unit], counts['separate_ends'])):
+def split_documents(documents, counts, limit, val_bytes):
+    """Documents, (text, ids) -> (split, text, ids), until the source is complete. Updates the source's counts."""
+    for text, ids in documents:
         counts['documents'] += 1
-        if sources.is_held_out(counts, job.val_bytes):
-            writers['val'].add(text, ids)
+        if sources.is_held_out(counts, val_bytes):
             counts['held_out_bytes'] += len(text.encode())
+            yield 'val', text, ids
         elif counts['tokens'] < limit:
-            writers['train'].add(text, ids)
             counts['tokens'] += 1 + len(ids)
-            job.bar.update(1 + len(ids))
+            yield 'train', text, ids
         if is_complete(counts, limit):
             break
-    shards = {split: writer.close() for split, writer in writers.items()}
-    data.write_json(job.folder / f'{number:06}.json', shards | dict(counts=counts))
 
 
-def prepare_source(job, source):
-    """Prepares the units of a source that are not finished. Returns the contents of the json files of its units."""
+def prepare_source(folder, meta, source, tok, table, bar):
+    """
+    Writes the shards of each unit of a source that is not finished, then its json, which marks it as finished. Without
+    a table, shards contain ids. Returns the contents of the json files.
+    """
+    limit = source['limit'] or math.inf
     units = []
     counts = None
-    for number, _ in enumerate(source['units'], source['first_unit']):
-        path = job.folder / f'{number:06}.json'
-        if path.exists():
-            job.bar.update(data.read_json(path)['train']['tokens'])
-        else:
-            paths = (path for unit in source['units'] for path, *_ in unit)
-            counts = counts or sources.start_counts(paths, job.meta['val_fraction'])
-            prepare_unit(job, source, number, counts)
+    for number, unit in enumerate(source['units'], source['first_unit']):
+        path = folder / f'{number:06}.json'
+        if not path.exists():
+            all_paths = (path for unit in source['units'] for path, *_ in unit)
+            counts = counts or sources.start_counts(all_paths, meta['val_fraction'])
+            texts = sources.read_files([path for path, *_ in unit], counts['separate_ends'])
+            dtype = data.token_dtype(meta)
+            writers = {split: ShardWriter(folder / f'{split}_{number:06}.bin', dtype) for split in SPLITS}
+            val_bytes = meta['val_bytes'] // len(meta['sources'])
+            for split, text, ids in split_documents(encode(tok, texts), counts, limit, val_bytes):
+                ids = np.array([tok.bos, *ids])
+                writers[split].add(text, ids if table is None else table[ids])
+                bar.update(len(ids))
+            shards = {split: writer.close() for split, writer in writers.items()}
+            data.write_json(path, shards | dict(counts=counts))
         units.append(data.read_json(path))
         counts = units[-1]['counts']
-        if is_complete(counts, source['limit'] or math.inf):
+        if is_complete(counts, limit):
             break
     if source['limit']:
-        job.bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
+        bar.write(f'{source["dataset"]}: {counts["tokens"]:,} of {source["limit"]:,} training tokens')
     return units
-
-
-# -----------------------------------------------------------------------------
-# the run
-
-
-def start(folder, meta, tok):
-    """Creates meta.json. If units are finished, their meta.json must be the same. Raises InputError."""
-    existing = data.read_json(folder / 'meta.json')
-    if existing and any(folder.glob('[0-9]*.json')):
-        check_same(folder, existing, meta, tok)
-    elif not existing and (shards := sorted(folder.glob('*_[0-9]*.bin'))):
-        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
-    else:
-        data.write_json(folder / 'meta.json', meta)
 
 
 def main(config):
     """Prepares the data set that the config names. Raises InputError."""
-    if not 0 < config['val_fraction'] < 1 or config['val_bytes'] < len(sources.parse_mixture(config['dataset'])):
-        limits = 'must be between 0 and 1, and at least 1 for each source'
-        raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: {limits}')
+    if config['val_fraction'] <= 0 or config['val_bytes'] < len(sources.parse_mixture(config['dataset'])):
+        raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: must be larger')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     meta = describe(config, tok, table, data.read_json(folder / 'meta.json'))
-    total = sum(source['limit'] or 0 for source in meta['sources']) or None
-    bar = tqdm(desc='prepare', total=total, unit=' tokens', unit_scale=True, leave=False, disable=None)
-    job = Job(folder, meta, tok, table, meta['val_bytes'] // len(meta['sources']), bar)
+    bar = tqdm(desc='prepare', unit=' tokens', unit_scale=True, leave=False, disable=None)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / '.prepare.lock', timeout=0), bar:
         start(folder, meta, tok)
-        units = [unit for source in meta['sources'] for unit in prepare_source(job, source)]
+        units = [unit for source in meta['sources'] for unit in prepare_source(folder, meta, source, tok, table, bar)]
         shards = {split: [unit[split] for unit in units] for split in SPLITS}
         data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)
-    if job.change:
-        print(f"warning: tokenizer '{tok.name}' changes texts: {job.change}", file=sys.stderr)
+    if change := find_change(tok, [PROBE]):
+        print(f"warning: tokenizer '{tok.name}' changes texts: {change}", file=sys.stderr)
     for split in SPLITS:
         bins = data.Bins(folder, split, tok)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
