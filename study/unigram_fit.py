@@ -6,9 +6,10 @@ How well signatures can express token frequencies: a tool to choose H, B and the
 
 A token's logit is a sum of H bucket logits. The tool fits these H x B numbers to the unigram frequencies of the
 training split by maximum likelihood, which is convex (L-BFGS, float64): for the paper's table, for informed signatures,
-and for those by counts alone, the frequency ranges. It prints the remaining KL divergence in nats: above 0.1, expect a loss on rare tokens. This is an
-indicator, not a bound, since a model has other bucket logits in every context. The decrease over the last 100
-iterations tells whether the fit has converged. The load of a bucket is the number of tokens that share it.
+and for those by counts alone, the frequency ranges. It prints the remaining KL divergence in nats: above 0.1, expect a
+loss on rare tokens. This is an indicator, not a bound, since a model has other bucket logits in every context. The
+decrease over the last 100 iterations tells whether the fit has converged. The load of a bucket is the number of tokens
+that share it.
 """
 
 import argparse

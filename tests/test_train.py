@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    REPO,
     Forked,
     assert_same,
     events,
@@ -324,26 +323,6 @@ def test_one_run_in_an_out_dir(quick):
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
-
-
-# runs the script once before, as %run of a notebook does; this run diverges
-RUN_BEFORE = f"""
-import runpy, signal, sys
-arguments = sys.argv
-sys.argv = [*arguments, '--learning_rate=1e30', '--grad_clip=0', '--warmup_steps=1']
-try:
-    runpy.run_path('{REPO}/train.py', run_name='__main__')
-except ValueError as e:
-    print('ended by', type(e).__name__)
-assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-sys.argv = arguments
-"""
-
-
-def test_a_run_in_a_notebook(quick):
-    """A run that fails releases its lock and its signals, although its process continues."""
-    done = ok('train.py', 'cfg.py', '--out_dir=b', *until(4), cwd=quick, patch=RUN_BEFORE)
-    assert 'ended by InputError' in done.stdout and weights(quick, 'b')['step'] == 4
 
 
 def test_a_new_run_keeps_the_log_of_another(quick):
