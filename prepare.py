@@ -230,6 +230,8 @@ def main(config):
         raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: must be larger')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
+    if change := find_change(tok, [PROBE]):
+        print(f"warning: tokenizer '{tok.name}' changes texts: {change}", file=sys.stderr)
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     meta = describe(config, tok, table, data.read_json(folder / 'meta.json'))
     bar = tqdm(desc='prepare', unit=' tokens', unit_scale=True, leave=False, disable=None)
@@ -239,8 +241,6 @@ def main(config):
         units = [unit for source in meta['sources'] for unit in prepare_source(folder, meta, source, tok, table, bar)]
         shards = {split: [unit[split] for unit in units] for split in SPLITS}
         data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)
-    if change := find_change(tok, [PROBE]):
-        print(f"warning: tokenizer '{tok.name}' changes texts: {change}", file=sys.stderr)
     for split in SPLITS:
         bins = data.Bins(folder, split, tok)
         totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'

@@ -252,7 +252,7 @@ if master:
     hash_params, layer_params = raw_model.num_params()
     print(checkpoint.describe_start(config, identity, resumed))
     print(f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
-    print(f'{device}, {dtype}, compile={compile}; {world_size} x {micro_batch_size} x {accumulation} sequences')
+    print(f'{world_size} x {device}, {dtype}, compile={compile}; {accumulation} x {micro_batch_size} sequences each')
     epochs = max_steps * batch_size / num_blocks
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
 resumed = None  # its tensors are mapped to a file that the run will replace
