@@ -74,16 +74,6 @@ def random_model(c):
     return model
 
 
-def random_batch(c, N):
-    """Returns random token ids of inputs and targets, each (N, block_size)."""
-    ids = torch.randint(c.vocab_size, (N, c.block_size + 1), device=device)
-    return ids[:, :-1], ids[:, 1:]
-
-
-# -----------------------------------------------------------------------------
-# training
-
-
 def training_step(c):
     """
     Returns a model, a function that trains it on one micro-batch, as train.py does: forward, backward, clipping and
@@ -94,7 +84,7 @@ def training_step(c):
     if compile:
         model.compile(dynamic=False)  # otherwise sizes that differ between variants become symbolic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    x, y = random_batch(c, micro_batch_size)
+    x, y = torch.randint(c.vocab_size, (2, micro_batch_size, c.block_size), device=device)
 
     def compute_gradients():
         optimizer.zero_grad()
@@ -134,17 +124,13 @@ def bench_train(configs):
         print(f'{flops * speed / 1e9:>10,.0f}{peak_memory / 1e9:>10.2f} GB')
 
 
-# -----------------------------------------------------------------------------
-# inference
-
-
 def inference(c):
     """
     Returns a function that generates a text after a prompt of one token, and a function that computes P(w), normalized
     over the vocabulary, for the tokens of one sequence.
     """
     model = random_model(replace(c, loss='exact')).to(getattr(torch, dtype)).eval()
-    x, y = random_batch(c, 1)
+    x, y = torch.randint(c.vocab_size, (2, 1, c.block_size), device=device)
     engine = Engine(model)
     if compile:
         engine.compile(1, 1 + NEW_TOKENS)
@@ -165,9 +151,6 @@ def bench_infer(configs):
         speed = NEW_TOKENS / seconds[name, 'generation']
         print(f'{name:<10}{speed:.1f} tokens/s{seconds[name, "P(w)"] * 1e3:>12,.1f} ms')
 
-
-# -----------------------------------------------------------------------------
-# main
 
 if __name__ == '__main__':
     tok = get_tokenizer(tokenizer)

@@ -29,7 +29,7 @@ from configurator import configure
 from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.lm import PAPER, PUBLISHED, load_tasks, open_lm, run_tasks
-from mhf.sources import read_documents
+from mhf.sources import input_files, read_files
 
 # model
 # a run (its newest checkpoint), a *.pt, a folder in the released format, or a hub id[@revision]; '': the newest run up
@@ -68,7 +68,7 @@ def read_ids(path, lm):
     else:
         ids = []
         num_bytes = 0
-        for document in read_documents(str(path)):
+        for document in read_files(input_files(str(path))):
             num_bytes += len(document.encode())
             ids += [tok.bos, *tok.encode([document])[0]]
     starts = [k for k, i in enumerate(ids) if i == tok.bos]

@@ -13,15 +13,13 @@ Adds tokens for new languages to a tokenizer and to a trained model. A MultiHash
 
 SentencePiece learns pieces from each corpus. Those that the base tokenizer lacks are ranked by the tokens they save in
 the corpus, and the best are appended. Their merges have the lowest priority, so text without them is tokenized as
-before. An expanded MultiHashFormer has a longer signature table and the same parameters; an expanded Standard model has
-one new row per token, the mean of the rows of the token's old pieces. In a model with informed signatures (counts_from
-of train.py), new tokens share the buckets of known forms and shapes; their other buckets depend on their frequencies in
-the corpora, which have equal weights. Name all corpora of the training; one with @0 adds no tokens.
+before. An expanded Standard model has one new row per token, the mean of the rows of the token's old pieces. In a model
+with informed signatures, new tokens share the buckets of known forms and shapes; their other buckets depend on their
+frequencies in the corpora, which have equal weights. Name all corpora of the training; one with @0 adds no tokens.
 
-With an existing tokenizer, corpora are read for these frequencies only. Otherwise every 20th document, up to 400 kB per
-corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of fewer documents, the end of each.
-prepare.py holds out the same text if each corpus is one of at most 10 sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9)
-with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
+Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
+fewer documents, the end of each. prepare.py holds out the same text if each corpus is one of at most 10 sources of a
+mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in config/expand_*.py.
 """
 
 import io
@@ -35,7 +33,6 @@ import numpy as np
 import sentencepiece
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
-from tqdm import tqdm
 
 from configurator import configure
 from hashing import extend_informed_table
@@ -108,15 +105,15 @@ def read_corpus(corpus):
 # tokenizer
 
 
-def learn_pieces(documents, spec, vocab_size):
+def learn_pieces(lines, spec, vocab_size):
     """
-    Trains a SentencePiece BPE model of vocab_size pieces. It splits text as `spec`, the trainer_spec of the base, does.
-    Returns the model as bytes, and {piece: its rank in the order of learning}.
+    Trains a SentencePiece BPE model of vocab_size pieces on lines of text, which it splits as `spec`, the trainer_spec
+    of the base, does. Returns the model as bytes, and {piece: its rank in the order of learning}.
     """
     options = 'max_sentencepiece_length split_by_unicode_script split_by_number split_by_whitespace split_digits'
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(split_lines(documents)),
+        sentence_iterator=iter(lines),
         model_writer=out,
         model_type='bpe',
         vocab_size=vocab_size,
@@ -132,10 +129,6 @@ def learn_pieces(documents, spec, vocab_size):
     return out.getvalue(), {p.piece: k for k, p in enumerate(learned.pieces) if p.type == p.NORMAL}
 
 
-def split_lines(documents):
-    return [line for text in documents for line in text.splitlines() if line.strip()]
-
-
 def last_merge(piece, rank):
     """Returns the two pieces that BPE with these ranks merges last to build `piece`."""
     pieces = list(piece)
@@ -145,10 +138,10 @@ def last_merge(piece, rank):
     return pieces
 
 
-def count_merges(documents, model_proto, rank):
-    """Counts how often encoding the documents builds each piece, also on the way to longer ones. Returns a Counter."""
+def count_merges(lines, model_proto, rank):
+    """Counts how often encoding the lines builds each piece, also on the way to longer ones. Returns a Counter."""
     encode = sentencepiece.SentencePieceProcessor(model_proto=model_proto).encode
-    merge_counts = Counter(piece for pieces in encode(split_lines(documents), out_type=str) for piece in pieces)
+    merge_counts = Counter(piece for pieces in encode(lines, out_type=str) for piece in pieces)
     # in reverse order of learning, a piece comes before the two pieces that it merges
     for piece in sorted(rank, key=rank.get, reverse=True):
         if len(piece) > 1:
@@ -163,8 +156,9 @@ def rank_candidates(documents, old_pieces, spec, count):
     learning}, best first: a merge saves one token wherever it occurs, a character saves its bytes beyond the first.
     """
     vocab_size = len(old_pieces) + 2 * count + len({c for text in documents for c in text})
-    model_proto, rank = learn_pieces(documents, spec, vocab_size)
-    merges = count_merges(documents, model_proto, rank)
+    lines = [line for text in documents for line in text.splitlines() if line.strip()]
+    model_proto, rank = learn_pieces(lines, spec, vocab_size)
+    merges = count_merges(lines, model_proto, rank)
     letters = Counter(c.isascii() for text in documents for c in text if c.isalpha())
     # a corpus of mostly non-ASCII letters adds no pieces with ASCII letters, and none that are all ASCII
     mostly_non_ascii = letters[False] > letters[True]
@@ -191,10 +185,10 @@ def append_pieces(model, pieces):
 
 def expand_tokenizer(tok, documents, counts):
     """Returns a larger tokenizer. documents, {language: list of str}; counts, {language: number of new tokens}."""
-    model = ModelProto.FromString(tok.sp.serialized_model_proto())
+    model = ModelProto.FromString(tok.definition)
     old_pieces = {p.piece for p in model.pieces}
     ranked = {}
-    for name in tqdm(counts, desc='learn', unit='language', disable=None, leave=False):
+    for name in counts:
         if counts[name]:
             ranked[name] = rank_candidates(documents[name], old_pieces, model.trainer_spec, counts[name])
     V = len(tok.tokens)
@@ -216,13 +210,6 @@ def expand_tokenizer(tok, documents, counts):
         if not unreachable:
             return larger
         excluded |= unreachable
-
-
-def print_gain(tok, larger, held_out):
-    """Prints how many tokens less the held-out text of each language has."""
-    for name, texts in held_out.items():
-        before, after = (sum(map(len, encoder.encode(texts))) for encoder in (tok, larger))
-        print(f'{name:<14}{before:>11,} -> {after:>11,} held-out tokens{1 - after / before:>9.1%}')
 
 
 # -----------------------------------------------------------------------------
@@ -269,19 +256,13 @@ def expand_model(model, tok, larger, documents):
 # output
 
 
-def held_out_file(name):
-    """Returns the path of a language's held-out documents, next to the tokenizer."""
-    file = Path(tokenizer)
-    return file.with_name(f'{file.stem}_{name}.jsonl')
-
-
 def write_tokenizer(larger, held_out):
-    """Writes held_out, {language: documents}, then the tokenizer."""
+    """Writes held_out, {path: documents}, then the tokenizer."""
     Path(tokenizer).parent.mkdir(parents=True, exist_ok=True)
-    for name, documents in held_out.items():
+    for path, documents in held_out.items():
         rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
-        held_out_file(name).write_text(''.join(rows), encoding='utf-8')
-    Path(tokenizer).write_bytes(larger.sp.serialized_model_proto())
+        path.write_text(''.join(rows), encoding='utf-8')
+    Path(tokenizer).write_bytes(larger.definition)
 
 
 def open_base():
@@ -299,7 +280,9 @@ def open_base():
 def main():
     languages, counts = parse_corpora()
     use_existing = bool(source_model) and Path(tokenizer).exists()
-    outputs = [] if use_existing else [Path(tokenizer), *map(held_out_file, languages)]
+    file = Path(tokenizer)
+    held_out_files = {name: file.with_name(f'{file.stem}_{name}.jsonl') for name in languages}
+    outputs = [] if use_existing else [file, *held_out_files.values()]
     if source_model:
         outputs.append(Path(output_dir))
     for path in outputs:
@@ -318,11 +301,12 @@ def main():
         documents[name], held_out[name] = read_corpus(corpus)
     if use_existing:
         larger = get_tokenizer(tokenizer)
-        print(f'using the existing {tokenizer}')
     else:
         larger = expand_tokenizer(tok, documents, counts)
-        print_gain(tok, larger, held_out)
-        write_tokenizer(larger, held_out)
+        for name, texts in held_out.items():
+            before, after = (sum(map(len, encoder.encode(texts))) for encoder in (tok, larger))
+            print(f'{name:<14}{before:>11,} -> {after:>11,} held-out tokens{1 - after / before:>9.1%}')
+        write_tokenizer(larger, {held_out_files[name]: texts for name, texts in held_out.items()})
     new_parameters = ''
     if source_model:
         before = sum(source.model.num_params())

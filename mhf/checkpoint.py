@@ -1,11 +1,7 @@
 """
-Checkpoints: train.py writes them and resumes from them, and every script loads trained models.
-
-    loaded = load('out/mhf_tiny')        # the out_dir of a run, a *.pt, a folder in the released format, or a hub id
-    loaded.model, loaded.tok
-
-A run writes ckpt.pt, the newest checkpoint, and ckpt_best.pt, which has the lowest validation loss. Each is a complete
-Checkpoint, from which a run can resume.
+Checkpoints: train.py writes them and resumes from them, and every script loads trained models by load(). A run writes
+ckpt.pt, the newest checkpoint, and ckpt_best.pt, which has the lowest validation loss. Each is a complete Checkpoint,
+from which a run can resume.
 """
 
 import contextlib
@@ -114,8 +110,7 @@ def read_file(path):
     except Exception as e:  # zipfile, pickle and torch raise many types
         if isinstance(e, OSError) and e.filename:
             raise
-        kind = 'is damaged, or not a checkpoint of this version of train.py'
-        raise InputError(f'{path} {kind} ({first_cause(e)})') from e
+        raise InputError(f'{path} is damaged, or of another version of train.py ({first_cause(e)})') from e
 
 
 def read_checkpoint(path):
@@ -139,10 +134,7 @@ def open_start(out_dir, init_from, tokenizer):
 
 
 def run_config(settings, meta, model=None):
-    """
-    Returns the MHFConfig of a run with these settings and bins (meta.json) that starts with `model`. init_from decides
-    all fields but block_size and loss.
-    """
+    """Returns the MHFConfig of a run. A model to start with decides all fields but block_size and loss."""
     fields = asdict(model.config) if model else dict(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     names = MHFConfig.__annotations__ if settings['init_from'] == 'scratch' else ('block_size', 'loss')
     return MHFConfig(**fields | {name: settings[name] for name in names if name in settings})
@@ -150,17 +142,17 @@ def run_config(settings, meta, model=None):
 
 def run_identity(model_config, settings, train_bins, val_bins):
     """Returns what a resumed run may not change: model, data, and the settings that decide what a step trains on."""
-    identity = asdict(model_config) | {name: settings[name] for name in FIXED_SETTINGS}
     fingerprints = (train_bins.meta['tokenizer_sha256'], train_bins.fingerprint, val_bins.fingerprint)
-    return identity | dict(zip(FINGERPRINTS, fingerprints, strict=True))
+    fixed = {name: settings[name] for name in FIXED_SETTINGS} | dict(zip(FINGERPRINTS, fingerprints, strict=True))
+    return asdict(model_config) | fixed
 
 
 def check_identity(out_dir, checkpoint, identity):
     """Raises InputError if the run of a checkpoint had another identity."""
     recorded = asdict(checkpoint.model_config) | checkpoint.identity  # a field that is new has its default
     if changes := describe_changes(recorded, identity):
-        fix = 'undo the change, or choose another --out_dir for a new run'
-        raise InputError(f'{out_dir} contains a run with other settings: {changes}; {fix}')
+        found = f'{out_dir} contains a run with other settings: {changes}'
+        raise InputError(f'{found}; undo the change, or choose another --out_dir for a new run')
 
 
 def describe_start(settings, identity, checkpoint=None):
@@ -209,8 +201,11 @@ class LoadedModel:
 
 def load(source='', tokenizer=None):
     """
-    Loads a trained model and its tokenizer -> LoadedModel. `source` is the out_dir of sample.py, tokenizer a name for
-    get_tokenizer; default: the one that the files name, else mistral. Raises InputError.
+    Loads a trained model and its tokenizer -> LoadedModel. Raises InputError.
+
+    Args:
+        source: the out_dir of a run, a *.pt, a folder in the released format, or a hub id; '': the newest run
+        tokenizer: a name for get_tokenizer; default: the one that the files name, else mistral
     """
     if not source:
         paths = [path for depth in ('', '*/', '*/*/') for path in Path().glob(f'{depth}ckpt.pt')]
@@ -227,6 +222,5 @@ def load(source='', tokenizer=None):
     name = f'{path}, step {ckpt.step}'
     tok = get_tokenizer(tokenizer or ckpt.tokenizer)
     if tokenizer_fingerprint(tok) != ckpt.identity['tokenizer_sha256']:
-        fix = "name the model's tokenizer"
-        raise InputError(f"{name}: tokenizer '{tok.name}' is not the model's, '{ckpt.tokenizer}'; {fix}")
+        raise InputError(f"{name}: tokenizer '{tok.name}' is not the model's; name '{ckpt.tokenizer}'")
     return LoadedModel(model, tok, str(source), name)

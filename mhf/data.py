@@ -6,10 +6,7 @@ A folder contains token ids or signatures:
     signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16
     ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids
 
-Bins returns token ids in both cases, so every model with the tokenizer can read either. If token ids may share a
-signature (Single-ID, or LSH only), the folder contains ids.
-
-It contains these files, three for each unit:
+Bins returns token ids in both cases, so every model with the tokenizer can read either. The files, three for each unit:
 
     meta.json         settings, tokenizer, and the input files of every unit with size and digest; written first, and
                       again with the shards of both splits when the folder is complete
@@ -159,16 +156,14 @@ class Bins:
             with open(self.paths[k], 'rb') as file:
                 file.seek(HEADER + (start - self.starts[k]) * self.dtype.itemsize)
                 raw = file.read(count * self.dtype.itemsize)
-            pieces.append(np.frombuffer(raw, self.dtype, count))  # ids or signatures
+            pieces.append(np.frombuffer(raw, self.dtype, count))  # ids (count,) or signatures (count, H)
             start += count
             k += 1
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return tokens if self.meta['data_format'] == 'ids' else self.find_ids(tokens)
-
-    def find_ids(self, signatures):
-        """The token ids (n,) of signatures (n, H) of the folder."""
+        if self.meta['data_format'] == 'ids':
+            return tokens
         packed, ids = self.signatures
-        return ids[packed.searchsorted(pack(signatures))]
+        return ids[packed.searchsorted(pack(tokens))]
 
     @functools.cached_property
     def signatures(self):
@@ -215,8 +210,7 @@ def check_tokenizer(folder, meta, tok):
 def get_table(config):
     """
     Returns the signatures (V, H) uint16 of the config's tokenizer, None for the Standard model, and their frequency
-    ranges, [] without counts_from. Prints how many tokens were counted for informed signatures, and how many of the
-    run's training tokens never occurred among them. Raises InputError.
+    ranges, [] without counts_from. Raises InputError.
     """
     if not config['num_hashes']:
         return None, []

@@ -2,8 +2,6 @@
 Generation with a KV cache. model.MHF.generate is the plain version, which recomputes the context for every token.
 
     for tokens in Engine(model, temperature=0.8).stream(ids, max_new_tokens=200): ...
-
-An Engine can run each decoding step as a CUDA graph.
 """
 
 from contextlib import nullcontext

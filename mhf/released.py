@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from hashing import hash_buckets, lsh_coordinates
+from hashing import signature_table
 from mhf.checkpoint import LoadedModel, load
+from mhf.data import read_json, write_json
 from mhf.errors import InputError, install_excepthook
-from mhf.tokenizer_json import write_pretty_json, write_tokenizer
+from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, download_from_hub, get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
@@ -68,34 +69,34 @@ def rename(name, prefixes):
 def open_released(source, tokenizer=None):
     """Loads a released model and its tokenizer from a folder or from the hub, as mhf.checkpoint.load does."""
     folder = resolve_path(source)
-    if not (folder / 'config.json').exists():
+    config_json = read_json(folder / 'config.json')
+    if config_json is None:
         raise InputError(f'{source} has no checkpoint (ckpt.pt) and no config.json of a released model')
-    config_json = json.loads((folder / 'config.json').read_bytes())
     model = from_pretrained(folder)
     own_tokenizer, sha256 = find_tokenizer(folder, config_json)
     tok = get_tokenizer(tokenizer or own_tokenizer or 'mistral')
-    mismatch = find_mismatch(model, tok, sha256)
-    if mismatch:
-        its_own = f", '{own_tokenizer}'" if own_tokenizer else ''
-        fix = "name the model's tokenizer"
-        raise InputError(f"{source}: tokenizer '{tok.name}' is not the model's{its_own} ({mismatch}); {fix}")
+    if mismatch := find_mismatch(model, tok, sha256):
+        found = f"tokenizer '{tok.name}' is not the model's, {own_tokenizer or 'whose name is unknown'}"
+        raise InputError(f"{source}: {found} ({mismatch}); name the model's tokenizer")
     without_token = [i for i, token in enumerate(tok.tokens) if token is None]
     model.set_vocabulary(model.signatures, [*without_token, *range(len(tok.tokens), model.config.vocab_size)])
-    eos_ids = parse_eos_ids(config_json)
-    if (folder / 'generation_config.json').exists():
-        eos_ids = eos_ids + parse_eos_ids(json.loads((folder / 'generation_config.json').read_bytes()))
+    eos_ids = parse_eos_ids(config_json) + parse_eos_ids(read_json(folder / 'generation_config.json') or {})
     # the authors trained without bos
     return LoadedModel(model, tok, str(source), str(source), config_json.get('add_bos') is True, eos_ids)
 
 
 def find_mismatch(model, tok, sha256):
-    """
-    Returns how a tokenizer differs from that of a model, or ''. `sha256` is the fingerprint of the model's tokenizer,
-    None if its files have none.
-    """
+    """Returns how a tokenizer differs from that of a model, whose fingerprint is sha256 or None if unknown, or ''."""
     V = len(tok.tokens)
-    if V > model.config.vocab_size or not has_padding_from(model, V):
-        return f'{V} tokens, expected {model.config.vocab_size}'
+    rows = model.config.vocab_size
+    if model.config.num_hashes:
+        is_padding = not model.signatures[V:].any()
+    else:
+        # fewer than 128 rows that fill up a multiple of 128 (the authors' models), those of Qwen3, or zeros
+        is_rounded_up = rows % 128 == 0 and rows - V < 128
+        is_padding = is_rounded_up or (V, rows) == (151669, 151936) or not model.embed.weight[V:].any()
+    if V > rows or not is_padding:
+        return f'{V} tokens, expected {rows}'
     if sha256:
         return '' if tokenizer_fingerprint(tok) == sha256 else 'it gives other ids'
     if model.config.num_hashes and not has_signatures_of(model, tok.tokens):
@@ -182,8 +183,8 @@ def parse_eos_ids(config_json):
 def find_tokenizer(folder, config_json):
     """
     Returns the name and the fingerprint of the tokenizer of a released folder, None where unknown: those of an export
-    if the files of the tokenizer are unchanged or absent, else the name of the folder's own file, to which transformers
-    may have added tokens, and for frequency ranges the fingerprint of the export.
+    if the files of the tokenizer are unchanged or absent, else the folder's own file, which transformers may have
+    changed, and for frequency ranges the fingerprint of the export.
     """
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
     exported_sha256 = config_json.get('tokenizer_files_sha256')
@@ -203,37 +204,22 @@ def hash_tokenizer_files(folder):
     return hashlib.sha256(b''.join(path.read_bytes() for path in paths if path.exists())).hexdigest()
 
 
-def has_padding_from(model, V):
-    """
-    Returns whether the rows of a model from V on are padding. MultiHashFormer: they have no signature. Standard: they
-    are zero, or fewer than 128 that fill up a multiple of 128 (the authors' models), or those of Qwen3.
-    """
-    if model.config.num_hashes:
-        return not model.signatures[V:].any()
-    rows = model.config.vocab_size
-    is_rounded_up = rows % 128 == 0 and rows - V < 128
-    return is_rounded_up or (V, rows) == (151669, 151936) or not model.embed.weight[V:].any()
-
-
 def has_signatures_of(model, tokens):
     """
-    Returns whether the signature table of a released MultiHashFormer is that of these token strings. One hash tells it:
-    the first that is not LSH. With frequency ranges it cannot be told, because the table also depends on counts.
+    Returns whether the signature table of a released MultiHashFormer is that of these token strings. With frequency
+    ranges it cannot be told, because the table also depends on counts.
     """
     c = model.config
     if c.frequency_ranges:
         return False
     ids = [i for i, token in enumerate(tokens) if token is not None and i != c.pad_id]
-    j = min(c.num_lsh, c.num_hashes - 1)
-    if j < c.num_lsh:
-        ids = ids[-256:]  # an LSH hash of all tokens takes minutes
-        hashes = lsh_coordinates([tokens[i] for i in ids], c.num_lsh, c.num_buckets)[:, j]
-    else:
-        hashes = hash_buckets([tokens[i] for i in ids], j, c.num_buckets)
+    ids = ids[-256:] if c.num_lsh else ids  # an LSH hash of all tokens takes minutes
+    table = signature_table([tokens[i] for i in ids], c.num_hashes, c.num_buckets, c.num_lsh, unique=not c.single_id)
+    j = min(c.num_lsh, c.num_hashes - 1)  # the first hash that is not LSH
     # rounding may change an argmax of LSH, and the authors' code may rehash other tokens than ours: up to half of them
     # with H = 1 and B = V
     tolerance = 2 / 3 if j == c.num_hashes - 1 and not c.single_id else 0
-    return (model.signatures[ids, j].numpy() != hashes).mean() <= tolerance
+    return (model.signatures[ids, j].numpy() != table[:, j]).mean() <= tolerance
 
 
 # -----------------------------------------------------------------------------
@@ -261,9 +247,8 @@ def released_config(model):
 
 def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
     """
-    Writes a model and its tokenizer, a name for get_tokenizer, to a new folder in the released format. transformers
-    loads a Standard model as Qwen3 with AutoModelForCausalLM, unless it has unused ids or an embedding_scale, and its
-    tokenizer with AutoTokenizer. Raises InputError.
+    Writes a model and its tokenizer, a name for get_tokenizer, to a new folder. transformers loads the tokenizer, and a
+    Standard model without unused ids and embedding_scale as Qwen3. Raises InputError.
 
     Args:
         add_bos: whether the model was trained with bos before each document
@@ -290,8 +275,8 @@ def save_pretrained(model, folder, tokenizer, add_bos=False, eos_ids=()):
         config['tokenizer'] = write_tokenizer(tok, complete, add_bos)
         config['tokenizer_files_sha256'] = hash_tokenizer_files(complete)
         config['tokenizer_sha256'] = tokenizer_fingerprint(tok)
-        write_pretty_json(complete / 'generation_config.json', generation_config)
-        write_pretty_json(complete / 'config.json', config)
+        write_json(complete / 'generation_config.json', generation_config)
+        write_json(complete / 'config.json', config)
         os.rename(complete, folder)  # an OSError if the folder contains files
 
 

@@ -35,10 +35,7 @@ def pick_device(device=None):
     """
     if device is None:
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device == 'cuda':
-        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
-    torch.empty(0, device=device)  # torch's error if there is no such device
-    return device
+    return f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device
 
 
 def pick_dtype(dtype, device):

@@ -1,7 +1,7 @@
 """
 Sources: the files of a data set, and the documents in them.
 
-    for text in read_documents('books/*.jsonl.xz'): ...
+    for text in read_files(input_files('books/*.jsonl.xz')): ...
 
 A document is a .txt file, a line of a JSON lines file (.jsonl, .ndjson or .json; its field `text`) or a row of a
 .parquet file (its column `text`). Text is UTF-8; a byte order mark is dropped, and \\r\\n in a .txt file becomes \\n. A
@@ -24,9 +24,7 @@ from pathlib import Path
 from configurator import did_you_mean
 from mhf.errors import InputError
 
-# name of a data set: 'OWNER/REPOSITORY/FOLDER' on the Hugging Face hub, or 'OWNER/REPOSITORY'. The data set consists of
-# all .parquet files in that folder and its subfolders; their column `text` contains the documents. 'fineweb-2:arb_Arab'
-# replaces LANGUAGE by arb_Arab.
+# name of a data set: 'OWNER/REPOSITORY/FOLDER' on the hub, or 'OWNER/REPOSITORY', with all .parquet files below it
 HUB = {
     'fineweb-edu': 'HuggingFaceFW/fineweb-edu/sample/10BT',
     'fineweb-edu:sample-10BT': 'HuggingFaceFW/fineweb-edu/sample/10BT',
@@ -39,8 +37,7 @@ HUB = {
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 SUFFIXES = r'\.(parquet|py|(txt|jsonl|ndjson|json)(\.(gz|xz|zst))?)$'
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
-# expand.py holds out this share of a corpus, up to this limit in bytes. prepare.py holds out at least these documents
-# if val_fraction=HELD_OUT and val_bytes / sources >= HELD_OUT_BYTES, as in config/expand_*.py
+# expand.py holds out this share of a corpus, up to this limit in bytes; prepare.py at least this by config/expand_*.py
 HELD_OUT = 0.05
 HELD_OUT_BYTES = 400_000
 
@@ -111,11 +108,6 @@ def hub_files(folder):
 
 # -----------------------------------------------------------------------------
 # documents
-
-
-def read_documents(dataset):
-    """Yields the documents of a data set, as read_files does. Raises InputError."""
-    return read_files(input_files(dataset))
 
 
 def read_files(paths, separate_ends=0.0):

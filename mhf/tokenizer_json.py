@@ -1,11 +1,11 @@
 """Converts tokenizers to the files that transformers reads: tokenizer.json and tokenizer_config.json."""
 
-import json
 import re
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from mhf.data import write_json
 from mhf.errors import InputError
 from mhf.tokenizers import BYTES, JsonTokenizer, SentencePieceTokenizer
 
@@ -23,10 +23,6 @@ PROBES = (
 def string_of(token):
     """Returns the string in a tokenizer.json of a token, str, bytes or None."""
     return token.decode('latin-1').translate(BYTE_LETTERS) if isinstance(token, bytes) else token
-
-
-def write_pretty_json(path, content):
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
 def write_tokenizer(tok, folder, add_bos):
@@ -60,7 +56,7 @@ def write_tokenizer(tok, folder, add_bos):
         special = dict(id='bos', ids=[tok.bos], tokens=[bos])
         converted.post_processor = processors.TemplateProcessing('bos $A', special_tokens=[special])
     (folder / 'tokenizer.json').write_text(converted.to_str(pretty=True), encoding='utf-8')
-    write_pretty_json(folder / 'tokenizer_config.json', settings)
+    write_json(folder / 'tokenizer_config.json', settings)
     exported = JsonTokenizer(tok.name, folder / 'tokenizer.json')
     for text, ids, exported_ids in zip(texts, tok.encode(texts), exported.encode(texts), strict=True):
         if ids != exported_ids:

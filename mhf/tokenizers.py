@@ -41,10 +41,7 @@ class SentencePieceTokenizer:
         if min(self.bos, self.eos) < 0:
             raise ValueError(f'it has no {"bos" if self.bos < 0 else "eos"}; train it with one')
         self.pad = self.sp.pad_id() if self.sp.pad_id() >= 0 else self.eos
-
-    @property
-    def definition(self):
-        return self.sp.serialized_model_proto()
+        self.definition = self.sp.serialized_model_proto()
 
     def encode(self, texts):
         return self.sp.encode(list(texts))
@@ -76,12 +73,9 @@ class TiktokenTokenizer:
             self.tokens[i] = token
         self.special_ids = set(special.values())
         self.bos, self.eos, self.pad = roles or [encoding.eot_token] * 3
-
-    @property
-    def definition(self):
         lengths = [-1 if token is None else len(token) for token in self.tokens]
-        shape = json.dumps([self.encoding._pat_str, sorted(self.special_ids), lengths])
-        return shape.encode() + b''.join(filter(None, self.tokens))
+        shape = json.dumps([encoding._pat_str, sorted(self.special_ids), lengths])
+        self.definition = shape.encode() + b''.join(filter(None, self.tokens))
 
     def encode(self, texts):
         return self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count())
@@ -90,7 +84,6 @@ class TiktokenTokenizer:
         return self.encoding.decode([int(i) for i in ids if int(i) not in self.special_ids])
 
 
-SUFFIXES = r'\.(json|model(\.v\d+)?)$'
 # the files of a Hugging Face tokenizer; the last two name its bos, eos and pad tokens
 JSON_FILES = ('tokenizer.json', 'special_tokens_map.json', 'tokenizer_config.json')
 
@@ -106,7 +99,6 @@ class JsonTokenizer:
         import tokenizers
 
         self.name = name
-        self.file = Path(file)
         self.json = tokenizers.Tokenizer.from_file(str(file))
         self.json.encode_special_tokens = True
         # the file may enable truncation, padding and BPE dropout, which is random
@@ -117,7 +109,7 @@ class JsonTokenizer:
         ids = self.json.get_vocab()
         self.tokens = [self.json.id_to_token(i) for i in range(max(ids.values(), default=-1) + 1)]
         names = {}
-        for path in map(self.file.with_name, JSON_FILES[1:]):
+        for path in map(Path(file).with_name, JSON_FILES[1:]):
             if path.exists():
                 config = json.loads(path.read_text(encoding='utf-8-sig'))
                 names |= {key: value for key, value in config.items() if value is not None}
@@ -129,8 +121,9 @@ class JsonTokenizer:
                 raise ValueError(f'{problem}; name its {role}_token in tokenizer_config.json next to it')
             setattr(self, role, ids[token])
         spec = json.loads(self.json.to_str())
-        is_byte_level = '"ByteLevel"' in json.dumps(spec['decoder'])
-        self.spellings = list(map(byte_level_spelling, self.tokens)) if is_byte_level else self.tokens
+        self.spellings = self.tokens
+        if '"ByteLevel"' in json.dumps(spec['decoder']):  # an added token may contain other letters, and stays a str
+            self.spellings = [bytes(map(BYTES.get, t)) if t and BYTES.keys() >= set(t) else t for t in self.tokens]
         self.unk = spec['model'].get('unk_id', ids.get(spec['model'].get('unk_token')))  # Unigram has an id
         # encode() adds no special tokens, so the post-processor does not matter
         parts = [spec[part] for part in ('normalizer', 'pre_tokenizer', 'model', 'added_tokens')]
@@ -149,11 +142,6 @@ class JsonTokenizer:
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTES = {chr(0x100 + k): byte for k, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))}
 BYTES |= {chr(byte): byte for byte in PRINTABLE}
-
-
-def byte_level_spelling(token):
-    """The bytes of a key of a byte-level file; an added token may contain other letters, and is a str."""
-    return bytes(map(BYTES.get, token)) if token and BYTES.keys() >= set(token) else token
 
 
 def download_from_hub(name, files):
@@ -184,7 +172,7 @@ def get_tokenizer(name):
     if name not in known and file.is_dir():
         files = [file / JSON_FILES[0], *file.glob('tokenizer.model*')]
         file = next((path for path in files if path.exists()), files[0])
-    elif name not in known and not re.search(SUFFIXES, name):
+    elif name not in known and not re.search(r'\.(json|model(\.v\d+)?)$', name):
         if '/' not in name:
             choices = f'{", ".join(known)}, *.model, tokenizer.json or its folder, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import types
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +59,6 @@ def test_text_formats(tmp_path, mistral):
         assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes, 0), name
         # a model trained without bos, which does not score the first token
         assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first'), 0), name
-    # bins of another tokenizer
-    other = types.SimpleNamespace(name='other', bos=1, eos=2, pad=2, definition=b'', tokens=mistral.tokens)
-    with pytest.raises(InputError, match='another tokenizer'):
-        evaluation.read_ids(tmp_path / 'd', types.SimpleNamespace(tok=other, bos=1))
     (tmp_path / 'one.txt').write_text('word')
     assert len(evaluation.read_ids(tmp_path / 'one.txt', lm)[0]) == 2
     with pytest.raises(InputError, match='too little text'):

@@ -173,7 +173,7 @@ def test_other_fields_do_not_matter(tmp_path):
     """Only the field `text` of a .jsonl is read, and it stays text."""
     rows = [dict(text=' 2020-01-01 '), dict(text='b', id=1), dict(id='x', text='c\ud800'), dict(text=None, id={})]
     (tmp_path / 'a.jsonl').write_text('\ufeff' + '\r\n\n'.join(map(json.dumps, rows)), encoding='utf-8', newline='')
-    assert list(sources.read_documents('a.jsonl')) == ['2020-01-01', 'b', 'c?']
+    assert list(sources.read_files(sources.input_files('a.jsonl'))) == ['2020-01-01', 'b', 'c?']
 
 
 def test_a_file_is_read_once(tmp_path):
@@ -183,7 +183,7 @@ def test_a_file_is_read_once(tmp_path):
     (tmp_path / 'self').symlink_to('.')
     (tmp_path / 'e.txt').symlink_to('a.txt')
     for dataset in ('**/*.txt', 'a.txt,*.txt,self/b.txt', f'{tmp_path}/*.txt,b.txt'):
-        assert list(sources.read_documents(dataset)) == ['a', 'b']
+        assert list(sources.read_files(sources.input_files(dataset))) == ['a', 'b']
     with pytest.raises(InputError, match='two sources contain .*; name each file once'):
         prepared('d', dataset='*.txt@1e6,self/a.txt@1e6')
 
@@ -259,7 +259,7 @@ def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
     assert all(wanted <= n < wanted + longest for n, wanted in numbers) and len(train) == sum(n for n, _ in numbers)
     # the first document that is held out comes after the limit
     train, val = prepared('late', dataset='2.jsonl@9', val_fraction=0.3)
-    in_order = list(sources.read_documents('2.jsonl'))
+    in_order = list(sources.read_files(sources.input_files('2.jsonl')))
     assert [decoded(ids, mistral) for ids in (train, val)] == [in_order[:1], in_order[2:3]]
 
 
