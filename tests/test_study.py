@@ -228,7 +228,6 @@ def test_card660(mistral):
     assert torch.allclose(card660.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 
-SHAPE = dict(vocab_size=512, hidden_size=16, num_layers=1)
 # (settings, the rank)
 CASES = {
     # d + 1: logits and the normalizer
@@ -246,7 +245,7 @@ CASES = {
 def test_rank(case):
     """The rank equals the reachable bound: z per mixer, 1 for the biases and 1 for the normalizer."""
     settings, expected = CASES[case]
-    m = random_model(**SHAPE | settings)
+    m = random_model(vocab_size=512, hidden_size=16, num_layers=1, **settings)
     # 384 contexts
     ids = torch.randint(m.config.vocab_size, (16, m.config.block_size), generator=torch.Generator().manual_seed(0))
     row, singular = rank.measure('', '', m, ids)
