@@ -226,8 +226,9 @@ def prepare_source(folder, meta, source, tok, table, bar):
 
 def main(config):
     """Prepares the data set that the config names. Raises InputError."""
-    if config['val_fraction'] <= 0 or config['val_bytes'] < len(sources.parse_mixture(config['dataset'])):
-        raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: must be larger')
+    if not 0 < config['val_fraction'] < 1 or config['val_bytes'] < len(sources.parse_mixture(config['dataset'])):
+        limits = 'must be between 0 and 1, and at least 1 for each source'
+        raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: {limits}')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
     if change := find_change(tok, [PROBE]):
