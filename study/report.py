@@ -69,7 +69,7 @@ TABLES = dict(
 )
 # README's table: {(list, group): models}
 FRONT = {
-    ('english', '1.02 M tokens'): ['Standard', 'Standard with W_s', INFORMED],
+    ('english', '3.07 M tokens'): ['Standard', 'Standard with W_s', INFORMED],
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens'): [
         *('Standard', f'{BIAS}, {ALL}', 'Standard, d=84', 'MHF H4', INFORMED)
     ],
@@ -212,16 +212,17 @@ def expansion_table(label):
 
 
 def front_table():
-    """README's table."""
+    """README's table: models that read the same number of tokens."""
     lines = []
     for (name, group), labels in FRONT.items():
         found = models(Study(HERE / f'{name}.py'), group)
         for label in labels:
             if seeds := found.get(label):
-                cells = [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                lines.append([*split_group(group), NAMES.get(label, label), millions(seeds), str(len(seeds)), *cells])
+                cells = [NAMES.get(label, label), millions(seeds), str(len(seeds))]
+                cells += [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
+                lines.append([split_group(group)[0], *cells])
     columns = ['bits per byte, english', 'bits per byte, fineweb']
-    return markdown(['vocabulary', 'trained on', 'model', 'parameters', 'seeds', *columns], lines)
+    return markdown(['vocabulary', 'model', 'parameters', 'seeds', *columns], lines)
 
 
 def tenths_table(corpus, labels):
