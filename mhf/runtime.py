@@ -35,7 +35,10 @@ def pick_device(device=None):
     """
     if device is None:
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    return f'cuda:{os.environ.get("LOCAL_RANK", 0)}' if device == 'cuda' else device
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    torch.empty(0, device=device)  # torch.cuda.set_device would not say that torch was built without CUDA
+    return device
 
 
 def pick_dtype(dtype, device):

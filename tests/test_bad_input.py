@@ -55,6 +55,8 @@ BAD = [
     # train.py
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('counts for a model', TRAIN + '--counts_from=bins --init_from=out', says='need a new model'),
+    Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3: the first must be'),
+    Bad('no heads for keys', TRAIN + '--num_kv_heads=0', says='num_kv_heads=0: the first must be'),
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),
     Bad('a batch in unequal parts', TRAIN + '--batch_size=9', says='batch_size=9: must be a multiple'),
     Bad('warm-up over the schedule', TRAIN + '--warmup_steps=24', says='warmup_steps=24'),
