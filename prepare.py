@@ -13,6 +13,7 @@ the input, mhf/data.py the output.
 """
 
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -203,8 +204,12 @@ def prepare_source(folder, meta, source, tok, table, bar):
     for number, unit in enumerate(source['units'], source['first_unit']):
         path = folder / f'{number:06}.json'
         if not path.exists():
-            all_paths = (path for unit in source['units'] for path, *_ in unit)
-            counts = counts or sources.start_counts(all_paths, meta['val_fraction'])
+            if counts is None:
+                all_paths = [path for unit in source['units'] for path, *_ in unit]
+                counts = sources.start_counts(all_paths, meta['val_fraction'])
+                first_texts = [text[:2000].rstrip() for text in itertools.islice(sources.read_files(all_paths), 8)]
+                if change := find_change(tok, [PROBE, *first_texts]):
+                    bar.write(f"warning: tokenizer '{tok.name}' changes texts: {change}", sys.stderr)
             texts = sources.read_files([path for path, *_ in unit], counts['separate_ends'])
             dtype = data.token_dtype(meta)
             writers = {split: ShardWriter(folder / f'{split}_{number:06}.bin', dtype) for split in SPLITS}
@@ -231,8 +236,6 @@ def main(config):
         raise InputError(f'val_fraction={config["val_fraction"]}, val_bytes={config["val_bytes"]}: {limits}')
     folder = data.data_folder(config)
     tok = get_tokenizer(config['tokenizer'])
-    if change := find_change(tok, [PROBE]):
-        print(f"warning: tokenizer '{tok.name}' changes texts: {change}", file=sys.stderr)
     table = data.build_table(config, tok.tokens, tok.pad) if data.holds_signatures(config) else None
     meta = describe(config, tok, table, data.read_json(folder / 'meta.json'))
     bar = tqdm(desc='prepare', unit=' tokens', unit_scale=True, leave=False, disable=None)

@@ -24,7 +24,7 @@ from conftest import library_texts, ok, real_documents, snapshot, started, write
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 import eval as evaluation
 import prepare
@@ -158,6 +158,13 @@ def test_text_that_the_tokenizer_changes(tmp_path, capsys):
     assert "'tok' changes texts: 'If x:" in line
     tok = get_tokenizer('tok')
     assert evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))[2] == lost
+    # characters of the fixed text are tokens, but not all of this data set
+    tok = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(['<e>', *sorted(set(prepare.PROBE))])}, []))
+    tok.decoder = decoders.Fuse()
+    tok.save('tok/tokenizer.json')
+    prepared('e', tokenizer='tok')
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "changes texts: 'if" in line
 
 
 def test_long_documents_are_split(monkeypatch):
