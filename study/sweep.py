@@ -189,9 +189,8 @@ class Study:
         record.write_text(settings)
         self.train(folder, key, entry)
         row = dict(zip(('group', 'name', 'learning_rate', 'seed'), key, strict=True))
-        row |= dict(settings=settings, threads=os.environ['OMP_NUM_THREADS'], commit=commit()) | training_columns(
-            folder
-        )
+        row |= dict(settings=settings, threads=os.environ['OMP_NUM_THREADS'], commit=commit())
+        row |= training_columns(folder)
         # not needed to resume, expand or evaluate the run
         (folder / 'ckpt_best.pt').unlink(missing_ok=True)
         row |= self.evaluate(folder, entry, row['dtype'])
