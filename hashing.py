@@ -92,7 +92,7 @@ def rehash_collisions(table, tokens, registered, B):
     for i in registered:
         seed = H  # the seeds 0 .. H-1 are those of the coordinates
         while table[i].tobytes() in taken:
-            if seed == H + 100 * B:  # a free one of the B - 1 ids would have been found, except with probability e^-100
+            if seed == H + 30 * B:  # a free one of the B - 1 ids would have been found, except with probability e^-30
                 full = f'token {tokens[i]!r} (id {i}): its hash prefix {table[i, :-1].tolist()} is full'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
             table[i, -1] = hash128(tokens[i], seed) % (B - 1) + 1
