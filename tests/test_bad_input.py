@@ -52,6 +52,7 @@ BAD = [
     # prepare.py
     Bad('unknown tokenizer', PREPARE + '--tokenizer=mistrel', says="did you mean 'mistral'"),
     Bad('too many buckets', PREPARE + '--dataset=docs.jsonl --num_buckets=65537', says='num_buckets=65537'),
+    Bad('val_fraction in percent', PREPARE + '--dataset=docs.jsonl --val_fraction=50', says='val_fraction=50.0'),
     # train.py
     Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('counts for a model', TRAIN + '--counts_from=bins --init_from=out', says='need a new model'),
