@@ -212,16 +212,19 @@ def expansion_table(label):
 
 
 def front_table():
-    """README's table: models that read the same number of tokens."""
+    """README's table: models that read the same number of tokens, and by how much informed signatures are better."""
     lines = []
     for (name, group), labels in FRONT.items():
         found = models(Study(HERE / f'{name}.py'), group)
         for label in labels:
             if seeds := found.get(label):
-                cells = [NAMES.get(label, label), millions(seeds), str(len(seeds))]
-                cells += [number(bits(seeds, corpus)) for corpus in ('english', 'fineweb')]
-                lines.append([split_group(group)[0], *cells])
-    columns = ['bits per byte, english', 'bits per byte, fineweb']
+                cells = [split_group(group)[0], NAMES.get(label, label), millions(seeds), str(len(seeds))]
+                for corpus in ('english', 'fineweb'):
+                    gain, _ = difference(bits(seeds, corpus), bits(found[INFORMED], corpus))
+                    gain = gain.split(' [')[0].lstrip('+') if label != INFORMED else MISSING
+                    cells += [f'{statistics.mean(bits(seeds, corpus)):.4f}', gain]
+                lines.append(cells)
+    columns = [head for corpus in ('english', 'fineweb') for head in (f'bits per byte, {corpus}', f'gain, {corpus}')]
     return markdown(['vocabulary', 'model', 'parameters', 'seeds', *columns], lines)
 
 
