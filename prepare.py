@@ -108,8 +108,8 @@ def describe(config, tok, table, existing):
     return meta | dict(sources=describe_sources(config, existing))
 
 
-def start(folder, meta, tok):
-    """Creates meta.json. If units are finished, the existing one must be the same. Raises InputError."""
+def write_meta(folder, meta, tok):
+    """Writes meta.json, unless units are finished: then the existing one must be the same. Raises InputError."""
     existing = data.read_json(folder / 'meta.json')
     if existing and any(folder.glob('[0-9]*.json')):
         data.check_tokenizer(folder, existing, tok)
@@ -241,7 +241,7 @@ def main(config):
     bar = tqdm(desc='prepare', unit=' tokens', unit_scale=True, leave=False, disable=None)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / '.prepare.lock', timeout=0), bar:
-        start(folder, meta, tok)
+        write_meta(folder, meta, tok)
         units = [unit for source in meta['sources'] for unit in prepare_source(folder, meta, source, tok, table, bar)]
         shards = {split: [unit[split] for unit in units] for split in SPLITS}
         data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)

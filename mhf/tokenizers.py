@@ -222,6 +222,6 @@ def find_change(tok, texts):
     for text, ids in zip(texts, tok.encode(texts), strict=True):
         decoded = tok.decode([i for i in ids if i != tok.unk])
         if decoded != text:
-            start = len(os.path.commonprefix([text, decoded]))
-            return f'{text[start : start + 20]!r} becomes {decoded[start : start + 20]!r}'
+            k = len(os.path.commonprefix([text, decoded]))
+            return f'{text[k : k + 20]!r} becomes {decoded[k : k + 20]!r}'
     return ''
