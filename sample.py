@@ -65,8 +65,8 @@ engine = Engine(model, temperature, top_k, top_p)
 def stream_ids():
     """Yields the ids of a sample. Reading an id waits for the GPU, so the GPU computes eight at a time."""
     stream = engine.stream(ids, max_new_tokens, generator)
-    while block := list(islice(stream, 1 if device == 'cpu' else 8)):
-        yield from torch.cat(block).tolist()
+    while chunk := list(islice(stream, 1 if device == 'cpu' else 8)):
+        yield from torch.cat(chunk).tolist()
 
 
 def print_text(ids, printed):

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from configurator import configure
 from mhf import checkpoint, runtime
-from mhf.data import SPLITS, Bins, block_indices, data_folder, get_table, prefetch
+from mhf.data import SPLITS, Bins, data_folder, get_table, prefetch, sequence_indices
 from mhf.errors import InputError, ignore_closed_output
 from mhf.tokenizers import get_tokenizer
 from model import MHF
@@ -147,8 +147,8 @@ def training_batches(bins, first_step):
     if on_gpu:  # this runs in a thread
         torch.cuda.set_device(device)
     for step in range(first_step, max_steps):
-        blocks = block_indices(step, batch_size, (len(bins) - 1) // block_size, seed)
-        for indices in blocks.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
+        step_indices = sequence_indices(step, batch_size, (len(bins) - 1) // block_size, seed)
+        for indices in step_indices.reshape(accumulation, world_size, micro_batch_size)[:, rank]:
             yield get_batch(bins, indices * block_size)
 
 
@@ -188,8 +188,8 @@ folder = data_folder(config | architecture)
 tok = get_tokenizer(tokenizer)
 train_bins, val_bins = (Bins(folder, split, tok) for split in SPLITS)
 meta = train_bins.meta
-num_blocks = (len(train_bins) - 1) // block_size
-if num_blocks < 1:
+num_sequences = (len(train_bins) - 1) // block_size
+if num_sequences < 1:
     raise InputError(f'block_size={block_size}: must be below the {len(train_bins):,} training tokens in {folder}')
 model_config = checkpoint.run_config(config, meta, raw_model)
 identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
@@ -253,7 +253,7 @@ if master:
     print(checkpoint.describe_start(config, identity, resumed))
     print(f'{hash_params:,} parameters in E and hash modules + {layer_params:,} in layers and final norm')
     print(f'{world_size} x {device}, {dtype}, compile={compile}; {accumulation} x {micro_batch_size} sequences each')
-    epochs = max_steps * batch_size / num_blocks
+    epochs = max_steps * batch_size / num_sequences
     print(f'{max_steps:,} steps x {tokens_per_step:,} tokens, {epochs:.2f} epochs of {folder}')
 resumed = None  # its tensors are mapped to a file that the run will replace
 

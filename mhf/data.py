@@ -236,24 +236,25 @@ def count_tokens(bins):
 
 
 # -----------------------------------------------------------------------------
-# the order of blocks, prefetching
+# the order of sequences, prefetching
 
 
-def block_indices(step, batch_size, num_blocks, seed):
+def sequence_indices(step, batch_size, num_sequences, seed):
     """
-    Returns the indices of the blocks of a step (from 0), (batch_size,) int64. Block b contains the T + 1 tokens from
-    token b * T on: T inputs and their targets. Blocks cross documents and shards; bos is the only separator.
+    Returns the indices of the sequences of a step (from 0), (batch_size,) int64. Sequence b of the data contains the
+    T + 1 tokens from token b * T on: T inputs and their targets. Sequences cross documents and shards; bos is the only
+    separator.
 
-    Sequence k of a run is element k % num_blocks of the shuffled list of blocks of epoch k // num_blocks. The order
-    depends only on (seed, epoch). Step i trains on the batch_size sequences from i * batch_size on. So its batch
-    depends only on (seed, i), and a run can resume on a different number of GPUs.
+    Each epoch trains on all num_sequences sequences, in an order that depends only on (seed, epoch). Each step trains
+    on the next batch_size sequences, and a batch may cross epochs. A batch therefore depends only on (seed, step), and
+    a run can resume on a different number of GPUs.
     """
-    i = np.arange(step * batch_size, (step + 1) * batch_size)
-    blocks = np.empty_like(i)
-    for epoch in np.unique(i // num_blocks):
-        in_epoch = i // num_blocks == epoch
-        blocks[in_epoch] = feistel_permute(i[in_epoch] % num_blocks, num_blocks, seed, int(epoch))
-    return blocks
+    k = np.arange(step * batch_size, (step + 1) * batch_size)  # counts sequences from the start of the run
+    indices = np.empty_like(k)
+    for epoch in np.unique(k // num_sequences):
+        in_epoch = k // num_sequences == epoch
+        indices[in_epoch] = feistel_permute(k[in_epoch] % num_sequences, num_sequences, seed, int(epoch))
+    return indices
 
 
 def feistel_permute(index, n, seed, epoch=0):

@@ -67,7 +67,7 @@ def measure(name, weights, model, ids):
     model.double()
     columns = random_tokens(model, COLUMNS)
     # one sequence at a time, because log_probs returns the whole vocabulary
-    matrix = torch.cat([model.log_probs(block[None])[0, :, columns] for block in ids]).numpy()
+    matrix = torch.cat([model.log_probs(sequence[None])[0, :, columns] for sequence in ids]).numpy()
     singular = np.linalg.svd(matrix, compute_uv=False)
     # numpy's threshold, that of rounding errors
     rank = int((singular > max(matrix.shape) * np.finfo(np.float64).eps * singular[0]).sum())

@@ -5,8 +5,8 @@ Nats per token by token frequency, and at the best temperature, of the finished 
 
 A corpus is divided into ten equal parts by the counts of its tokens in the run's training data, frequent tokens first.
 Models with the product loss are also measured at another temperature of P(w), the best one on the list's first corpus:
--log P(w) alone punishes probabilities that they do not train. Contexts are blocks without overlap, so losses are higher
-than those of eval.py. Needs the checkpoints that sweep.py leaves in out/.
+-log P(w) alone punishes probabilities that they do not train. Contexts do not overlap, so losses are higher than
+those of eval.py. Needs the checkpoints that sweep.py leaves in out/.
 """
 
 import argparse
@@ -34,9 +34,9 @@ def token_nats(model, ids, temperatures=(1.0,)):
     device = model.embed.weight.device
     nats = []
     for start in range(0, len(ids) - 1, T):
-        block = torch.tensor(ids[start : start + T + 1], device=device)
-        logp = model.log_probs(block[None, :-1])[0]  # (T, V)
-        targets = [(logp / t).log_softmax(-1).gather(1, block[1:, None])[:, 0] for t in temperatures]
+        sequence = torch.tensor(ids[start : start + T + 1], device=device)
+        logp = model.log_probs(sequence[None, :-1])[0]  # (T, V)
+        targets = [(logp / t).log_softmax(-1).gather(1, sequence[1:, None])[:, 0] for t in temperatures]
         nats.append(-torch.stack(targets).double().cpu())
     return torch.cat(nats, dim=1).numpy()
 

@@ -4,7 +4,7 @@ Three tokenizers: the same text, 464 documents or 4,228,682 bytes, read once.
 MHF H4 B7,966 has 11.5 M parameters with each tokenizer; Standard has one more row for each token. The tokenizer
 `expanded` is mistral with 15,354 tokens of Arabic, Chinese and Hindi, which English does not use. Make it first: python
 expand.py study/expanded_tokenizer.py. The settings are those of study/english.py. The text has 1,029,579 tokens with
-mistral, 1,029,576 with expanded and 942,412 with tekken, of which the order of blocks omits up to 0.12 %.
+mistral, 1,029,576 with expanded and 942,412 with tekken, of which the order of sequences omits up to 0.12 %.
 """
 
 _ENGLISH = dict(val_fraction=0.07, val_bytes=300000)

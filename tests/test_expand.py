@@ -95,8 +95,8 @@ def test_held_out_text_is_not_trained_on(expansion, old):
         assert settings['corpora'].split(',') == [name for name, _ in sources[:-1]] and len(sources) == 4
         if 'tiny' not in settings['out_dir']:
             # one epoch
-            blocks = (sum(tokens for _, tokens in sources) - 1) // settings['block_size']
-            assert settings['max_steps'] * settings['batch_size'] <= blocks
+            num_sequences = (sum(tokens for _, tokens in sources) - 1) // settings['block_size']
+            assert settings['max_steps'] * settings['batch_size'] <= num_sequences
     assert len(files) == 7
     ok('prepare.py', 'cfg.py', '--val_fraction=0.05', '--dataset=ar.jsonl@1e5,zh.jsonl@1e5,docs.jsonl@1e5',
        '--data_format=ids', '--data_dir=held', cwd=expansion)  # fmt: skip

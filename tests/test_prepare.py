@@ -375,12 +375,12 @@ def test_damaged_shards(tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**31), st.integers(0, 9))
 def test_the_permutation_is_a_bijection(n, seed, epoch):
-    """An epoch reads every block once."""
+    """An epoch reads every sequence once."""
     assert sorted(data.feistel_permute(np.arange(n), n, seed, epoch)) == list(range(n))
 
 
 def test_the_permutation_is_fixed_and_shuffles():
-    """The order of blocks does not change between commits, and is uncorrelated with the index."""
+    """The order of sequences does not change between commits, and is uncorrelated with the index."""
     expected = [43193186363, 53595994680, 26334769426, 57026049564, 57824253611]
     assert data.feistel_permute(np.arange(5), 10**11, 42, 1).tolist() == expected
     order = data.feistel_permute(np.arange(10000), 10000, 42)

@@ -29,7 +29,7 @@ from conftest import (
 )
 
 from mhf.checkpoint import load, read_checkpoint
-from mhf.data import Bins, block_indices
+from mhf.data import Bins, sequence_indices
 
 # a patch that executes {do} at the {n}-th call of some functions
 AT_CALL = """
@@ -85,7 +85,7 @@ def test_reported_numbers(quick):
     done = ok('train.py', 'cfg.py', '--out_dir=b', *until(1), cwd=quick)
     model, _ = read_checkpoint(quick / 'b/ckpt.pt')  # of the initialization: the first learning rate is 0
     train = Bins(quick / 'bins', 'train')
-    starts = 16 * block_indices(0, 8, (len(train) - 1) // 16, seed=42)
+    starts = 16 * sequence_indices(0, 8, (len(train) - 1) // 16, seed=42)
     ids = torch.tensor(np.stack([train[start : start + 17] for start in starts]).astype(np.int64))
     h = model.hidden_states(ids[:, :-1]).flatten(0, 1)
     logits = model.token_logits(model.hash_decoder(h, model.head_matrices()))
@@ -182,10 +182,10 @@ def test_a_diverged_run_resumes_as_advised(quick):
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'compiled'])
 def test_resume_is_exact(quick, compiled):
     """A run stopped twice, within a step and an epoch, ends with weights, optimizer and log of an uninterrupted one."""
-    blocks = (Bins(quick / 'bins', 'train').tokens - 1) // 16
+    num_sequences = (len(Bins(quick / 'bins', 'train')) - 1) // 16
     # the steps whose batches contain the end of the first and of the second of three epochs
-    assert 3 < 24 * 8 / blocks and blocks % 8
-    borders = [blocks // 8, 2 * blocks // 8]
+    assert 3 < 24 * 8 / num_sequences and num_sequences % 8
+    borders = [num_sequences // 8, 2 * num_sequences // 8]
     uninterrupted = 'out'
     args = ['cfg.py', '--out_dir=b']
     if compiled:
