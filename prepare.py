@@ -138,10 +138,10 @@ class ShardWriter:
         self.file = open(self.temporary, 'wb')
         self.file.seek(data.HEADER)  # close() writes the header, which contains the number of tokens
 
-    def add(self, text, tokens):
-        """Adds a document, whose tokens are ids (n,) or signatures (n, H)."""
-        self.file.write(np.ascontiguousarray(tokens, self.dtype.base))
-        self.counts.update(tokens=len(tokens), documents=1, bytes=len(text.encode()))
+    def add(self, text, values):
+        """Adds a document, whose tokens are stored as `values`: ids (n,) or signatures (n, H)."""
+        self.file.write(np.ascontiguousarray(values, self.dtype.base))
+        self.counts.update(tokens=len(values), documents=1, bytes=len(text.encode()))
 
     def close(self):
         """Completes and renames the file; returns its entry in the unit's json."""
@@ -247,7 +247,7 @@ def main(config):
         data.write_json(folder / 'meta.json', data.read_json(folder / 'meta.json') | shards)
     for split in SPLITS:
         bins = data.Bins(folder, split, tok)
-        totals = f'{bins.tokens:,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
+        totals = f'{len(bins):,} tokens, {bins.documents:,} documents, {bins.bytes:,} bytes of text'
         print(f'{split}: {totals} -> {folder}/{split}_*.bin')
 
 

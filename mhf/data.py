@@ -111,8 +111,8 @@ def token_dtype(meta):
 class Bins:
     """
     The shards of a split as one array of token ids, whatever the format of the folder: bins[a:b] is (b - a,) uint16 or
-    uint32. `tokens`, `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of the shards' SHA-256,
-    `meta` is meta.json. Keeps no shard open: a data set may have more shards than a process may have open files. Raises
+    uint32. `documents` and `bytes` (of text) are totals, `fingerprint` is a SHA-256 of the shards' SHA-256, `meta` is
+    meta.json. Keeps no shard open: a data set may have more shards than a process may have open files. Raises
     InputError if the folder is absent, incomplete or damaged, or of another tokenizer than `tok` (default: the one that
     meta.json names).
     """
@@ -124,18 +124,17 @@ class Bins:
         self.tok = tok or get_tokenizer(self.meta['tokenizer'])
         check_tokenizer(folder, self.meta, self.tok)
         shards = self.meta[split]
-        self.tokens = sum(shard['tokens'] for shard in shards)
+        # indices of the first token of each shard, and the end
+        self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
         self.documents = sum(shard['documents'] for shard in shards)
         self.bytes = sum(shard['bytes'] for shard in shards)
-        if self.tokens < 2:
+        if len(self) < 2:
             fix = 'delete the folder, then prepare more text or change --val_fraction'
-            raise InputError(f'{folder} has {self.tokens} {split} tokens: too little text; {fix}')
+            raise InputError(f'{folder} has {len(self)} {split} tokens: too little text; {fix}')
         digests = json.dumps([shard['sha256'] for shard in shards])
         self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
         self.dtype = token_dtype(self.meta)
         self.paths = [Path(folder) / shard['file'] for shard in shards]
-        # indices of the first token of each shard, and the end
-        self.starts = list(itertools.accumulate((shard['tokens'] for shard in shards), initial=0))
         for path, shard in zip(self.paths, shards, strict=True):
             expected = HEADER + shard['tokens'] * self.dtype.itemsize
             size = path.stat().st_size
@@ -144,7 +143,7 @@ class Bins:
                 raise InputError(f'{path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
 
     def __len__(self):
-        return self.tokens
+        return self.starts[-1]
 
     def __getitem__(self, span):
         start, stop, _ = span.indices(len(self))
@@ -159,11 +158,11 @@ class Bins:
             pieces.append(np.frombuffer(raw, self.dtype, count))  # ids (count,) or signatures (count, H)
             start += count
             k += 1
-        tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if self.meta['data_format'] == 'ids':
-            return tokens
+            return values
         packed, ids = self.signatures
-        return ids[packed.searchsorted(pack(tokens))]
+        return ids[packed.searchsorted(pack(values))]
 
     @functools.cached_property
     def signatures(self):
