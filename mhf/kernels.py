@@ -16,42 +16,34 @@ logsumexp: 1.37 ms with the gradient; with 32 or 128 positions 1.66 and 1.70, 32
 buckets 1.43 and 1.51 (study/LOG.md).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-
-class Sizes(NamedTuple):
-    """Elements per program, and warps (32 threads) per program. All are powers of two."""
-
-    positions: int = 64  # per block, for all kernels
-    tokens: int = 64  # for sum_logits
-    buckets: int = 16  # for adjoint
-    transpose_warps: int = 4
-    sum_warps: int = 4
-    adjoint_warps: int = 2
+# elements per program, and warps (32 threads) per program: powers of two
+POSITIONS = 64  # per block, of all kernels
+SUM_TOKENS = 64
+ADJOINT_BUCKETS = 16
+TRANSPOSE_WARPS = 4
+SUM_WARPS = 4
+ADJOINT_WARPS = 2
 
 
-SIZES = Sizes()
-
-
-def token_logits(o, rows, sizes=SIZES):
+def token_logits(o, rows):
     """Bucket logits o, H of (n, B), contiguous, and rows (V, H) int32 -> (n, V), float32 or better."""
     n, B = o[0].shape
     V, H = rows.shape
     logits = o[0].new_empty(n, V, dtype=torch.promote_types(o[0].dtype, torch.float32))
     # Triton launches on the current GPU, so make the logits' GPU the current one
     with torch.cuda.device_of(o[0]):
-        transposed = transpose(o, sizes)  # (blocks, H*B, positions per block)
-        grid = (triton.cdiv(V, sizes.tokens), len(transposed))
-        constants = (H, sizes.positions, sizes.tokens)
-        sum_kernel[grid](transposed, rows, logits, n, V, H * B, *constants, num_warps=sizes.sum_warps)
+        transposed = transpose(o)  # (blocks, H*B, positions per block)
+        grid = (triton.cdiv(V, SUM_TOKENS), len(transposed))
+        constants = (H, POSITIONS, SUM_TOKENS)
+        sum_kernel[grid](transposed, rows, logits, n, V, H * B, *constants, num_warps=SUM_WARPS)
     return logits
 
 
-def bucket_gradients(gradient, ids, offsets, H, dtype, sizes=SIZES):
+def bucket_gradients(gradient, ids, offsets, H, dtype):
     """
     The adjoint of token_logits: gradient (n, V), contiguous -> the gradients of the bucket logits (H, n, B), of this
     dtype. ids and offsets are those of head.invert.
@@ -60,22 +52,21 @@ def bucket_gradients(gradient, ids, offsets, H, dtype, sizes=SIZES):
     B = (len(offsets) - 1) // H
     result = gradient.new_empty(H, n, B, dtype=dtype)
     with torch.cuda.device_of(gradient):
-        transposed = transpose([gradient], sizes)  # (blocks, V, positions per block)
-        grid = (triton.cdiv(B, sizes.buckets), H, len(transposed))
-        constants = (sizes.positions, sizes.buckets)
-        adjoint_kernel[grid](transposed, ids, offsets, result, n, V, B, *constants, num_warps=sizes.adjoint_warps)
+        transposed = transpose([gradient])  # (blocks, V, positions per block)
+        grid = (triton.cdiv(B, ADJOINT_BUCKETS), H, len(transposed))
+        constants = (POSITIONS, ADJOINT_BUCKETS)
+        adjoint_kernel[grid](transposed, ids, offsets, result, n, V, B, *constants, num_warps=ADJOINT_WARPS)
     return result
 
 
-def transpose(o, sizes):
+def transpose(o):
     """H tensors (n, B) -> (blocks, H*B, positions per block), 0 for positions from n on."""
     H = len(o)
     n, B = o[0].shape
-    T = sizes.positions
-    blocks = triton.cdiv(n, T)
-    transposed = o[0].new_empty(blocks, H * B, T)
-    grid = (triton.cdiv(B, T), blocks)
-    transpose_kernel[grid](tuple(o), transposed, n, B, H, T, num_warps=sizes.transpose_warps)
+    blocks = triton.cdiv(n, POSITIONS)
+    transposed = o[0].new_empty(blocks, H * B, POSITIONS)
+    grid = (triton.cdiv(B, POSITIONS), blocks)
+    transpose_kernel[grid](tuple(o), transposed, n, B, H, POSITIONS, num_warps=TRANSPOSE_WARPS)
     return transposed
 
 
@@ -109,19 +100,19 @@ def sum_kernel(transposed, rows, logits, n, V, num_rows, H: tl.constexpr, T: tl.
 @triton.jit
 def adjoint_kernel(transposed, ids, offsets, result, n, V, B, T: tl.constexpr, R: tl.constexpr):
     bucket = tl.program_id(0) * R + tl.arange(0, R)
-    coordinate = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
     block = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, T)
     position = block * T + column
-    row = coordinate * B + bucket
-    start = tl.load(offsets + row, mask=bucket < B, other=0)
+    row = i * B + bucket
+    first = tl.load(offsets + row, mask=bucket < B, other=0)
     end = tl.load(offsets + row + 1, mask=bucket < B, other=0)
     total = tl.zeros((R, T), transposed.dtype.element_ty)  # (buckets, positions)
     # the bucket with the most tokens determines the number of iterations
-    for k in range(tl.max(end - start)):
-        used = start + k < end
-        token = block * V + tl.load(ids + start + k, mask=used, other=0)
+    for k in range(tl.max(end - first)):
+        used = first + k < end
+        token = block * V + tl.load(ids + first + k, mask=used, other=0)
         total += tl.load(transposed + (token[:, None] * T + column), mask=used[:, None], other=0)
     exists = (position < n)[:, None] & (bucket < B)
-    place = (coordinate * n + position)[:, None] * B + bucket
+    place = (i * n + position)[:, None] * B + bucket
     tl.store(result + place, total.T.to(result.dtype.element_ty), mask=exists)
