@@ -39,7 +39,7 @@ tokenizer = ''  # '': the one that the checkpoint was trained with
 # tasks: paper | bits_per_byte | names of lm-eval's tasks and groups; several are separated by commas
 tasks = 'paper'
 benchmark_dir = ''  # folder of local files for the paper's tasks, instead of the hub
-text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of bins, separated by commas
+text = ''  # for bits_per_byte: files (.txt, .jsonl, .parquet), globs or folders of shards, separated by commas
 num_fewshot = None  # examples in the prompts of lm-eval's tasks; None: as each task defines
 limit = None  # documents per task of lm-eval, below 1 a fraction of them; None: all
 output_path = 'results'

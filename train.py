@@ -5,7 +5,7 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
     $ torchrun --standalone --nproc_per_node=8 train.py config/mhf_1b.py  # 8 GPUs of one machine
     $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py X  # the first of 2 machines
 
-Reads the bins that prepare.py writes with the same config. Writes to out_dir ckpt.pt, the newest checkpoint,
+Reads the shards that prepare.py writes with the same config. Writes to out_dir ckpt.pt, the newest checkpoint,
 ckpt_best.pt, the one with the lowest validation loss, and log.jsonl. If out_dir has a checkpoint, the run resumes from
 the newest; to go back to the best, delete ckpt.pt. run_identity (mhf/checkpoint.py) has what may not change.
 

@@ -1,6 +1,6 @@
 # Vocabulary expansion of the paper's 1B H4B16K: 15,354 new tokens, 32,768 -> 48,122, and no new parameter.
 # 16,000 steps x 256 sequences x 2,048 tokens = 8.389 B tokens: one epoch of 2.1 B tokens in each of 4 languages.
-# Their bins take 67 GB, with --data_format=ids 16.8 GB.
+# The shards take 67 GB, with --data_format=ids 16.8 GB.
 from config.mhf_1b import *
 
 # trained here; released: --source_model=klein9692/hf_qwen3_1b-model_16384_4_0_64_twe@checkpoint-200000

@@ -1,6 +1,6 @@
 # The paper's 100M H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
 # Ablations: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id, each with another --out_dir.
-# 20,000 steps x 256 sequences x 2,048 tokens = 10.5 B tokens; their bins take 84 GB, with --data_format=ids 21 GB.
+# 20,000 steps x 256 sequences x 2,048 tokens = 10.5 B tokens; the shards take 84 GB, with --data_format=ids 21 GB.
 out_dir = 'out/mhf_100m'
 dataset = 'fineweb-edu:sample-10BT'
 tokenizer = 'mistral'

@@ -1,6 +1,6 @@
 # The paper's 1B H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
 # Ablations: --num_hashes=3 --num_buckets=4096, --num_lsh=2, --single_id, each with another --out_dir.
-# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; their bins take 839 GB, with --data_format=ids 210 GB.
+# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; the shards take 839 GB, with --data_format=ids 210 GB.
 out_dir = 'out/mhf_1b'
 dataset = 'fineweb-edu:sample-100BT'
 tokenizer = 'mistral'

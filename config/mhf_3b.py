@@ -1,5 +1,5 @@
 # The paper's 3B H4B16K: MultiHashFormer with H = 4 hashes of B = 16,384 buckets.
-# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; their bins take 839 GB, with --data_format=ids 210 GB.
+# 200,000 steps x 256 sequences x 2,048 tokens = 104.9 B tokens; the shards take 839 GB, with --data_format=ids 210 GB.
 out_dir = 'out/mhf_3b'
 dataset = 'fineweb-edu:sample-100BT'
 tokenizer = 'mistral'

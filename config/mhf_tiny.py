@@ -1,5 +1,5 @@
 # The demo: a small MultiHashFormer on the source of the Python standard library, in minutes on 2 cores.
-# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; the bins take 8 MB.
+# 450 steps x 8 sequences x 256 tokens = 0.9 M tokens; the shards take 8 MB.
 out_dir = 'out/mhf_tiny'
 dataset = 'stdlib'
 tokenizer = 'mistral'

@@ -247,7 +247,7 @@ def mistral():
 
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory):
-    """A folder with documents, a config, bins, and a checkpoint of 24 steps, which are three epochs."""
+    """A folder with documents, a config, shards, and a checkpoint of 24 steps, which are three epochs."""
     folder = tmp_path_factory.mktemp('trained')
     write_jsonl(folder / 'docs.jsonl', [text[:1200] for text in real_documents()[:3]])
     (folder / 'cfg.py').write_text(CONFIG)

@@ -54,7 +54,7 @@ BAD = [
     Bad('too many buckets', PREPARE + '--dataset=docs.jsonl --num_buckets=65537', says='num_buckets=65537'),
     Bad('val_fraction in percent', PREPARE + '--dataset=docs.jsonl --val_fraction=50', says='val_fraction=50.0'),
     # train.py
-    Bad('bins of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
+    Bad('shards of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('counts for a model', TRAIN + '--counts_from=bins --init_from=out', says='need a new model'),
     Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3: the first must be'),
     Bad('no heads for keys', TRAIN + '--num_kv_heads=0', says='num_kv_heads=0: the first must be'),

@@ -43,7 +43,7 @@ TEXTS = ['first document, with ünïcode', ' ', 'second\n\nof two paragraphs \n'
 
 
 def test_text_formats(tmp_path, mistral):
-    """A file and the bins of the same documents give the same ids: bos in front of each, as in training."""
+    """A file and the shards of the same documents give the same ids: bos in front of each, as in training."""
     write_jsonl(tmp_path / 't.jsonl', TEXTS)
     # every second document is held out
     write_jsonl(tmp_path / 'both.jsonl', [text for held_out in filter(str.strip, TEXTS) for text in ('x', held_out)])

@@ -130,7 +130,7 @@ def test_validation_is_the_normalized_likelihood(quick):
 
 
 def test_both_data_formats_train_alike(quick):
-    """Bins of token ids and of signatures give the same bits. Standard trains on ids, too."""
+    """Shards of token ids and of signatures give the same bits. Standard trains on ids, too."""
     ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
     ids = ('cfg.py', '--data_format=ids', '--data_dir=ids')
     ok('train.py', *ids, '--out_dir=b', cwd=quick)
@@ -147,7 +147,7 @@ def test_informed_signatures(quick):
     data = ('cfg.py', '--data_format=ids', '--data_dir=ids', *until(6))
     ok('prepare.py', *data[:3], cwd=quick)
     ok('train.py', *data, '--counts_from=ids', '--out_dir=a', cwd=quick)
-    ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # bins of other signatures
+    ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # shards of other signatures
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
     done = ok('train.py', *data, '--counts_from=bins', '--out_dir=e', cwd=quick)  # the same text, as signatures
     assert '0.0% of the training tokens in ids never occurred in bins' in done.stdout
