@@ -1,5 +1,5 @@
 """
-Signatures: the hash ids of a token string (section 3 of the paper).
+Signatures: the buckets of a token string, one for each hash (section 3 of the paper).
 
     from hashing import signature_table
     from mhf.tokenizers import get_tokenizer
@@ -8,8 +8,8 @@ Signatures: the hash ids of a token string (section 3 of the paper).
     signatures = table[ids]                                                               # (n, H) uint16
 
 The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its halves,
-so the ids of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a multiple of
-8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
+so the buckets of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a
+multiple of 8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
 """
 
 import hashlib
@@ -33,15 +33,15 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
 
     Args:
         tokens: V strings in id order (str or bytes; None for an id without a token, whose row stays zero)
-        num_hashes: H, coordinates per signature
-        num_buckets: B, buckets per coordinate; no token is hashed to bucket 0
-        num_lsh: the first num_lsh coordinates use locality-sensitive hashing of character trigrams
+        num_hashes: H, hashes per signature
+        num_buckets: B, buckets per hash; no token is hashed to bucket 0
+        num_lsh: the first num_lsh hashes are locality-sensitive hashes of character trigrams
         pad_id: the padding token, whose signature is all zero
-        unique: rehash the last coordinate until the signature is free (not if num_lsh == num_hashes). False is the
-            Single-ID ablation: one hash (seed 0) on all coordinates but those of LSH, without rehashing.
+        unique: repeat the last hash, with other seeds, until the signature is free (not if num_lsh == num_hashes).
+            False is the Single-ID ablation: all hashes but those of LSH are equal (seed 0), and none is repeated.
 
     Returns (V, H) uint16. Appending tokens to the list does not change the earlier rows. Raises InputError for H, B or
-    num_lsh out of range, and if all signatures with a token's first H - 1 ids are taken.
+    num_lsh out of range, and if all signatures with a token's first H - 1 buckets are taken.
     """
     V = len(tokens)
     H = num_hashes
@@ -51,7 +51,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
     strings = [tokens[i] for i in registered]
     table = np.zeros((V, H), np.uint16)
     if num_lsh:
-        table[registered, :num_lsh] = lsh_coordinates(strings, num_lsh, B)
+        table[registered, :num_lsh] = lsh_buckets(strings, num_lsh, B)
     for j in range(num_lsh, H):
         seed = j if unique else 0
         table[registered, j] = hash_buckets(strings, seed, B)
@@ -86,13 +86,13 @@ def hash_buckets(strings, seed, B):
 
 
 def rehash_collisions(table, tokens, registered, B):
-    """Makes the rows of the `registered` ids unique, in place and in id order, by rehashing the last coordinate."""
+    """Makes the rows of the `registered` ids unique, in place and in id order, by changing the last hash's seed."""
     H = table.shape[1]
     taken = set()  # signatures, as bytes
     for i in registered:
-        seed = H  # the seeds 0 .. H-1 are those of the coordinates
+        seed = H  # the seeds 0 .. H-1 are those of the H hashes
         while table[i].tobytes() in taken:
-            if seed == H + 30 * B:  # a free one of the B - 1 ids would have been found, except with probability e^-30
+            if seed == H + 30 * B:  # a free one of the B - 1 would have been found, except with probability e^-30
                 full = f'token {tokens[i]!r} (id {i}): its hash prefix {table[i, :-1].tolist()} is full'
                 raise InputError(f'{full}; raise num_buckets={B} or num_hashes={H}')
             table[i, -1] = hash128(tokens[i], seed) % (B - 1) + 1
@@ -274,10 +274,10 @@ def free_signature(token, frequency, ranges, shared, num_hashes, taken):
 # LSH, an ablation
 
 
-def lsh_coordinates(strings, num_lsh, B):
+def lsh_buckets(strings, num_lsh, B):
     """
-    LSH coordinates (len(strings), num_lsh) int64 in 1..B-1: a random projection of the trigrams, its signs, a second
-    random projection of these, and the argmax.
+    Returns the buckets of the LSH hashes, (len(strings), num_lsh) int64 in 1..B-1. A hash is a random projection of the
+    trigrams, its signs, a second random projection of these, and the argmax.
     """
     import torch  # only this ablation needs it: torch's generator defines the projections
 
@@ -293,8 +293,8 @@ def lsh_coordinates(strings, num_lsh, B):
         projected = torch.nn.functional.embedding_bag(rows, project[:, j], offsets, mode='sum')
         bits[:, j] = torch.where(projected >= 0, 1.0, -1.0) / LSH_BITS**0.5
     parts = bits.flatten(1).split(4096)  # the products are (4096, B - 1)
-    coordinates = [torch.cat([(part @ rotate[:, j]).argmax(1) for part in parts]) for j in range(num_lsh)]
-    return torch.stack(coordinates, dim=1).numpy() + 1
+    buckets = [torch.cat([(part @ rotate[:, j]).argmax(1) for part in parts]) for j in range(num_lsh)]
+    return torch.stack(buckets, dim=1).numpy() + 1
 
 
 def fingerprint(table):

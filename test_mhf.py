@@ -72,14 +72,14 @@ def test_golden_tables(mistral, H, B):
 
 
 def test_golden_lsh_table(mistral):
-    """With LSH on two of four coordinates every row equals the golden one."""
+    """With two LSH hashes of four every row equals the golden one."""
     golden = np.load(GOLDEN_DIR / 'signature_table_H4B1024_lsh2_first2000.npy')
     table = signature_table(mistral.tokens[:2000], 4, 1024, num_lsh=2, pad_id=mistral.pad)
     np.testing.assert_array_equal(table, golden)
 
 
 def test_tables_with_collisions():
-    """With LSH on all coordinates, and with Single-ID, one hash (seed 0) on all coordinates, no token is rehashed."""
+    """With LSH hashes only, and with Single-ID, which repeats the hash of seed 0, no token is rehashed."""
     table = signature_table(['aaaa', 'aaaaa', b'aaaa', 'xyz', 'ab', ''], 2, 64, num_lsh=2)
     assert table.shape == (6, 2) and table.min() >= 1 and (table[0] == table[2]).all()
     tokens = [str(i) for i in range(100)]
@@ -787,8 +787,8 @@ def test_losses_and_log_probs_are_the_formulas(H):
     y = ids[:, 1:]
     product_loss, exact_loss = m.token_losses(x, y)
     assert torch.allclose(exact_loss, -m.log_probs(x).gather(2, y[..., None])[..., 0], atol=1e-10)
-    coordinates = [p[:, :-1, i].gather(2, m.signatures[y][..., i, None])[..., 0] for i in range(H or 1)]
-    assert torch.allclose(product_loss, -math.prod(coordinates).log(), atol=1e-10)
+    factors = [p[:, :-1, i].gather(2, m.signatures[y][..., i, None])[..., 0] for i in range(H or 1)]
+    assert torch.allclose(product_loss, -math.prod(factors).log(), atol=1e-10)
 
 
 def test_norms_and_angles_keep_float32():

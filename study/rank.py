@@ -4,13 +4,13 @@ The rank of log P, contexts x vocabulary, in float64, and its bounds.
     $ python -m study.rank out/mhf_tiny out/standard    # a row for each run's initialization and its trained weights
 
 A row of log P is linear in h (d numbers), in what each of the H - 1 mixers adds to it (z numbers), and in two
-constants: the mixers' biases and the normalizer. The logits of a coordinate lie in the span of E_i, of dimension
+constants: the mixers' biases and the normalizer. The logits of a hash lie in the span of E_i, of dimension
 min(d, B). So
 
     rank <= min(d + (H - 1) z + 2, H min(d, B) + 1, V)        Standard: d + 1        the paper: min(B, H d)
 
-`reachable` is what random E and mixers fill. It has H (B - 2) + 2 instead of H B + 1: the buckets of each coordinate
-sum to the same vector of ones, and bucket 0 belongs to the padding token alone. Biases of 0 at initialization take 1.
+`reachable` is what random E and mixers fill. It has H (B - 2) + 2 instead of H B + 1: the buckets of each hash sum
+to the same vector of ones, and bucket 0 belongs to the padding token alone. Biases of 0 at initialization take 1.
 The columns are 2,048 random tokens, and fewer of them only lower a rank.
 
 rank.csv has runs of config/mhf_tiny_paper.py with --num_layers=2 --num_heads=2 --num_kv_heads=1 --head_dim=16
