@@ -317,7 +317,7 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
                 vocabulary=raw_model.vocabulary(),
                 optimizer=checkpoint.optimizer_state(optimizer, raw_model),
                 identity=identity | asdict(raw_model.config),
-                settings=config,
+                settings={name: value for name, value in config.items() if name not in identity},
                 tokenizer=meta['tokenizer'],
                 step=done,
                 best_val_loss=best_val_loss,

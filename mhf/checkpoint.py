@@ -33,7 +33,7 @@ class Checkpoint:
     vocabulary: dict  # of the model
     optimizer: dict  # {name of a trained parameter: the optimizer's state}
     identity: dict  # what a resumed run may not change, from run_identity()
-    settings: dict  # of train.py, as they were given
+    settings: dict  # those of train.py that identity does not contain
     tokenizer: str  # its name
     step: int
     best_val_loss: float
