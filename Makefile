@@ -23,7 +23,7 @@ test: .venv/installed
 PY ?= .venv/bin/python
 gpu: $(if $(filter .venv/%,$(PY)),.venv/installed)
 	$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no GPU that torch can use')"
-	$(PY) bench.py config/mhf_100m.py --benchmarks=train,infer
+	$(PY) bench.py config/mhf_100m.py
 	$(PY) bench.py config/mhf_100m.py --benchmarks=train --variants=exact,Standard --tokenizer=tekken
 	$(PY) bench.py config/mhf_tiny.py --benchmarks=train --variants=exact --micro_batch_size=32 --num_hashes=4 --num_buckets=7966
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs -v -n 8 --dist worksteal tests/test_gpu.py $(ARGS) && echo yes || (echo no; exit 1)

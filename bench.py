@@ -5,9 +5,10 @@ Benchmarks a config on this machine: MultiHashFormer with the exact and the prod
     $ python bench.py config/mhf_100m.py --tokenizer=tekken               # a vocabulary of 131,072
     $ python bench.py config/mhf_1b.py --benchmarks=train --variants=exact --micro_batch_size=4
 
-Every field of model.MHFConfig is a setting: --num_buckets=7966. FLOPs are those of matrix products: 2 per multiply-add;
-causal attention counts half. Peak memory, on a GPU only, excludes parameters and optimizer state. A Standard config is
-compared with H4B16K. For the time of each kernel, run train.py under torch.profiler.
+The fields of model.MHFConfig are settings (--num_buckets=7966), except vocab_size, pad_id and frequency_ranges.
+The variants decide the loss. FLOPs are those of matrix products: 2 per multiply-add; causal attention counts half. Peak
+memory, on a GPU only, excludes parameters and optimizer state. A Standard config is compared with H4B16K. For the time
+of each kernel, run train.py under torch.profiler.
 """
 
 import statistics
@@ -32,8 +33,8 @@ device = None
 dtype = None
 compile = None
 activation_checkpointing = False
-# the fields of MHFConfig, except those that the tokenizer determines
-globals().update({name: value for name, value in vars(MHFConfig()).items() if name not in ('vocab_size', 'pad_id')})
+# the fields of MHFConfig, except those that the tokenizer or token counts determine
+globals().update({k: v for k, v in vars(MHFConfig()).items() if k not in ('vocab_size', 'pad_id', 'frequency_ranges')})
 
 config = configure(globals())
 

@@ -34,7 +34,7 @@ from mhf.tokenizers import find_change, get_tokenizer, tokenizer_fingerprint
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
 # mixture with the tokens of each: a.jsonl@2e9,b.txt@1e9
 dataset = 'fineweb-edu:sample-10BT'
-data_dir = ''  # where to write; '' is data/<dataset>_<tokenizer>
+data_dir = ''  # where to write; '': data/<dataset>_<tokenizer>, for signatures with a suffix such as _H4B16384
 # mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
 tokenizer = 'mistral'
 # signatures: 2 * num_hashes bytes per token | ids: 2 bytes per token (4 above 65,536 token ids). Every model with the

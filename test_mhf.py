@@ -228,7 +228,7 @@ def test_tokenizers_round_trip(name, V, bos, pad):
 
 
 def test_tiktoken_path(monkeypatch):
-    """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and gaps of probability 0."""
+    """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and None for ids without a token."""
     # ids 0..255 bytes, 256 'th', 257 'the', a gap, 260 end of text
     ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257}
     handmade = tiktoken.Encoding('x', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260})
