@@ -155,14 +155,21 @@ class Bins:
             with open(self.paths[k], 'rb') as file:
                 file.seek(HEADER + (start - self.starts[k]) * self.dtype.itemsize)
                 raw = file.read(count * self.dtype.itemsize)
-            pieces.append(np.frombuffer(raw, self.dtype, count))  # ids (count,) or signatures (count, H)
+            values = np.frombuffer(raw, self.dtype, count)  # ids (count,) or signatures (count, H)
+            pieces.append(values if self.meta['data_format'] == 'ids' else self.find_ids(values, self.paths[k]))
             start += count
             k += 1
-        values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        if self.meta['data_format'] == 'ids':
-            return values
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def find_ids(self, signatures, path):
+        """Returns the token ids (n,) of signatures (n, H) of a shard. Raises InputError if the table lacks one."""
         packed, ids = self.signatures
-        return ids[packed.searchsorted(pack(values))]
+        keys = pack(signatures)
+        places = packed.searchsorted(keys).clip(max=len(packed) - 1)
+        if (packed[places] != keys).any():
+            fix = f'delete {path.parent}/{path.stem[-6:]}.json, then rerun prepare.py'
+            raise InputError(f'{path} is damaged (a signature belongs to no token); {fix}')
+        return ids[places]
 
     @functools.cached_property
     def signatures(self):

@@ -93,6 +93,12 @@ def test_signatures_equal_ids(tmp_path, mistral, num_hashes, num_buckets):
         assert Bins('s', split)[:].dtype == Bins('ids', split)[:].dtype
     counts = count_tokens(Bins('s', 'train'))
     assert (counts == np.bincount(ids[0], minlength=len(mistral.tokens))).all()
+    shard = np.load('s/train_000000.bin', mmap_mode='r+')
+    for hashes, bits in ((0, 1), (1, 0x8004), (slice(None), 0xFFFF)):  # the last is a row above all of the table
+        shard[7, hashes] ^= bits
+        with pytest.raises(InputError, match='^s/train_000000.bin is damaged .*; delete s/000000.json, then rerun'):
+            Bins('s', 'train')[5:9]
+        shard[7, hashes] ^= bits
     meta = json.loads(Path('s/meta.json').read_text())
     Path('s/meta.json').write_text(json.dumps(meta | dict(table_sha256='0')))
     with pytest.raises(InputError, match='another version of hashing.py'):
