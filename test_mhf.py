@@ -227,14 +227,18 @@ def test_tokenizers_round_trip(name, V, bos, pad):
     assert tok.decode([bos, *ids[0]]) == SAYINGS[0]
 
 
-def test_tiktoken_path(monkeypatch):
-    """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and None for ids without a token."""
-    # ids 0..255 bytes, 256 'th', 257 'the', a gap, 260 end of text
+def handmade_tokenizer(monkeypatch):
+    """Returns the tokenizer 'handmade', of tiktoken: ids 0..255 bytes, 256 'th', 257 'the', a gap, 260 end of text."""
     ranks = {bytes([i]): i for i in range(256)} | {b'th': 256, b'the': 257}
     handmade = tiktoken.Encoding('x', pat_str=r'\w+|\W', mergeable_ranks=ranks, special_tokens={'<|endoftext|>': 260})
     monkeypatch.setattr(tiktoken, 'list_encoding_names', lambda: ['handmade'])
     monkeypatch.setattr(tiktoken, 'get_encoding', lambda name: handmade)
-    tok = get_tokenizer('handmade')
+    return get_tokenizer('handmade')
+
+
+def test_tiktoken_path(monkeypatch):
+    """A tiktoken encoding has raw bytes as tokens, end of text as bos and pad, and None for ids without a token."""
+    tok = handmade_tokenizer(monkeypatch)
     assert tok.tokens[257] == b'the' and tok.tokens[258:260] == [None, None] and tok.tokens[260] == b'<|endoftext|>'
     assert tok.bos == tok.pad == 260 and tok.encode(['the <|endoftext|>'])[0][:2] == [257, 32]
     assert [tok.decode(i) for i in tok.encode(SAYINGS)] == SAYINGS

@@ -33,6 +33,7 @@ from mhf import data, sources
 from mhf.data import Bins, count_tokens, data_folder
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer
+from test_mhf import handmade_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -78,21 +79,23 @@ def test_shards_contain_the_text(tmp_path, mistral, monkeypatch):
     assert np.load('large/train_000000.bin').dtype == np.uint32 and max(ids[0]) > 65535
 
 
-@pytest.mark.parametrize('num_hashes, num_buckets', [(3, 2048), (12, 8)])
-def test_signatures_equal_ids(tmp_path, mistral, num_hashes, num_buckets):
-    """Shards of signatures equal table[ids], and are read as the same ids; another table is an error."""
+@pytest.mark.parametrize('name, H, B', [('mistral', 3, 2048), ('mistral', 12, 8), ('handmade', 6, 16)])
+def test_signatures_equal_ids(tmp_path, monkeypatch, name, H, B):
+    """Shards of signatures equal table[ids], and are read as these ids; damaged rows and another table are errors."""
+    handmade_tokenizer(monkeypatch)  # each document begins with pad, whose signature unused ids have, too
+    tok = get_tokenizer(name)
     write_jsonl(tmp_path / 'docs.jsonl', real_documents())
-    same = dict(num_hashes=num_hashes, num_buckets=num_buckets)
+    same = dict(tokenizer=name, num_hashes=H, num_buckets=B)
     ids = prepared('ids', **same)
     assert prepared('s', **same, data_format='signatures') == ids
-    table = signature_table(mistral.tokens, num_hashes, num_buckets, pad_id=mistral.pad)
+    table = signature_table(tok.tokens, H, B, pad_id=tok.pad)
     assert Bins('s', 'val').meta['table_sha256'] == fingerprint(table)
     for split, split_ids in zip(data.SPLITS, ids, strict=True):
         signatures = np.load(f's/{split}_000000.bin')
         assert signatures.dtype == np.uint16 and (signatures == table[split_ids]).all()
         assert Bins('s', split)[:].dtype == Bins('ids', split)[:].dtype
     counts = count_tokens(Bins('s', 'train'))
-    assert (counts == np.bincount(ids[0], minlength=len(mistral.tokens))).all()
+    assert (counts == np.bincount(ids[0], minlength=len(tok.tokens))).all()
     shard = np.load('s/train_000000.bin', mmap_mode='r+')
     for hashes, bits in ((0, 1), (1, 0x8004), (slice(None), 0xFFFF)):  # the last is a row above all of the table
         shard[7, hashes] ^= bits

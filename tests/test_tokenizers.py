@@ -14,7 +14,6 @@ import expand
 import prepare
 from hashing import signature_table
 from mhf.checkpoint import load
-from mhf.data import Bins
 from mhf.errors import InputError
 from mhf.released import save_pretrained
 from mhf.tokenizer_json import write_tokenizer
@@ -41,12 +40,6 @@ def test_byte_level_json(tmp_path):
     texts = [' the', *SAYINGS, 'x<|endoftext|>'] * 50
     ids = tok.encode(texts)
     assert ids[0] == [310] and 0 not in ids[-1] and [tok.decode(i) for i in ids] == texts
-    # signatures are read back as the same ids, although unused ids have pad's signature
-    write_jsonl(tmp_path / 'docs.jsonl', texts)
-    settings = prepare.config | dict(tokenizer=f'{tmp_path}/x.json', data_dir=f'{tmp_path}/d')
-    prepare.main(settings | dict(dataset=f'{tmp_path}/docs.jsonl', val_fraction=0.5))
-    held_out = [i for text in texts[1::2] for i in (0, *tok.encode([text.strip()])[0])]
-    assert Bins(tmp_path / 'd', 'val', tok)[:].tolist() == held_out
 
 
 def test_roles_of_a_json(tmp_path):
