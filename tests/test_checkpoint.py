@@ -149,7 +149,7 @@ LEAVES = 'eval.py expand.py bench.py mhf/lm.py mhf/released.py mhf/tokenizer_jso
 
 
 def test_leaves_can_be_deleted(quick, tmp_path):
-    """Without evaluation, expansion, released formats and studies, a model is prepared, trained and sampled."""
+    """Without evaluation, expansion, released formats and studies, scripts print help, prepare, train and sample."""
     fork = tmp_path / 'fork'
     for path in [*REPO.glob('*.py'), *REPO.glob('mhf/*.py'), *REPO.glob('config/*.py')]:
         if not {str(path.relative_to(REPO)), path.parts[-2]} & set(LEAVES.split()):
@@ -157,7 +157,8 @@ def test_leaves_can_be_deleted(quick, tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
     train = ('train.py', 'cfg.py', '--out_dir=b', '--max_steps=3', '--warmup_steps=1')
-    for command in (('prepare.py', 'cfg.py'), train, ('sample.py', 'cfg.py', '--out_dir=b')):
+    helps = [(script, '--help') for script in ('prepare.py', 'train.py', 'sample.py')]
+    for command in (*helps, ('prepare.py', 'cfg.py'), train, ('sample.py', 'cfg.py', '--out_dir=b')):
         done = subprocess.run([sys.executable, fork / command[0], *command[1:]], cwd=quick, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
     assert weights(quick, 'b')['step'] == 3
