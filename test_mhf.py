@@ -459,6 +459,8 @@ def check_equal_to_plain_torch(m):
     for a, b in zip(predicted, (targets, logp.argmax(2) == y), strict=True):
         assert torch.allclose(a.view(x.shape).double(), b.double(), rtol=1e-12)
     assert (logp[..., m.unused_ids] == -torch.inf).all()
+    for ids in (m.generate(x[:, :9], 4, temperature=0), continued(m, x[:, :9], 4)):
+        assert torch.equal(ids[:, 9:], plain(m.log_probs, ids[:, :-1])[:, 8:].argmax(2))
     return expected
 
 
@@ -499,6 +501,11 @@ def bias_and_temperature(patch):
     edit_method(patch, 'token_logits', lambda self, logits, o: logits / self.temperature + self.bias)
 
 
+def untied_matrix(patch):
+    add_parameter(patch, 'matrix', TINY.vocab_size, TINY.vocab_size)
+    edit_method(patch, 'token_logits', lambda self, logits, o: logits + o[0] @ self.matrix[: o[0].shape[1]])
+
+
 def z_loss(patch):
     def edited(self, loss, o, *_):
         return loss + 0.1 * sum(o_i.logsumexp(-1) ** 2 for o_i in o) + 0.1 * self.token_logits(o).logsumexp(-1) ** 2
@@ -507,14 +514,14 @@ def z_loss(patch):
 
 
 @pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)], ids=str)
-@pytest.mark.parametrize('edit', [soft_cap, bias_and_temperature, z_loss])
+@pytest.mark.parametrize('edit', [soft_cap, bias_and_temperature, untied_matrix, z_loss])
 def test_an_edit_runs_as_written(edit, changes, monkeypatch):
     """An edit of model.py changes training, validation, prediction and generation alike; unused ids have P = 0."""
-    unedited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60]))
+    unedited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60, 298, 299]))
     edit(monkeypatch)
-    edited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60]))
+    edited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60, 298, 299]))
     assert all(tensor.isfinite().all() for tensor in edited.values())
-    if edit != bias_and_temperature or changes != dict(loss='product'):  # the product loss has no token logits
+    if edit in (soft_cap, z_loss) or changes != dict(loss='product'):  # the product loss has no token logits
         assert edited['loss'] != unedited['loss']
         assert all(edited[name].any() for name in edited.keys() - unedited.keys())
 
@@ -534,6 +541,8 @@ def test_losses_of_the_same_logits(dtype, tolerance):
 
     before = [o_i.clone() for o_i in o]
     wide = [o_i.detach().double().requires_grad_() for o_i in o]
+    without_gradients = head.cross_entropy(o[0].detach(), y % 40)
+    assert distance(without_gradients, plain_cross_entropy(wide[0], y % 40)) < 1e-6
     expected = plain(total, wide)
     measured = total(o)
     assert torch.allclose(measured.double(), expected, rtol=min(tolerance, 1e-5))
