@@ -57,8 +57,8 @@ config = configure(globals())
 
 def read_ids(path, lm):
     """
-    Returns the ids of a file's documents, or of a folder's held-out ones, their bytes of text, and how many of these
-    the ids do not contain. Each document follows bos, if the model has it.
+    Returns the ids of a file's documents, or of a folder's held-out ones, their bytes of text, and how many of these,
+    at least, the ids do not contain. Each document follows bos, if the model has it.
     """
     tok = lm.tok
     if Path(path).is_dir():
@@ -181,13 +181,14 @@ def evaluate():
         only = '--text is required by --tasks=bits_per_byte and only used there'
         raise InputError(f"tasks={tasks}, text='{text}': {only}")
     lm = open_lm(out_dir, tokenizer, bos, device, dtype)
-    # all data are read, and the folder is created, before the first score: scores may take hours
+    # all data are read, and the file is created, before the first score: scores may take hours
     texts = {path: read_ids(path, lm) for path in text.split(',') if path}
     lm_eval_names = [name for name in names if name != 'bits_per_byte']
     loaded = load_tasks(lm_eval_names, benchmark_dir, num_fewshot) if lm_eval_names else None
     name = f'results_{datetime.now():%Y-%m-%dT%H-%M-%S.%f}.json'  # as lm-eval names it
     path = Path(output_path) / sanitize_model_name(lm.info['model_name']) / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
     print(lm.info['name'])
     results = lm.info | dict(device=str(lm.device), settings=config)

@@ -44,7 +44,8 @@ num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of fewer documents, the end of each
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of a source with fewer than 3 n
+# documents, the end of each
 val_fraction = 0.005
 val_bytes = 4000000
 

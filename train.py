@@ -214,7 +214,8 @@ else:
 raw_model.train()
 raw_model.activation_checkpointing = activation_checkpointing
 if unfrozen_end_layers:
-    raw_model.layers[unfrozen_end_layers : len(raw_model.layers) - unfrozen_end_layers].requires_grad_(False)
+    for i in range(unfrozen_end_layers, len(raw_model.layers) - unfrozen_end_layers):
+        raw_model.layers[i].requires_grad_(False)
 if compile:
     raw_model.compile()
     torch._dynamo.config.optimize_ddp = False  # one graph; DDP exchanges the gradients after its backward pass

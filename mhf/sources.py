@@ -188,10 +188,11 @@ def split_long_text(text):
 def start_counts(paths, val_fraction):
     """
     Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
-    round(1 / val_fraction), or of a source with fewer documents the end of each, which then is every second document.
+    round(1 / val_fraction), or of a source with fewer than 3 n documents, of which a few may be short, the end of each,
+    which then is every second document.
     """
     n = round(1 / val_fraction)
-    has_few = sum(1 for _ in itertools.islice(read_files(paths), n)) < n
+    has_few = sum(1 for _ in itertools.islice(read_files(paths), 3 * n)) < 3 * n
     counts = dict(documents=0, tokens=0, held_out_bytes=0)
     return counts | dict(n=2, separate_ends=val_fraction) if has_few else counts | dict(n=n, separate_ends=0.0)
 

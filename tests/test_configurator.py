@@ -90,6 +90,7 @@ REFUSED = [
     ('--max_stepps=1', "train.py: unknown setting 'max_stepps'; did you mean 'max_steps'"),
     ('--init_from=', 'init_from is empty'),
     ('--max_steps', 'max_steps=True is bool, expected int'),
+    ('--compile=false', 'compile=false: write True or False'),
     ('from math import pi', "c.py: unknown setting 'pi'"),
 ]
 

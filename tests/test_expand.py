@@ -204,7 +204,7 @@ def test_expand_an_informed_model(expansion, old):
     args = ('cfg.py', '--source_model=informed', '--output_dir=informed_grown', '--tokenizer=three.model')
     # a language that never occurred, of one very frequent piece and rare ones
     first, second = (tok.tokens[600 + k].replace('▁', ' ') for k in (0, 1))
-    write_jsonl(expansion / 'new.jsonl', [f'{first} ' * 99 + second] * 40)
+    write_jsonl(expansion / 'new.jsonl', [f'{first} ' * 99 + second] * 60)
     done = ok('expand.py', *args, '--corpora=new.jsonl', cwd=expansion)
     assert '600 -> 1,800 tokens: 0 new parameters' in done.stdout
     grown = load(str(expansion / 'informed_grown')).model
