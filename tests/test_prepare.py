@@ -243,14 +243,13 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
 
 @pytest.mark.parametrize('unit_bytes', [1, 10**9])
 def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes):
-    """Of fewer than 3 n documents, the end of each is held out: about a val_fraction of it. No text is lost."""
+    """Of fewer than 3 n documents (with 0.1, number n is short), the end of each is held out. No text is lost."""
     monkeypatch.setattr(prepare, 'UNIT_BYTES', unit_bytes)
     monkeypatch.setattr(sources, 'MAX_DOCUMENT_CHARS', 900)
     texts = [*(f'text {i}\n' + 'some words\n' * 80 for i in range(9)), 'short', 'x']
     for name, documents in dict(ten=texts, one=[''.join(texts)]).items():
         for i, text in enumerate(documents):
             (tmp_path / f'{name}_{i:02}.txt').write_text(text)
-        # with 0.1, document n is short
         for fraction in (0.02, 0.1):
             bins = prepared(f'{name}_{fraction}', dataset=f'{name}_*.txt', val_fraction=fraction)
             train, val = (decoded(ids, mistral) for ids in bins)
