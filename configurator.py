@@ -62,7 +62,8 @@ def coerce(key, value, default):
     value = json.loads(json.dumps(value))  # what a checkpoint stores: a float for a numpy.float64
     if value == '' and default:  # an unset variable of the shell
         raise InputError(f'{key} is empty; omit --{key}, or set it (default: {default})')
-    if default is None and value in ('true', 'false'):  # a text, which Python would treat as True
+    # texts, which Python would treat as True
+    if default is None and isinstance(value, str) and value.lower() in ('true', 'false', 'yes', 'no', 'on', 'off'):
         raise InputError(f'{key}={value}: write True or False')
     if isinstance(value, str) and key != 'start':  # the prompt
         value = ','.join(map(os.path.expanduser, value.split(',')))

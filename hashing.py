@@ -21,7 +21,7 @@ import numpy as np
 
 from mhf.errors import InputError
 
-MAX_BUCKETS = 65536  # a bucket id must fit in uint16
+MAX_BUCKETS = 65536  # a bucket must fit in uint16
 TRIGRAM_ROWS = 16000  # rows of the LSH projection
 LSH_BITS = 512  # signs per LSH function
 RANGE_EXPONENT = 0.75  # buckets of a frequency range: proportional to the sum of (count + 0.5) to this power
@@ -61,7 +61,7 @@ def signature_table(tokens, num_hashes, num_buckets, num_lsh=0, pad_id=None, uni
 
 
 def check_sizes(H, B, num_lsh=0):
-    """Raises InputError if a size is out of range: a bucket id is a uint16, and bucket 0 is padding."""
+    """Raises InputError if a size is out of range: a bucket is a uint16, and bucket 0 is padding."""
     if not (2 <= B <= MAX_BUCKETS and 0 <= num_lsh <= H and H > 0):
         limits = f'must be 2 to {MAX_BUCKETS}, at least 1, and 0 to num_hashes'
         raise InputError(f'num_buckets={B}, num_hashes={H}, num_lsh={num_lsh}: {limits}')

@@ -36,10 +36,10 @@ def test_accepts(tmp_path):
     """
     file = '\ufeffimport math\n_n = 3\nmax_steps = int(math.pi) * _n\nlearning_rate = 1\nmax_new_tokens = 7\nseed = 2\n'
     (tmp_path / 'a.py').write_text('warmup_steps = 4\nseed = 1\nbeta1 = 0.5')
-    flags = '--weight_decay=0 --out_dir=a=b --wandb --compile=None --dataset=a.txt,~/b.txt@2e9 --seed=3'
+    flags = '--weight_decay=0 --out_dir=a=b --wandb --compile=None --dataset=a.txt,~/b.txt@2e9 --seed=3 --loss=true'
     got = train(tmp_path, file, *flags.split(), '--warmup_steps=1e3', tmp_path / 'a.py')
     changed = dict(max_steps=9, learning_rate=1.0, weight_decay=0.0, out_dir='a=b', wandb=True, compile=None)
-    changed |= dict(dataset=f'a.txt,{Path.home()}/b.txt@2e9', warmup_steps=1000, seed=3, beta1=0.5)
+    changed |= dict(dataset=f'a.txt,{Path.home()}/b.txt@2e9', warmup_steps=1000, seed=3, beta1=0.5, loss='true')
     assert got == default_settings('train.py') | changed and isinstance(got['learning_rate'], float)
 
 
