@@ -181,7 +181,7 @@ def evaluate():
         only = '--text is required by --tasks=bits_per_byte and only used there'
         raise InputError(f"tasks={tasks}, text='{text}': {only}")
     lm = open_lm(out_dir, tokenizer, bos, device, dtype)
-    # all data are read, and the file can be created, before the first score: scores may take hours
+    # read all data and try the file for the results before the first score: scores may take hours
     texts = {path: read_ids(path, lm) for path in text.split(',') if path}
     lm_eval_names = [name for name in names if name != 'bits_per_byte']
     loaded = load_tasks(lm_eval_names, benchmark_dir, num_fewshot) if lm_eval_names else None

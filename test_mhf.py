@@ -399,6 +399,7 @@ def test_bucket_logits_are_the_formulas(changes):
             Wdn, bdn, Wup, bup = m.hash_decoder[i].parameters()
             c = c + silu(torch.cat([c, e], -1) @ Wdn.T + bdn) @ Wup.T + bup
     assert distance(bucket_logits(m, ids), torch.stack(o, dim=2)) < 1e-4
+    pytest.raises(RuntimeError, random_model(head_dim=3).log_probs, ids)  # RoPE rotates pairs
 
 
 def test_parameter_counts():
@@ -541,8 +542,7 @@ def test_losses_of_the_same_logits(dtype, tolerance):
 
     before = [o_i.clone() for o_i in o]
     wide = [o_i.detach().double().requires_grad_() for o_i in o]
-    without_gradients = head.cross_entropy(o[0].detach(), y % 40)
-    assert distance(without_gradients, plain_cross_entropy(wide[0], y % 40)) < 1e-6
+    assert distance(head.cross_entropy(o[0].detach(), y % 40), plain_cross_entropy(wide[0], y % 40)) < 1e-6
     expected = plain(total, wide)
     measured = total(o)
     assert torch.allclose(measured.double(), expected, rtol=min(tolerance, 1e-5))

@@ -108,6 +108,12 @@ def token_dtype(meta):
     return np.dtype(np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
 
 
+def damage(path, reason):
+    """Returns the InputError of a damaged shard."""
+    fix = f'delete {path.parent}/{path.stem[-6:]}.json, then rerun prepare.py'
+    return InputError(f'{path} is damaged ({reason}); {fix}')
+
+
 class Bins:
     """
     The shards of a split as one array of token ids, whatever the format of the folder: bins[a:b] is (b - a,) uint16 or
@@ -139,8 +145,7 @@ class Bins:
             expected = HEADER + shard['tokens'] * self.dtype.itemsize
             size = path.stat().st_size
             if size != expected:
-                fix = f'delete {folder}/{path.stem[-6:]}.json, then rerun prepare.py'
-                raise InputError(f'{path} is damaged ({size:,} bytes, expected {expected:,}); {fix}')
+                raise damage(path, f'{size:,} bytes, expected {expected:,}')
 
     def __len__(self):
         return self.starts[-1]
@@ -167,8 +172,7 @@ class Bins:
         keys = pack(signatures)
         places = packed.searchsorted(keys).clip(max=len(packed) - 1)
         if (packed[places] != keys).any():
-            fix = f'delete {path.parent}/{path.stem[-6:]}.json, then rerun prepare.py'
-            raise InputError(f'{path} is damaged (a signature belongs to no token); {fix}')
+            raise damage(path, 'a signature belongs to no token')
         return ids[places]
 
     @functools.cached_property

@@ -217,7 +217,7 @@ def front_table():
     for (name, group), labels in FRONT.items():
         found = models(Study(HERE / f'{name}.py'), group)
         for label in labels:
-            if INFORMED in found and (seeds := found.get(label)):
+            if seeds := found.get(label):
                 cells = [split_group(group)[0], NAMES.get(label, label), millions(seeds), str(len(seeds))]
                 for corpus in ('english', 'fineweb'):
                     gain, _ = difference(bits(seeds, corpus), bits(found[INFORMED], corpus))

@@ -56,7 +56,8 @@ BAD = [
     # train.py
     Bad('shards of another tokenizer', TRAIN + '--tokenizer=tekken', says="another tokenizer ('mistral')"),
     Bad('counts for a model', TRAIN + '--counts_from=bins --init_from=out', says='need a new model'),
-    Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3: the first must'),
+    Bad('heads that do not divide', TRAIN + '--num_kv_heads=3', says='num_kv_heads=3: the first must be'),
+    Bad('no heads for keys', TRAIN + '--num_kv_heads=0', says='num_kv_heads=0: the first must be'),
     Bad('no heads for queries', TRAIN + '--num_heads=0', says='num_heads=0, num_kv_heads'),
     Bad('an ablation of Standard', TRAIN + '--num_hashes=0 --ablation=mean_gate', says='needs a MultiHashFormer'),
     Bad('block_size over the data', TRAIN + '--block_size=1000000', says='block_size=1000000'),

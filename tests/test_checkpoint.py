@@ -144,7 +144,6 @@ def test_an_error_of_the_environment_is_printed_as_it_is(quick):
 # -----------------------------------------------------------------------------
 # what scripts import
 
-# what a fork can delete
 LEAVES = 'eval.py expand.py bench.py mhf/lm.py mhf/released.py mhf/tokenizer_json.py eval_tasks study'
 
 

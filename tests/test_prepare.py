@@ -241,21 +241,19 @@ def test_held_out_documents(tmp_path, mistral, monkeypatch):
     assert prepared('many', dataset='*.txt', val_bytes=900) == [train, val]
 
 
-@pytest.mark.parametrize('unit_bytes', [1, 10**9])
-def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes):
+@pytest.mark.parametrize('unit_bytes, fraction', [(1, 0.02), (1, 0.1), (10**9, 0.02), (10**9, 0.1)])
+def test_few_documents(tmp_path, mistral, monkeypatch, unit_bytes, fraction):
     """Of fewer than 3 n documents (with 0.1, number n is short), the end of each is held out. No text is lost."""
     monkeypatch.setattr(prepare, 'UNIT_BYTES', unit_bytes)
     monkeypatch.setattr(sources, 'MAX_DOCUMENT_CHARS', 900)
-    texts = [*(f'text {i}\n' + 'some words\n' * 80 for i in range(9)), 'short', 'x']
+    texts = [*(f'text {i}\n' + 'some words\n' * 80 * (i != 9) for i in range(28)), 'x']
     for name, documents in dict(ten=texts, one=[''.join(texts)]).items():
         for i, text in enumerate(documents):
             (tmp_path / f'{name}_{i:02}.txt').write_text(text)
-        for fraction in (0.02, 0.1):
-            bins = prepared(f'{name}_{fraction}', dataset=f'{name}_*.txt', val_fraction=fraction)
-            train, val = (decoded(ids, mistral) for ids in bins)
-            assert 0.5 < sum(map(len, val)) / sum(map(len, texts)) / fraction < 1.1
-            pieces = [piece for pair in zip(train, val, strict=True) for piece in pair]
-            assert ''.join(''.join(pieces).split()) == ''.join(''.join(texts).split())
+        train, val = (decoded(ids, mistral) for ids in prepared(name, dataset=f'{name}_*.txt', val_fraction=fraction))
+        assert 0.5 < sum(map(len, val)) / sum(map(len, texts)) / fraction < 1.1
+        pieces = [piece for pair in zip(train, val, strict=True) for piece in pair]
+        assert ''.join(''.join(pieces).split()) == ''.join(''.join(texts).split())
 
 
 def test_mixtures(tmp_path, mistral, capsys, monkeypatch):
