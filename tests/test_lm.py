@@ -128,8 +128,6 @@ def test_generation(mistral, lm):
     # bos is the prompt of a model without bos if there is no other
     empty = instance('', dict(until=[], max_gen_toks=6))
     assert MHFLM(lm.model, mistral).generate_until([empty]) == lm.generate_until([empty])
-    with pytest.raises(InputError, match='unknown num_beams'):
-        lm.generate_until([instance('a', dict(until=[], num_beams=4, max_gen_toks=6))])
 
 
 def test_sampling(lm):

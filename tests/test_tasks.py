@@ -19,19 +19,12 @@ from mhf.errors import InputError
 from mhf.lm import MHFLM, PAPER
 from test_mhf import random_model
 
-# lm-eval does not read its own 14,000 task files, which takes 6 seconds
-NO_INDEX = """
-from pathlib import Path
-from lm_eval.tasks._index import TaskIndex
-build = TaskIndex.build
-TaskIndex.build = staticmethod(lambda paths, **options: build(paths[1:], **options))
-"""
-
 
 @pytest.fixture(autouse=True)
 def no_index(monkeypatch):
-    monkeypatch.setattr(TaskIndex, 'build', TaskIndex.build)
-    exec(NO_INDEX, {})
+    """lm-eval does not read its own 14,000 task files, which takes 6 seconds."""
+    build = TaskIndex.build
+    monkeypatch.setattr(TaskIndex, 'build', staticmethod(lambda paths, **options: build(paths[1:], **options)))
 
 
 def test_known_answers(tmp_path, mistral):
@@ -105,18 +98,24 @@ def test_num_fewshot(tmp_path, monkeypatch):
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
-    """A task whose answers do not fit the context is an error before any task is scored."""
+    """A task with generation options that are unknown or do not fit the context is an error before any is scored."""
     write_rows(tmp_path / 'rows.jsonl', [dict(question='1 + 1 is', answer='two')])
     config = dict(dataset_path='json', dataset_kwargs=dict(data_files=dict(test=str(tmp_path / 'rows.jsonl'))))
     config |= dict(test_split='test', doc_to_text='{{question}}', doc_to_target=' {{answer}}')
     ends = dict(config, task='ends', output_type='loglikelihood', metric_list=[dict(metric='acc')])
     # max_gen_toks is 256 by default
-    answers = dict(config, task='answers', output_type='generate_until', generation_kwargs=dict(until=['x']))
+    options = dict(until=['x'], num_beams=4)
+    answers = dict(config, task='answers', output_type='generate_until', generation_kwargs=options)
     lm = MHFLM(random_model(vocab_size=32768, num_buckets=300), mistral, 1)
-    monkeypatch.setattr(lm.model, 'hidden_states', Mock(side_effect=AssertionError('scored')))
-    loaded = TaskManager(include_defaults=False).load([ends, answers])
-    with pytest.raises(InputError, match='max_gen_toks=256 must be from 1 to 23'):
-        tasks.run_tasks(lm, loaded)
+    scored = Mock(wraps=lm.model.hidden_states)
+    monkeypatch.setattr(lm.model, 'hidden_states', scored)
+    manager = TaskManager(include_defaults=False)
+    with pytest.raises(InputError, match='unknown num_beams, max_gen_toks=256 must be from 1 to 23'):
+        tasks.run_tasks(lm, manager.load([ends, answers]))
+    assert not scored.called
+    answers['generation_kwargs'] = dict(until=['x'], max_gen_toks=4)
+    (sample,) = tasks.run_tasks(lm, manager.load([ends, answers]))['samples']['answers']
+    assert isinstance(sample['resps'][0][0], str)
 
 
 def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
