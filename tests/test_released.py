@@ -54,7 +54,7 @@ def test_stop_ids(tmp_path):
 
 
 def test_from_the_hub(tmp_path, monkeypatch):
-    """A hub id is fetched at its revision, without code or pickles; an unreachable hub is an error of one line."""
+    """A hub id is fetched at its revision, without code or pickles."""
     folder = write_released(tmp_path / 'm', random_model())
     tok = get_tokenizer(learned_model(tmp_path))
     write_tokenizer(tok, folder, add_bos=True)
@@ -67,9 +67,6 @@ def test_from_the_hub(tmp_path, monkeypatch):
     # of a tokenizer, only the JSON files are downloaded
     assert get_tokenizer('user/name@v1').tokens == tok.tokens
     download.assert_called_with('user/name', revision='v1', allow_patterns=list(JSON_FILES))
-    download.side_effect = OSError('no\nnetwork')
-    with pytest.raises(InputError, match='could not be downloaded from the hub'):
-        from_pretrained('klein9692/some-model')
 
 
 def test_the_head_is_the_embedding(tmp_path):
@@ -169,14 +166,14 @@ SENTENCEPIECE = [
     dict(normalization_rule_name='identity', remove_extra_whitespaces=False),
     dict(user_defined_symbols=['<sep>', 'def', 'default']), dict(model_type='unigram', character_coverage=1.0),
 ]  # fmt: skip
-NOT_EXPRESSIBLE = [dict(treat_whitespace_as_suffix=True), dict(model_type='unigram', byte_fallback=False)]
+NOT_EXPRESSIBLE = dict(treat_whitespace_as_suffix=True)
 
 
-@pytest.mark.parametrize('options', SENTENCEPIECE + NOT_EXPRESSIBLE, ids=str)
+@pytest.mark.parametrize('options', [*SENTENCEPIECE, NOT_EXPRESSIBLE], ids=str)
 def test_a_tokenizer_is_exported_with_the_same_ids_or_refused(tmp_path, options):
     """A SentencePiece model is converted to a tokenizer.json with the same ids, or refused."""
     tok = get_tokenizer(learned_model(tmp_path, **options))
-    if options in NOT_EXPRESSIBLE:
+    if options is NOT_EXPRESSIBLE:
         with pytest.raises(InputError, match='would encode .* differently'):
             write_tokenizer(tok, tmp_path, add_bos=False)
         return
@@ -233,7 +230,6 @@ def test_exports_that_transformers_refuses(tmp_path):
 REFUSED = [
     ('rope_type="yarn"', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
     ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
-    ('model_type', dict(model_type='qwen3_moe')),
 ]
 
 

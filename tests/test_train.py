@@ -129,19 +129,6 @@ def test_validation_is_the_normalized_likelihood(quick):
     assert last['val_bpb'] == pytest.approx(total / math.log(2) / val.bytes, rel=1e-5)
 
 
-def test_both_data_formats_train_alike(quick):
-    """Shards of token ids and of signatures give the same bits. Standard trains on ids, too."""
-    ok('prepare.py', 'cfg.py', '--data_format=ids', '--data_dir=ids', cwd=quick)
-    ids = ('cfg.py', '--data_format=ids', '--data_dir=ids')
-    ok('train.py', *ids, '--out_dir=b', cwd=quick)
-    assert steps(quick, 'b') == steps(quick)
-    for key in ('model', 'optimizer', 'best_val_loss'):
-        assert_same(weights(quick, 'b')[key], weights(quick)[key])
-    ok('train.py', *ids, '--num_hashes=0', '--out_dir=standard', *until(12), cwd=quick)
-    last = events(quick, 'standard')[-1]
-    assert last['val_loss'] == last['val_nats'] < math.log(32768) - 1
-
-
 def test_informed_signatures(quick):
     """A new model counts tokens once; several processes and exports use its table and ranges."""
     data = ('cfg.py', '--data_format=ids', '--data_dir=ids', *until(6))
@@ -168,9 +155,8 @@ def test_a_diverged_run_resumes_as_advised(quick):
     """A run that diverges stops without saving its weights, and resumes with a smaller learning rate."""
     args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', *until(6))
     ok(*args, '--max_steps=1', cwd=quick)
-    for eval_interval, number in ((1, 'step 2: val_loss='), (24, 'step 3: loss=')):
-        broken = ('--learning_rate=1e30', '--grad_clip=0', f'--eval_interval={eval_interval}')
-        refused(*args, *broken, says=number, cwd=quick)
+    broken = ('--learning_rate=1e30', '--grad_clip=0', '--eval_interval=1')
+    refused(*args, *broken, says='step 2: val_loss=', cwd=quick)
     ok(*args, cwd=quick)
     assert weights(quick, 'b')['step'] == 6
 
@@ -305,8 +291,6 @@ def test_from_weights_of_another_run(quick):
     assert 'num_layers=2 (was 3)' in stopped.stdout
     assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
     shutil.move(quick / 'out', quick / 'moved')  # a resumed run does not read it
-    says = 'init_from=scratch (was out), num_buckets=512 (was 256)'
-    refused(*command, '--init_from=scratch', '--num_layers=2', says=says, cwd=quick)
     assert 'resumed at step 2' in ok(*command, '--max_steps=3', cwd=quick).stdout
     state = weights(quick, 'b')
     assert state['identity'] == weights(quick, 'moved')['identity'] | dict(init_from='out')
