@@ -90,8 +90,8 @@ def test_kernels_equal_columns(dtype, tolerance, monkeypatch):
 
 
 @on_a_gpu
-@pytest.mark.parametrize('loss, bound', [('exact', 1.1), ('product', 1.1)])
-def test_memory_of_a_chunk(loss, bound):
+@pytest.mark.parametrize('loss', ['exact', 'product'])
+def test_memory_of_a_chunk(loss):
     """A chunk of the head allocates at most the memory that head.chunk_size counts, and the gradient of E."""
     m = random_model(dtype=torch.float32, loss=loss, vocab_size=32768, num_buckets=16384, num_hashes=4).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -105,7 +105,7 @@ def test_memory_of_a_chunk(loss, bound):
         before = torch.cuda.memory_allocated()
         m(ids, ids)
     counted = n * (6 * 4 * 16384 + 8 * 32768) + 2 * m.embed.weight.nbytes
-    assert torch.cuda.max_memory_allocated() - before < bound * counted
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * counted
 
 
 # -----------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
     assert isinstance(sample['resps'][0][0], str)
 
 
-def test_task_files_equal_lm_eval_s(tmp_path, mistral, monkeypatch):
+def test_task_files_equal_lm_eval_s(tmp_path, monkeypatch):
     """eval_tasks/ asks what lm-eval's own tasks ask; RACE asks as version 2 of the task."""
     small_tasks(tmp_path)
     blank = dict(question='He was  _  .', answer='A', options=['b', 'cc', 'd', 'e'])

@@ -279,16 +279,12 @@ def test_what_a_resumed_run_may_not_change(quick):
 def test_from_weights_of_another_run(quick):
     """
     init_from a model takes its weights and architecture, and prints where they differ from the settings. The same
-    command resumes, also after a signal.
+    command resumes.
     """
     (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\nnum_buckets = 512\n')
     args = ['--out_dir=b', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
     command = ('train.py', 'cfg.py', 'three.py', *args, '--init_from=out')
-    stop = in_forward(3, 'os.kill(os.getpid(), signal.SIGINT)')
-    stopped = run(*command, cwd=quick, patch=stop)
-    assert stopped.returncode == 130 and 'Traceback' not in stopped.stderr
-    assert 'stopped by signal 2 at step 2; rerun the same command' in stopped.stderr
-    assert 'num_layers=2 (was 3)' in stopped.stdout
+    assert 'num_layers=2 (was 3)' in ok(*command, '--max_steps=2', cwd=quick).stdout
     assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
     shutil.move(quick / 'out', quick / 'moved')  # a resumed run does not read it
     assert 'resumed at step 2' in ok(*command, '--max_steps=3', cwd=quick).stdout
