@@ -139,9 +139,16 @@ def run(*args, **options):
 
 def ok(*args, **options):
     """Calls run() and asserts that the script succeeds."""
-    done = run(*args, **options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    [done] = succeed([Forked(*args, **options)])
     return done
+
+
+def succeed(processes):
+    """Waits for processes, which must succeed. Returns their subprocess.CompletedProcess."""
+    all_done = [process.communicate() for process in processes]
+    for done in all_done:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return all_done
 
 
 def refused(*args, says, **options):
@@ -171,12 +178,6 @@ def ranks(number, script, *args, **options):
     """Starts `number` processes of one run as torchrun would. Returns a list of Forked."""
     variables = rank_variables(number)
     return [Forked(script, *args, **variables, **options, RANK=str(rank)) for rank in range(number)]
-
-
-def wait_all(processes):
-    """Waits for processes. Returns [(returncode, stdout, stderr)]."""
-    done = [process.communicate() for process in processes]
-    return [(process.returncode, process.stdout, process.stderr) for process in done]
 
 
 # -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from conftest import (
     snapshot,
     started,
     steps,
-    wait_all,
+    succeed,
     weights,
 )
 
@@ -138,8 +138,7 @@ def test_informed_signatures(quick):
     ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # shards of other signatures
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
-    for code, _, errors in wait_all(ranks(2, 'train.py', *data, *args, cwd=quick)):
-        assert code == 0, errors
+    succeed(ranks(2, 'train.py', *data, *args, cwd=quick))
     ok('mhf.released', 'a', 'exported', cwd=quick)
     model = load(str(quick / 'a')).model
     assert [len(ranges) > 5 for ranges in model.config.frequency_ranges] == [True] * 3
@@ -226,8 +225,7 @@ def test_a_fork_resumes_exactly(quick, number):
     """
     args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--lr_decay_steps=24')
     for out, last in (('a', 4), ('b', 2), ('b', 4)):
-        done = wait_all(ranks(number, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick, patch=STATEFUL))
-        assert [code for code, *_ in done] == number * [0], done
+        succeed(ranks(number, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick, patch=STATEFUL))
     a = weights(quick, 'a')
     b = weights(quick, 'b')
     for key in ('model', 'optimizer'):
@@ -327,7 +325,7 @@ def test_a_signal_to_one_of_two_ranks(quick):
     for _ in range(2):
         os.kill(processes[1].pid, signal.SIGINT)
         time.sleep(0.5)
-    assert [code for code, *_ in wait_all(processes)] == [143, 130]
+    assert [process.communicate().returncode for process in processes] == [143, 130]
     assert weights(quick, 'b')['step'] == steps(quick, 'b')[-1]['step'] == 4
 
 
@@ -372,8 +370,7 @@ def test_any_world_size_sees_the_same_batches(quick):
     val = {key: value for key, value in events(quick, 'micro')[-1].items() if key.startswith('val_')}
     more = ('train.py', 'cfg.py', *until(8), '--micro_batch_size=2', '--out_dir=micro')
     seed = in_forward(3, "open(f'seed_{torch.initial_seed()}', 'w').close()")
-    done = wait_all([*ranks(2, *short, '--out_dir=two', cwd=quick, patch=seed), *ranks(4, *more, cwd=quick)])
-    assert [code for code, *_ in done] == 6 * [0], [errors for _, _, errors in done]
+    succeed([*ranks(2, *short, '--out_dir=two', cwd=quick, patch=seed), *ranks(4, *more, cwd=quick)])
     # the ranks draw different random numbers
     assert sorted(path.name for path in quick.glob('seed_*')) == ['seed_44', 'seed_45']
     for out in ('micro', 'two'):
@@ -395,7 +392,9 @@ def test_ranks_must_agree(quick, tmp_path):
     variables = rank_variables(2)
     first = Forked(*args, cwd=quick, RANK='0', **variables)
     second = Forked(*args, cwd=other, patch="import torch; torch.__version__ = '2.0.1'", RANK='1', **variables)
-    for code, _, errors in wait_all([first, second]):
-        assert code == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
+    for process in (first, second):
+        done = process.communicate()
+        errors = done.stderr
+        assert done.returncode == 1 and 'error: rank 1 has ' in errors and errors.count('\n') == 1, errors
         assert 'checkpoint step=16 (rank 0: 24)' in errors and 'torch=2.0.1 (rank 0: ' in errors
     assert snapshot(tmp_path) == before
