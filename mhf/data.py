@@ -168,33 +168,25 @@ class Bins:
 
     def find_ids(self, signatures, path):
         """Returns the token ids (n,) of signatures (n, H) of a shard. Raises InputError if the table lacks one."""
-        packed, ids = self.signatures
-        keys = pack(signatures)
-        places = packed.searchsorted(keys).clip(max=len(packed) - 1)
-        if (packed[places] != keys).any():
+        known, ids = self.signatures
+        keys = signatures.view(known.dtype)[:, 0]
+        places = known.searchsorted(keys).clip(max=len(known) - 1)
+        if (known[places] != keys).any():
             raise damage(path, 'a signature belongs to no token')
         return ids[places]
 
     @functools.cached_property
     def signatures(self):
-        """The signatures of the folder's table, packed and sorted, and their token ids. Raises InputError."""
+        """The signatures of the folder's table, each as one value, sorted, and their token ids. Raises InputError."""
         table = build_table(self.meta, self.tok.tokens, self.meta['pad_id'])
         if fingerprint(table) != self.meta['table_sha256']:
             differs = f'{self.paths[0].parent} contains signatures of another version of hashing.py or torch'
             raise InputError(f'{differs}; prepare it again, in another --data_dir')
         # the zero row is pad_id's, although unused ids have it, too
         ids = [i for i, token in enumerate(self.tok.tokens) if i == self.meta['pad_id'] or token is not None]
-        packed = pack(table[ids])
-        order = packed.argsort(kind='stable')
-        return packed[order], np.array(ids, token_dtype(self.meta | dict(data_format='ids')))[order]
-
-
-def pack(signatures):
-    """Packs each of the signatures (n, H) uint16 into one value, which numpy can sort and search."""
-    n, H = signatures.shape
-    if H > 4:
-        return np.ascontiguousarray(signatures).view(f'V{2 * H}').reshape(n)
-    return signatures.astype(np.uint64) @ (1 << 16 * np.arange(H, dtype=np.uint64))
+        keys = table[ids].view(f'V{self.dtype.itemsize}')[:, 0]  # 2 H bytes, which numpy can sort and search
+        order = keys.argsort(kind='stable')
+        return keys[order], np.array(ids, token_dtype(self.meta | dict(data_format='ids')))[order]
 
 
 # -----------------------------------------------------------------------------
