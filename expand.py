@@ -41,7 +41,7 @@ from mhf.checkpoint import load
 from mhf.data import build_table
 from mhf.errors import InputError
 from mhf.released import save_pretrained
-from mhf.sources import HELD_OUT, HELD_OUT_BYTES, input_files, is_held_out, read_files, start_counts
+from mhf.sources import input_files, is_held_out, read_files, start_counts
 from mhf.tokenizers import SentencePieceTokenizer, get_tokenizer
 
 # tokenizer
@@ -56,6 +56,9 @@ output_dir = ''  # the folder for the expanded model, in the released format
 
 config = configure(globals())
 
+# the share of a corpus that is held out, up to a limit; prepare.py holds out at least this by config/expand_*.py
+HELD_OUT = 0.05
+HELD_OUT_BYTES = 400_000
 
 # -----------------------------------------------------------------------------
 # corpora
@@ -203,7 +206,7 @@ def expand_tokenizer(tok, documents, counts):
             taken.update(best)
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
         # a piece is unreachable if merges of higher priority split its text differently
-        splits = larger.split(larger.tokens[V:])
+        splits = larger.encode_pieces(larger.tokens[V:])
         unreachable = {larger.tokens[k] for k, ids in enumerate(splits, V) if ids != [k]}
         # a tokenizer.json splits a character that is no piece into bytes before it merges
         characters = old_pieces.union(pieces)
@@ -239,7 +242,7 @@ def expand_model(model, tok, larger, documents):
         raise InputError(f"tokenizer='{tokenizer}' exists and does not extend base_tokenizer='{base_tokenizer}'; {fix}")
     if not c.num_hashes:
         E = model.embed.weight.data
-        new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.split(larger.tokens[V:])]
+        new_rows = [E[ids].mean(0, keepdim=True) for ids in tok.encode_pieces(larger.tokens[V:])]
         model.embed = torch.nn.Embedding.from_pretrained(torch.cat([E[:V], *new_rows]), freeze=False)
         table = None
     elif c.frequency_ranges:
@@ -254,16 +257,7 @@ def expand_model(model, tok, larger, documents):
 
 
 # -----------------------------------------------------------------------------
-# output
-
-
-def write_tokenizer(larger, held_out):
-    """Writes held_out, {path: documents}, then the tokenizer."""
-    Path(tokenizer).parent.mkdir(parents=True, exist_ok=True)
-    for path, documents in held_out.items():
-        rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in documents]
-        path.write_text(''.join(rows), encoding='utf-8')
-    Path(tokenizer).write_bytes(larger.definition)
+# the script
 
 
 def open_base():
@@ -271,7 +265,7 @@ def open_base():
     tok = get_tokenizer(base_tokenizer)
     is_sentencepiece = isinstance(tok, SentencePieceTokenizer)
     is_bpe = is_sentencepiece and ModelProto.FromString(tok.definition).trainer_spec.model_type == TrainerSpec.BPE
-    # tok.split() puts a line break before each piece, and an unknown one would merge with unknown characters after it
+    # encode_pieces() puts a line break before each piece; an unknown one would merge with unknown characters after it
     if not is_bpe or not tok.encode(['\n'])[0] or tok.unk in tok.encode(['\n'])[0]:
         kind = 'byte-pair encoding of SentencePiece with line breaks (identity normalization, byte fallback)'
         raise InputError(f"base_tokenizer='{base_tokenizer}' is not {kind}; use mistral")
@@ -304,10 +298,13 @@ def main():
         larger = get_tokenizer(tokenizer)
     else:
         larger = expand_tokenizer(tok, documents, counts)
+        file.parent.mkdir(parents=True, exist_ok=True)
         for name, texts in held_out.items():
             before, after = (sum(map(len, encoder.encode(texts))) for encoder in (tok, larger))
             print(f'{name:<14}{before:>11,} -> {after:>11,} held-out tokens{1 - after / before:>9.1%}')
-        write_tokenizer(larger, {held_out_files[name]: texts for name, texts in held_out.items()})
+            rows = [json.dumps(dict(text=text), ensure_ascii=False) + '\n' for text in texts]
+            held_out_files[name].write_text(''.join(rows), encoding='utf-8')
+        file.write_bytes(larger.definition)  # last, because a rerun uses a tokenizer that exists
     new_parameters = ''
     if source_model:
         before = sum(source.model.num_params())

@@ -153,7 +153,7 @@ def training_batches(bins, first_step):
 
 
 @torch.no_grad()
-def evaluate(model, bins, autocast):
+def validate(model, bins, autocast):
     """Validates on all held-out tokens, in order; the ranks share them. Returns a dict for the log."""
     n = len(bins) - 1
     starts = range(0, n - n % block_size, block_size)
@@ -295,7 +295,7 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
         seconds = time.perf_counter() - start_time
 
         validates = done % eval_interval == 0 or done == max_steps
-        results = evaluate(raw_model, val_bins, autocast) if validates else {}
+        results = validate(raw_model, val_bins, autocast) if validates else {}
         for name, value in dict(loss=mean_loss, grad_norm=grad_norm, **results).items():  # the same on all ranks
             if not math.isfinite(value):  # the run ends before it saves its weights
                 raise InputError(f'step {done}: {name}={value}; rerun with a smaller learning_rate; the run resumes')

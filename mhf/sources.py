@@ -37,9 +37,6 @@ HUB = {
 NOT_STDLIB = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__'}  # skipped directories
 SUFFIXES = r'\.(parquet|py|(txt|jsonl|ndjson|json)(\.(gz|xz|zst))?)$'
 MAX_DOCUMENT_CHARS = 1 << 20  # a longer document is split at line ends, or after twice as many characters
-# expand.py holds out this share of a corpus, up to this limit in bytes; prepare.py at least this by config/expand_*.py
-HELD_OUT = 0.05
-HELD_OUT_BYTES = 400_000
 
 # -----------------------------------------------------------------------------
 # files
@@ -117,7 +114,7 @@ def read_files(paths, separate_ends=0.0):
     InputError.
     """
     for path in paths:
-        for text in map(str.strip, read_file(path)):
+        for text in map(str.strip, read_documents(path)):
             if text and separate_ends:
                 end = len(text) - math.ceil(len(text) * separate_ends)
                 end = max(end, text.find('\n', end, (end + len(text)) // 2))
@@ -127,7 +124,7 @@ def read_files(paths, separate_ends=0.0):
                 yield text
 
 
-def read_file(path):
+def read_documents(path):
     """Yields the text of each document of a file, long ones in pieces. Raises InputError."""
     row = 1
     try:

@@ -49,7 +49,7 @@ class SentencePieceTokenizer:
     def decode(self, ids):
         return self.sp.decode([int(i) for i in ids])
 
-    def split(self, pieces):
+    def encode_pieces(self, pieces):
         """Encodes pieces of a larger tokenizer, each at the start of a line. Returns a list of ids for each piece."""
         before = len(self.sp.encode('\n'))
         lines = ['\n' + piece.replace('▁', ' ') for piece in pieces]

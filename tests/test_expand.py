@@ -72,7 +72,7 @@ def test_expanded_tokenizer(expansion, old):
     foreign = [t for letters in LANGUAGES.values() for t in invented_language(*letters)]
     for texts in (SAYINGS, english, foreign):
         assert [tok.decode(i) for i in tok.encode(texts)] == texts
-    assert tok.split(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
+    assert tok.encode_pieces(tok.tokens[V:]) == [[k] for k in range(V, V + 1200)]
     for name, letters in LANGUAGES.items():
         held = held_out(expansion / f'three_{name}.jsonl')
         # expand.py ignores val_fraction
