@@ -84,27 +84,23 @@ def read_ids(path, lm):
     return ids, num_bytes, lost_bytes
 
 
-def windows(ids, T):
+def score_windows(lm, ids):
     """
-    Yields requests (context ids, ids to score). Each id except the first is scored exactly once. Windows have up to T
-    inputs, at a stride of T - T // 2. From the second window on, the context of an id is at least T // 2 tokens long.
+    Scores token ids (n + 1,), each but the first once, in windows of up to T inputs at a stride of T - T // 2. From the
+    second window on, the context of an id is at least T // 2 tokens long.
+
+    Returns two tensors (n,), float64, for each id but the first: nats, and whether it is the likeliest token (1 or 0).
     """
+    T = lm.max_length
+    windows = []  # (context ids, ids to score)
     start = 0
     first = 1  # the first id that is not scored yet
     while first < len(ids):
         end = start + T + 1
-        yield ids[start:first], ids[first:end]
+        windows.append((ids[start:first], ids[first:end]))
         first = end
         start += T - T // 2
-
-
-def score_windows(lm, ids):
-    """
-    Scores token ids (n + 1,) in overlapping windows.
-
-    Returns two tensors (n,), float64, for each id but the first: nats, and whether it is the likeliest token (1 or 0).
-    """
-    scores = dict(lm.score_requests(list(windows(ids, lm.max_length)), 'text'))
+    scores = dict(lm.score_requests(windows, 'text'))
     logp, is_best = torch.from_numpy(np.concatenate([scores[k] for k in sorted(scores)], axis=1))
     return -logp, is_best
 
