@@ -49,7 +49,7 @@ tok = loaded.tok
 torch.backends.cuda.enable_cudnn_sdp(False)
 print(f'{loaded.name}; seed {seed}', file=sys.stderr)
 dtype = pick_dtype(dtype, device)
-model.to(device, getattr(torch, dtype)).eval()
+model.to(device, getattr(torch, dtype))
 
 prompt = tok.encode([start])[0]
 if loaded.add_bos or not prompt:

@@ -196,8 +196,6 @@ class MHFLM(TemplateLM):
         prompt_ids = self.fit_context(self.tok_encode(prompt), self.max_length - options['max_gen_toks'])
         prompt_ids = prompt_ids or [self.tok.bos]
         stops = [str(stop) for stop in options['until'] if stop]
-        # the last tokens of a text that contain a stop string just completed, and up to two incomplete characters
-        num_last = max((len(stop.encode()) for stop in stops), default=0) + 8
         engine = Engine(self.model, options['temperature'], options.get('top_k'), options.get('top_p'))
         new_ids = []
         with self.autocast():
@@ -205,8 +203,8 @@ class MHFLM(TemplateLM):
                 if token.item() in self.stop_ids:
                     break
                 new_ids.append(token.item())
-                end = self.tok.decode(new_ids[-num_last:]) if stops else ''
-                if any(stop in end for stop in stops):
+                new_text = self.tok.decode(new_ids)
+                if any(stop in new_text for stop in stops):
                     break
         # SentencePiece drops the first space of a text, so decode both
         text = self.tok.decode(prompt_ids + new_ids)[len(self.tok.decode(prompt_ids)) :]
@@ -241,7 +239,7 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     opened = load(out_dir, tokenizer)
     add_bos = {None: opened.add_bos, True: True, False: False}[bos]
     bos = opened.tok.bos if add_bos else None
-    lm = MHFLM(opened.model.to(device).eval(), opened.tok, bos, pick_dtype(dtype, device))
+    lm = MHFLM(opened.model.to(device), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
     lm.info |= dict(name=opened.name, model_name=opened.source)
     return lm
