@@ -40,87 +40,64 @@ _LONGEST = _COMMON | dict(group='10.2 M tokens', train='data/study_english_10m',
 _LONGEST |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500)
 
 _LEARNING_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
-_STANDARD = dict(name='Standard', learning_rates=_LEARNING_RATES, num_hashes=0)
+_STANDARD = dict(name='Standard', label='Standard, plain', learning_rates=_LEARNING_RATES, num_hashes=0)
 # takes about as long as MHF's run on a CPU
-_MORE_TOKENS = _STANDARD | dict(name='Standard, 1.5 x the tokens')
-_MHF = dict(name='MHF H4 B7,966', learning_rates=_LEARNING_RATES, num_hashes=4, num_buckets=7966)
+_MORE_TOKENS = dict(name='Standard, 1.5 x the tokens', label='Standard, plain, trained on 4.61 M tokens')
+_MHF = dict(name='MHF H4 B7,966', label='MHF H4, plain', learning_rates=_LEARNING_RATES)
+_MHF |= dict(num_hashes=4, num_buckets=7966)
 _VARIANTS = [
-    _MHF | dict(name='MHF H3 B10,686', num_hashes=3, num_buckets=10686),
-    _MHF | dict(name='MHF H2 B16,126', num_hashes=2, num_buckets=16126),
-    _MHF | dict(name='MHF H4 B7,966, no cascade', ablation='no_cascade'),
-    _MHF | dict(name='MHF H4 B7,966, LSH:MMH3 2:2', num_lsh=2),
+    dict(name='MHF H3 B10,686', label='MHF H3 B10,686, plain', num_hashes=3, num_buckets=10686),
+    dict(name='MHF H2 B16,126', label='MHF H2 B16,126, plain', num_hashes=2, num_buckets=16126),
+    dict(name='MHF H4 B7,966, no cascade', label='MHF H4, plain, no cascade', ablation='no_cascade'),
+    dict(name='MHF H4 B7,966, LSH:MMH3 2:2', label='MHF H4, plain, LSH', num_lsh=2),
 ]
+_HARD = dict(name='MHF H4 B7,966, hard embeddings', label='MHF H4, plain, hard embeddings', ablation='hard_embeddings')
 
 _TUNED = dict(learning_rates=(1e-3,), embedding_lr_mult=4.0, beta2=0.99)
+_SCALED = _STANDARD | _TUNED | dict(name='Standard, tuned, scale 4', label='Standard', embedding_scale=4.0)
+_H4 = _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned, orthogonal', label='MHF H4')
+_H4 |= dict(encoder_init='orthogonal', embedding_scale=8.0)
 _TUNED_MODELS = [
-    _STANDARD | _TUNED | dict(name='Standard, tuned'),
-    _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned'),
-    _STANDARD | _TUNED | dict(name='Standard, tuned, scale 4', embedding_scale=4.0),
-    _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned, orthogonal', encoder_init='orthogonal', embedding_scale=8.0),
+    _STANDARD | _TUNED | dict(name='Standard, tuned', label='Standard, embeddings x 1'),
+    _MHF | _TUNED | dict(name='MHF H4 B7,966, tuned', label='MHF H4, Gaussian W_s'),
+    _SCALED,
+    _H4,
 ]
-
 
 RUNS = [
     _SHORT | _STANDARD,
     _SHORT | _MHF,
-    _SHORT | _MHF | dict(name='MHF H4 B7,966, product loss', loss='product'),
-    _SHORT | _MHF | dict(name='MHF H4 B7,966, Single-ID', single_id=True),
-    _SHORT | _MHF | dict(name='MHF H4 B7,966, mean gate', ablation='mean_gate'),
-    _SHORT | _MHF | dict(name='MHF H4 B7,966, hard embeddings', ablation='hard_embeddings'),
+    _SHORT | _MHF | dict(name='MHF H4 B7,966, product loss', label='MHF H4, plain, product loss', loss='product'),
+    _SHORT | _MHF | dict(name='MHF H4 B7,966, Single-ID', label='MHF H4, plain, Single-ID', single_id=True),
+    _SHORT | _MHF | dict(name='MHF H4 B7,966, mean gate', label='MHF H4, plain, mean gate', ablation='mean_gate'),
+    _SHORT | _MHF | _HARD,
     _LONG | _STANDARD,
     _LONG | _MHF,
-    _LONG | _MORE_TOKENS | dict(learning_rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
+    _LONG | _STANDARD | _MORE_TOKENS | dict(learning_rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
     _WIDE | _STANDARD,
     # B for as many parameters as Standard with d=384
     _WIDE | _MHF | dict(name='MHF H4 B7,934', num_buckets=7934),
 ]
-RUNS += [_LONG | _model | dict(learning_rates='MHF H4 B7,966') for _model in _VARIANTS]
+RUNS += [_LONG | _MHF | _variant | dict(learning_rates='MHF H4 B7,966') for _variant in _VARIANTS]
 for _model in _TUNED_MODELS:
     _wide = dict(name=_model['name'].replace('7,966', '7,934'))
     _wide |= dict(num_buckets=7934) if _model['num_hashes'] else {}
     RUNS += [_SHORT | _model, _LONG | _model, _WIDE | _model | _wide]
-    if _model['name'].endswith(('scale 4', 'orthogonal')):
+    if _model in (_SCALED, _H4):
         RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]
 # a control: one row of E for each token, as in Standard, and W_s
-_ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', num_hashes=1, num_buckets=32768)
-RUNS += [_group | _TUNED_MODELS[-1] | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
+_ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', label='Standard with W_s', num_hashes=1, num_buckets=32768)
+RUNS += [_group | _H4 | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
 # counts and spelling, at the sizes of the demo and at those of Standard
-_H4 = _TUNED_MODELS[-1]
-_DEMO = _H4 | dict(name='MHF H3 B2,048, tuned, orthogonal', num_hashes=3, num_buckets=2048)
+_DEMO = _H4 | dict(name='MHF H3 B2,048, tuned, orthogonal', label='MHF H3 B2,048', num_hashes=3, num_buckets=2048)
 for _model, _group, _sample in ((_DEMO, _LONG, _SAMPLE), (_H4, _SHORT, _SHORT_SAMPLE), (_H4, _LONG, _SAMPLE)):
-    _ranges = _group | _model | dict(name=f'{_model["name"]}, ranges', counts_from=_sample, recorded='8e19a3c')
-    _informed = _group | _model | dict(name=f'{_model["name"]}, informed', counts_from=_sample)
-    RUNS += [_ranges, _informed]
+    _ranges = dict(name=f'{_model["name"]}, ranges', label=f'{_model["label"]}, frequency ranges', recorded='8e19a3c')
+    _informed = dict(name=f'{_model["name"]}, informed', label=f'{_model["label"]}, informed signatures')
+    RUNS += [_group | _model | _signatures | dict(counts_from=_sample) for _signatures in (_ranges, _informed)]
 # controls: Standard that knows the spelling, and MHF that knows nothing else
-_SPELLING = dict(name='Standard, tuned, scale 4, rows of form and shape', edit='study.spelling_rows')
-RUNS += [_SHORT | _TUNED_MODELS[-2] | _SPELLING]
+_SPELLING = dict(name='Standard, tuned, scale 4, rows of form and shape', label='Standard with rows of form and shape')
+RUNS += [_SHORT | _SCALED | _SPELLING | dict(edit='study.spelling_rows')]
 _NO_COUNTS = dict(name='MHF H4 B7,966, tuned, orthogonal, informed without counts', edit='study.no_counts')
-RUNS += [_SHORT | _H4 | _NO_COUNTS | dict(counts_from=_SHORT_SAMPLE)]
-RUNS += [_LONG | _DEMO, _SHORT | _H4 | dict(name='MHF H4 B7,966, tuned, orthogonal, product loss', loss='product')]
-
-# names in study/report.py
-_LABELS = {
-    'Standard': 'Standard, plain',
-    'Standard, 1.5 x the tokens': 'Standard, plain, trained on 4.61 M tokens',
-    'Standard, tuned': 'Standard, embeddings x 1',
-    'Standard, tuned, scale 4': 'Standard',
-    'Standard, tuned, scale 4, rows of form and shape': 'Standard with rows of form and shape',
-    'MHF H4 B7,966': 'MHF H4, plain',
-    'MHF H4 B7,966, tuned': 'MHF H4, Gaussian W_s',
-    'MHF H4 B7,966, tuned, orthogonal': 'MHF H4',
-    'MHF H4 B7,966, tuned, orthogonal, ranges': 'MHF H4, frequency ranges',
-    'MHF H4 B7,966, tuned, orthogonal, informed': 'MHF H4, informed signatures',
-    'MHF H4 B7,966, tuned, orthogonal, informed without counts': 'MHF H4, form and shape without counts',
-    'MHF H4 B7,966, tuned, orthogonal, product loss': 'MHF H4, product loss',
-    'MHF H1 B32,768, tuned, orthogonal': 'Standard with W_s',
-    'MHF H2 B16,126': 'MHF H2 B16,126, plain',
-    'MHF H3 B10,686': 'MHF H3 B10,686, plain',
-    'MHF H4 B7,966, LSH:MMH3 2:2': 'MHF H4, plain, LSH',
-    'MHF H3 B2,048, tuned, orthogonal': 'MHF H3 B2,048',
-    'MHF H3 B2,048, tuned, orthogonal, ranges': 'MHF H3 B2,048, frequency ranges',
-    'MHF H3 B2,048, tuned, orthogonal, informed': 'MHF H3 B2,048, informed signatures',
-}
-for _entry in RUNS:
-    _name = _entry['name'].replace('7,934', '7,966')
-    _variant = _name.replace('MHF H4 B7,966,', 'MHF H4, plain,')
-    _entry['label'] = _LABELS.get(_name, _variant)
+_NO_COUNTS |= dict(label='MHF H4, form and shape without counts', counts_from=_SHORT_SAMPLE)
+_PRODUCT = dict(name='MHF H4 B7,966, tuned, orthogonal, product loss', label='MHF H4, product loss', loss='product')
+RUNS += [_SHORT | _H4 | _NO_COUNTS, _LONG | _DEMO, _SHORT | _H4 | _PRODUCT]
