@@ -93,8 +93,8 @@ def parse_flag(argument, script, defaults):
 
 def read_config(path, defaults=()):
     """
-    Returns {name: value} of a config file. Raises InputError for names that are neither in
-    `defaults` nor settings in the source of a script.
+    Returns {name: value} of a config file. Raises InputError for names that are neither in `defaults` nor settings in
+    the source of a script.
     """
     scope = runpy.run_path(str(path) if Path(path).is_file() else str(HERE / path))
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}

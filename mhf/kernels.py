@@ -1,19 +1,17 @@
 """
 The token logits and their adjoint as Triton kernels, for mhf/head.py.
 
-    transpose    copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
-    sum_logits   computes the token logits sum_i o_i[s_i(w)] of every token id w
-    adjoint      computes for each bucket the sum of a gradient over its tokens
+    transpose_kernel   copies the bucket logits o_i (n, B) into blocks of positions, with one row per bucket
+    sum_kernel         computes the token logits sum_i o_i[s_i(w)] of every token id w
+    adjoint_kernel     computes for each bucket the sum of a gradient over its tokens
 
 Gathers are fast if they read contiguous memory. In (n, B) the logits of one bucket are B elements apart. In a block of
-64 positions they are one row of 64. sum_logits adds H rows to get the token logits of an id. adjoint gathers the rows
-of a bucket's tokens from the transposed gradient. The programs of a block run before those of the next block, so the
-rows of a block stay in the L2 cache.
+64 positions they are one row of 64. sum_kernel adds H rows to get the token logits of an id. adjoint_kernel gathers the
+rows of a bucket's tokens from the transposed gradient. The programs of a block run before those of the next block, so
+the rows of a block stay in the L2 cache.
 
 The kernels use no atomic adds, so equal inputs produce equal bits. Offsets into tensors that grow with n are 64-bit.
-The sizes are the fastest of those tried on an H200 with 4,096 positions of H4B16K when the first kernel also computed a
-logsumexp: 1.37 ms with the gradient; with 32 or 128 positions 1.66 and 1.70, 32 or 128 tokens 1.49 and 1.38, 8 or 32
-buckets 1.43 and 1.51 (study/LOG.md).
+The sizes are the fastest of those tried on an H200 (study/LOG.md).
 """
 
 import torch

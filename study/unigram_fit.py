@@ -21,7 +21,7 @@ from mhf.data import Bins, count_tokens
 from mhf.errors import install_excepthook
 
 
-def fit(table, counts, used, iterations=1500):
+def fit(table, counts, used):
     """
     Fits bucket logits to token counts.
 
@@ -44,8 +44,8 @@ def fit(table, counts, used, iterations=1500):
         loss.backward()
         return loss
 
-    # step() continues the fit, and returns the loss before its first iteration
-    losses = [optimizer.step(closure).item() for _ in range(iterations // 100 + 1)]
+    # step() continues the fit for 100 iterations, and returns the loss before the first of them
+    losses = [optimizer.step(closure).item() for _ in range(16)]
     return losses[-1] - torch.special.entr(p).sum().item(), losses[-2] - losses[-1]
 
 
