@@ -78,7 +78,8 @@ RUNS = [
     # B for as many parameters as Standard with d=384
     _WIDE | _MHF | dict(name='MHF H4 B7,934', num_buckets=7934),
 ]
-RUNS += [_LONG | _MHF | _variant | dict(learning_rates='MHF H4 B7,966') for _variant in _VARIANTS]
+# at the best learning rate of MHF H4
+RUNS += [_LONG | _MHF | _variant | dict(learning_rates=(2e-3,)) for _variant in _VARIANTS]
 for _model in _TUNED_MODELS:
     _wide = dict(name=_model['name'].replace('7,966', '7,934'))
     _wide |= dict(num_buckets=7934) if _model['num_hashes'] else {}

@@ -14,9 +14,8 @@ dataset. RUNS are entries with a name, a group, a config, a dtype, learning rate
     label       the entry's name in the tables of study/report.py
 
 Other keys of an entry are settings of train.py and override the config. The first seed is trained at every learning
-rate, the other seeds at the one with the fewest nats on the first corpus. learning_rates='H3' uses the best learning
-rate of the entry H3, of the same group if it has one. All learning rates are trained first, then all second seeds, then
-all third ones.
+rate, the other seeds at the one with the fewest nats on the first corpus. All learning rates are trained first, then
+all second seeds, then all third ones.
 
 Group, name, learning rate and seed identify a row; its column `settings` has everything else that decides it, as JSON.
 An entry with other settings needs another name. OMP_NUM_THREADS sets the threads of each run; by default the runs share
@@ -75,17 +74,6 @@ class Study:
             if count > 1:
                 raise InputError(f'{path}: {count} entries have the {key} {name}; rename one')
 
-    def named(self, entry, key):
-        """The entry that a key of an entry names, in the same group if it has one of this name."""
-        found = [e for e in self.entries if e['name'] == entry[key]]
-        if key == 'learning_rates':
-            found = [e for e in found if isinstance(e[key], tuple)]
-        return min(found, key=lambda e: e['group'] != entry['group'])
-
-    def lr_sweep(self, entry):
-        """The entry whose learning rates are tried for this one: itself, or the one that it names."""
-        return entry if isinstance(entry['learning_rates'], tuple) else self.named(entry, 'learning_rates')
-
     def settings(self, entry):
         """
         What decides the rows of an entry, besides learning rate and seed: settings of train.py, from its defaults, the
@@ -111,8 +99,9 @@ class Study:
         return entry['group'], entry['name'], learning_rate, seed
 
     def source_key(self, entry, seed, rows):
-        """The key of the run whose model an entry expands."""
-        source = self.named(entry, 'source')
+        """The key of the run whose model an entry expands, of the same group if it has an entry of this name."""
+        named = [e for e in self.entries if e['name'] == entry['source']]
+        source = min(named, key=lambda e: e['group'] != entry['group'])
         return self.key(source, self.best_lr(source, rows), seed)
 
     def folder(self, key):
@@ -124,8 +113,8 @@ class Study:
         rows = read_rows(self.csv)
         for entry in self.entries:
             settings = self.settings(entry)
-            learning_rates = self.lr_sweep(entry)['learning_rates']
-            for key in rows.keys() & {self.key(entry, lr, seed) for lr in learning_rates for seed in entry['seeds']}:
+            keys = {self.key(entry, lr, seed) for lr in entry['learning_rates'] for seed in entry['seeds']}
+            for key in rows.keys() & keys:
                 # older rows record fewer settings, and were trained without an edit
                 known = dict(edit=None, dtype=rows[key]['dtype'])
                 recorded = settings | known | json.loads(rows[key]['settings'])
@@ -139,13 +128,12 @@ class Study:
         The learning rate whose first seed has the fewest nats, or None if none of several is finished. Unless so_far is
         set, None also while a learning rate has neither finished nor failed.
         """
-        swept = self.lr_sweep(entry)
-        if len(swept['learning_rates']) == 1:
-            return swept['learning_rates'][0]
-        keys = {self.key(swept, lr, swept['seeds'][0]): lr for lr in swept['learning_rates']}
+        if len(entry['learning_rates']) == 1:
+            return entry['learning_rates'][0]
+        keys = {self.key(entry, lr, entry['seeds'][0]): lr for lr in entry['learning_rates']}
         if not so_far and not keys.keys() <= rows.keys() | self.failed:
             return None
-        column = f'{next(iter(swept["corpora"]))}_nats_per_token'
+        column = f'{next(iter(entry["corpora"]))}_nats_per_token'
         nats = {lr: float(rows[key][column]) for key, lr in keys.items() if key in rows}
         return min(nats, key=lambda lr: (nats[lr], lr), default=None)
 
@@ -162,7 +150,7 @@ class Study:
             if 'recorded' in entry:
                 continue
             best = self.best_lr(entry, rows)
-            pairs = [(lr, 0) for lr in entry['learning_rates']] if self.lr_sweep(entry) is entry else []
+            pairs = [(lr, 0) for lr in entry['learning_rates']]
             pairs += [(best, k) for k in range(len(entry['seeds']))] if best else []
             runs += [(k, self.key(entry, lr, entry['seeds'][k]), entry) for lr, k in pairs]
         runs.sort(key=lambda run: run[0])

@@ -99,9 +99,9 @@ def test_best_learning_rate(folder):
     assert runs.best_lr(entry, partial) is None and runs.best_lr(entry, partial, so_far=True) == 1e-3
     assert runs.best_lr(entry, full) == 1e-2
     assert list(runs.pending(partial)) == [second] and not runs.pending(full)
-    # the entry of another group uses its learning rate
+    # first seeds of all groups, then second ones
     two_seeds = entry | dict(seeds=(1, 2))
-    longer = two_seeds | dict(group='longer', max_steps=50, learning_rates='H3')
+    longer = two_seeds | dict(group='longer', max_steps=50, learning_rates=(1e-2,))
     runs.entries = [two_seeds, longer]
     assert list(runs.pending(full)) == [('longer', 'H3', 1e-2, 1), ('tiny', 'H3', 1e-2, 2), ('longer', 'H3', 1e-2, 2)]
     # rows of an earlier commit
