@@ -10,7 +10,7 @@ from copy import copy
 import torch
 import torch.nn as nn
 
-from mhf.head import allow_compilations
+from mhf.head import allow_compilations, product_dtype
 from mhf.runtime import capture
 from model import sample_token, upcast
 
@@ -63,11 +63,9 @@ class Engine:
         """An empty KV cache for N sequences: (layers, 2, N, kv_heads, length, head_dim)."""
         c = self.model.config
         weight = self.model.embed.weight
-        device_type = weight.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
         shape = (c.num_layers, 2, N, c.num_kv_heads, min(length, c.block_size), c.head_dim)
         # zeros, because attention multiplies masked values by 0, and 0 * NaN would be NaN
-        return torch.zeros(shape, dtype=dtype, device=weight.device)
+        return torch.zeros(shape, dtype=product_dtype(weight), device=weight.device)
 
     def new_noise(self, N):
         """Memory for the noise of sample_token (N, V); None if sampling is greedy."""
