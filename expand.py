@@ -70,7 +70,7 @@ def parse_corpora():
     without suffix: 'text/ar.jsonl.xz', 'fineweb-2:ar' and 'ar/*.jsonl' are ar. Raises InputError.
     """
     files = {}
-    counts = {}
+    num_new = {}
     for item in filter(None, corpora.split(',')):
         corpus, count = re.fullmatch(r'(.+?)(?:@(\d+))?', item).groups(num_new_tokens)
         parts = re.findall(r'[^/:*?.]+', re.sub(r'(\.\w+)+$', '', corpus))
@@ -78,8 +78,8 @@ def parse_corpora():
         if name in files:
             raise InputError(f"corpora '{corpora}': two corpora are named '{name}'; rename a file or a folder")
         files[name] = corpus
-        counts[name] = int(count)
-    return files, counts
+        num_new[name] = int(count)
+    return files, num_new
 
 
 def read_corpus(corpus):
@@ -187,21 +187,21 @@ def append_pieces(model, pieces):
     return larger.SerializeToString()
 
 
-def expand_tokenizer(tok, documents, counts):
-    """Returns a larger tokenizer. documents, {language: list of str}; counts, {language: number of new tokens}."""
+def expand_tokenizer(tok, documents, num_new):
+    """Returns a larger tokenizer. documents, {language: list of str}; num_new, {language: number of new tokens}."""
     model = ModelProto.FromString(tok.definition)
     old_pieces = {p.piece for p in model.pieces}
     ranked = {}
-    for name in counts:
-        if counts[name]:
-            ranked[name] = rank_candidates(documents[name], old_pieces, model.trainer_spec, counts[name])
+    for name, count in num_new.items():
+        if count:
+            ranked[name] = rank_candidates(documents[name], old_pieces, model.trainer_spec, count)
     V = len(tok.tokens)
     excluded = set()
     while True:
         taken = old_pieces | excluded
         pieces = []  # of each language the best that are not taken, in the order of learning
         for name, rank in ranked.items():
-            best = [piece for piece in rank if piece not in taken][: counts[name]]
+            best = [piece for piece in rank if piece not in taken][: num_new[name]]
             pieces += sorted(best, key=rank.get)
             taken.update(best)
         larger = SentencePieceTokenizer('', model_proto=append_pieces(model, pieces))
@@ -273,7 +273,7 @@ def open_base():
 
 
 def main():
-    languages, counts = parse_corpora()
+    languages, num_new = parse_corpora()
     use_existing = bool(source_model) and Path(tokenizer).exists()
     file = Path(tokenizer)
     held_out_files = {name: file.with_name(f'{file.stem}_{name}.jsonl') for name in languages}
@@ -297,7 +297,7 @@ def main():
     if use_existing:
         larger = get_tokenizer(tokenizer)
     else:
-        larger = expand_tokenizer(tok, documents, counts)
+        larger = expand_tokenizer(tok, documents, num_new)
         file.parent.mkdir(parents=True, exist_ok=True)
         for name, texts in held_out.items():
             before, after = (sum(map(len, encoder.encode(texts))) for encoder in (tok, larger))
