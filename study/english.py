@@ -13,6 +13,7 @@ table until the commit in `recorded`.
 
 _SAMPLE = 'data/study_english_3.07e6'
 _SHORT_SAMPLE = 'data/study_english_1.02e6'
+_LONG_SAMPLE = 'data/study_english_10.2e6'
 _HELD_OUT = dict(val_fraction=0.03, val_bytes=300000)
 DATA = {
     'data/study_english': _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@5e6'),
@@ -21,6 +22,7 @@ DATA = {
     # for counts: as many tokens as a run reads
     _SAMPLE: _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@3.07e6'),
     _SHORT_SAMPLE: _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@1.02e6'),
+    _LONG_SAMPLE: _HELD_OUT | dict(dataset='{corpus_dir}/english_edu.jsonl.xz@10.2e6'),
     # every document is held out, up to val_bytes; no run trains on the rest
     'data/study_fineweb': dict(dataset='{corpus_dir}/fineweb_300.jsonl.xz', val_fraction=0.9, val_bytes=300000),
 }
@@ -88,13 +90,14 @@ for _model in _TUNED_MODELS:
         RUNS += [_LONGEST | _model, _LONG_WIDE | _model | _wide]
 # a control: one row of E for each token, as in Standard, and W_s
 _ONE_ROW = dict(name='MHF H1 B32,768, tuned, orthogonal', label='Standard with W_s', num_hashes=1, num_buckets=32768)
-RUNS += [_group | _H4 | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG)]
+RUNS += [_group | _H4 | _ONE_ROW | dict(embedding_scale=4.0) for _group in (_SHORT, _LONG, _LONGEST)]
 # counts and spelling, at the sizes of the demo and at those of Standard
 _DEMO = _H4 | dict(name='MHF H3 B2,048, tuned, orthogonal', label='MHF H3 B2,048', num_hashes=3, num_buckets=2048)
 for _model, _group, _sample in ((_DEMO, _LONG, _SAMPLE), (_H4, _SHORT, _SHORT_SAMPLE), (_H4, _LONG, _SAMPLE)):
     _ranges = dict(name=f'{_model["name"]}, ranges', label=f'{_model["label"]}, frequency ranges', recorded='8e19a3c')
     _informed = dict(name=f'{_model["name"]}, informed', label=f'{_model["label"]}, informed signatures')
     RUNS += [_group | _model | _signatures | dict(counts_from=_sample) for _signatures in (_ranges, _informed)]
+RUNS += [_LONGEST | _H4 | _informed | dict(counts_from=_LONG_SAMPLE)]
 # controls: Standard that knows the spelling, and MHF that knows nothing else
 _SPELLING = dict(name='Standard, tuned, scale 4, rows of form and shape', label='Standard with rows of form and shape')
 RUNS += [_SHORT | _SCALED | _SPELLING | dict(edit='study.spelling_rows')]
