@@ -499,6 +499,11 @@ def bias_and_temperature(patch):
     edit_method(patch, 'token_logits', lambda self, logits, o: logits / self.temperature + self.bias)
 
 
+def untied_matrix(patch):
+    add_parameter(patch, 'matrix', TINY.vocab_size, TINY.vocab_size)
+    edit_method(patch, 'token_logits', lambda self, logits, o: logits + o[0] @ self.matrix[: o[0].shape[1]])
+
+
 def z_loss(patch):
     def edited(self, loss, o, *_):
         return loss + 0.1 * sum(o_i.logsumexp(-1) ** 2 for o_i in o) + 0.1 * self.token_logits(o).logsumexp(-1) ** 2
@@ -507,7 +512,7 @@ def z_loss(patch):
 
 
 @pytest.mark.parametrize('changes', [dict(loss='exact'), dict(loss='product'), dict(num_hashes=0)], ids=str)
-@pytest.mark.parametrize('edit', [soft_cap, bias_and_temperature, z_loss])
+@pytest.mark.parametrize('edit', [soft_cap, bias_and_temperature, untied_matrix, z_loss])
 def test_an_edit_runs_as_written(edit, changes, monkeypatch):
     """An edit of model.py changes training, validation, prediction and generation alike; unused ids have P = 0."""
     unedited = check_equal_to_plain_torch(random_model(**changes, unused_ids=[5, 60, 298, 299]))
@@ -831,6 +836,17 @@ def test_cached_generation_equals_uncached(H, groups):
     options = dict(temperature=0.9, top_k=40, top_p=0.9)
     drawn = continued(m, ids, 30, generator=torch.Generator().manual_seed(1), **options)
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
+
+
+def test_prefill_in_parts():
+    """States of a prompt in several parts equal those of one call."""
+    m = random_model()
+    ids = torch.randint(0, 300, (2, 12))
+    cache = Engine(m).new_cache(2, 16)
+    with torch.no_grad():
+        slots = torch.arange(12).split([7, 4, 1])
+        parts = [m.hidden_states(ids[:, part], cache, part, positions=part) for part in slots]
+        assert torch.allclose(torch.cat(parts, dim=1), m.hidden_states(ids), rtol=1e-9)
 
 
 def test_compiled_generation(monkeypatch):

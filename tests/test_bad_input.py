@@ -13,6 +13,8 @@ SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=shorter.m
 
 # (command, part of the line that is printed)
 BAD = {
+    'unknown tokenizer': ('prepare.py --data_dir=new --tokenizer=mistrel', "did you mean 'mistral'"),
+    'val_fraction in percent': ('prepare.py --data_dir=new --val_fraction=50', 'val_fraction=50.0'),
     'too many buckets': ('prepare.py --data_dir=new --dataset=docs.jsonl --num_buckets=65537', 'num_buckets=65537'),
     'shards of another tokenizer': (TRAIN + '--tokenizer=tekken', "another tokenizer ('mistral')"),
     'counts for a model': (TRAIN + '--counts_from=bins --init_from=out', 'need a new model'),
@@ -26,6 +28,7 @@ BAD = {
     'expand without text': (EXPAND + '--corpora=short.txt', 'too little text'),
     'expand over a held-out text': (EXPAND + '--corpora=docs.jsonl', 'new_docs.jsonl already exists'),
     'another tokenizer': (SHORTER, "does not extend base_tokenizer='mistral'"),
+    'no folder of data': ('eval.py --out_dir=out --benchmark_dir=nowhere', 'nowhere has no lambada_openai_test.jsonl'),
     'a missing text': ('eval.py --out_dir=out --tasks=bits_per_byte --text=no.txt', 'no.txt: no such file'),
 }
 

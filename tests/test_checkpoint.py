@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, weights
+from conftest import REPO, refused, steps, weights
 
 from mhf.checkpoint import Checkpoint, find_checkpoint, open_start, read_file, save
 from mhf.errors import InputError
@@ -80,6 +80,18 @@ def test_a_file_that_cannot_be_read_back(tmp_path, monkeypatch):
     assert written(tmp_path) == {'ckpt.pt': 1, 'ckpt_best.pt': 1} and len(list(tmp_path.iterdir())) == 2
 
 
+def test_disk_full_while_training(quick):
+    """A full disk ends the run at its checkpoint, with path and step; the one before is intact."""
+    before = (quick / 'out/ckpt.pt').read_bytes()
+    room = len(before) // 2
+    args = ('cfg.py', '--max_steps=60', '--eval_interval=32', '--lr_decay_steps=24')
+    patch = f'import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))'
+    says = 'out/ckpt.pt: the checkpoint of step 32 could not be written (OSError: [Errno 27] File too large)'
+    refused('train.py', *args, says=says, cwd=quick, patch=patch)
+    assert (quick / 'out/ckpt.pt').read_bytes() == before and not list((quick / 'out').glob('*.tmp'))
+    assert steps(quick)[-1]['step'] == 32
+
+
 def test_a_full_disk_loses_no_line_of_the_log(tmp_path, capsys):
     """A line that cannot be written ends no run, and is written with the next one."""
     log = Log(tmp_path / 'log.jsonl', 0)
@@ -119,7 +131,7 @@ LEAVES = 'eval.py expand.py bench.py mhf/lm.py mhf/released.py mhf/tokenizer_jso
 
 
 def test_leaves_can_be_deleted(quick, tmp_path):
-    """Without evaluation, expansion, released formats and studies, scripts prepare, train and sample."""
+    """Without evaluation, expansion, released formats and studies, scripts print help, prepare, train and sample."""
     fork = tmp_path / 'fork'
     for path in [*REPO.glob('*.py'), *REPO.glob('mhf/*.py'), *REPO.glob('config/*.py')]:
         if not {str(path.relative_to(REPO)), path.parts[-2]} & set(LEAVES.split()):
@@ -127,7 +139,8 @@ def test_leaves_can_be_deleted(quick, tmp_path):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
     train = ('train.py', 'cfg.py', '--out_dir=b', '--max_steps=3', '--warmup_steps=1')
-    for command in (('prepare.py', 'cfg.py'), train, ('sample.py', 'cfg.py', '--out_dir=b')):
+    helps = [(script, '--help') for script in ('prepare.py', 'train.py', 'sample.py')]
+    for command in (*helps, ('prepare.py', 'cfg.py'), train, ('sample.py', 'cfg.py', '--out_dir=b')):
         done = subprocess.run([sys.executable, fork / command[0], *command[1:]], cwd=quick, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
     assert weights(quick, 'b')['step'] == 3

@@ -11,6 +11,7 @@ from conftest import events, ok, small_tasks, write_jsonl
 
 import eval as evaluation
 from mhf.checkpoint import read_checkpoint
+from mhf.errors import InputError
 from mhf.lm import MHFLM
 from test_mhf import random_model, write_released
 
@@ -54,6 +55,9 @@ def test_text_formats(tmp_path, mistral):
         assert evaluation.read_ids(tmp_path / name, lm) == (ids, num_bytes, 0), name
         # a model trained without bos, which does not score the first token
         assert evaluation.read_ids(tmp_path / name, no_bos) == (without_bos, num_bytes - len('first'), 0), name
+    (tmp_path / 'one.txt').write_text('word')
+    with pytest.raises(InputError, match='too little text'):
+        evaluation.read_ids(tmp_path / 'one.txt', no_bos)
     for scorer in (lm, no_bos):
         measured = evaluation.bits_per_byte(scorer, ids, num_bytes, 0)
         nats, _ = evaluation.score_windows(scorer, ids)

@@ -207,7 +207,8 @@ def test_a_file_is_read_once(tmp_path):
 BAD_FILES = [
     ('a.txt', 'Все счастливые семьи'.encode('cp1251'), 'UnicodeDecodeError'),
     ('a.jsonl', b'{"text": "x"}\n{"content": "y"}\n', "row 2: .*KeyError: 'text'"),
-    # the second frame lacks its end
+    # the second stream or frame lacks its end
+    ('a.txt.xz', lzma.compress(b'good\n') + lzma.compress(b'lost' * 99)[:-1], 'EOFError'),
     ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(random.Random(0).randbytes(9999))[:-1], 'Trunc'),
 ]
 
@@ -335,8 +336,12 @@ def test_other_settings_or_files(tmp_path):
     """A folder with other settings or input files, or in use, is refused, and shards without meta.json are kept."""
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     prepared('d')
-    with pytest.raises(InputError, match='val_fraction=0.1, now it is 0.2'):
-        prepared('d', val_fraction=0.2)
+    for change, message in (
+        (dict(val_fraction=0.2), 'val_fraction=0.1, now it is 0.2'),
+        (dict(tokenizer='tekken'), "another tokenizer .'mistral'. than 'tekken'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prepared('d', **change)
     with FileLock('d/.prepare.lock'), pytest.raises(OSError, match='d/.prepare.lock'):
         prepared('d')
     # the same size and time
@@ -345,10 +350,13 @@ def test_other_settings_or_files(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(raw[:middle] + raw[middle:].replace(b'e', b'E', 1))
     with pytest.raises(InputError, match='sources=.*a.jsonl.*, now it is .*a.jsonl.*; delete'):
         prepared('d')
+    (tmp_path / 'foreign').mkdir()
+    (tmp_path / 'foreign/train_000007.bin').write_text('x')
     (tmp_path / 'd/meta.json').unlink()
     before = snapshot(tmp_path)
-    with pytest.raises(InputError, match='train_000000.bin could be overwritten'):
-        prepared('d')
+    for folder, shard in (('foreign', 'train_000007.bin'), ('d', 'train_000000.bin')):
+        with pytest.raises(InputError, match=f'{shard} could be overwritten'):
+            prepared(folder)
     assert snapshot(tmp_path) == before
 
 

@@ -1,9 +1,12 @@
-"""sample.py with a checkpoint alone."""
+"""sample.py with a checkpoint alone and with a released model."""
 
 import re
 import shutil
 
 from conftest import ok
+
+from mhf.checkpoint import read_checkpoint
+from test_mhf import write_released
 
 
 def test_sample_from_the_checkpoint_alone(trained, tmp_path):
@@ -32,11 +35,14 @@ def sample_ids(folder, ids, start='x'):
     return done.stdout.split('\n', 1)[1]
 
 
-def test_a_sample_ends_with_its_document(trained, mistral):
-    """A sample ends at bos or eos; nothing after it is printed."""
+def test_a_sample_ends_with_its_document(trained, tmp_path, mistral):
+    """A sample ends at bos, eos, or any eos that a released model declares; nothing after it is printed."""
     expected = mistral.decode([1, *mistral.encode(['x'])[0], 4000, 4001]) + '\n'
     for end in (1, 2):
         assert sample_ids(trained, [4000, 4001, end, 4002]) == expected
+    model, _ = read_checkpoint(trained / 'out/ckpt.pt')
+    write_released(tmp_path / 'r', model, eos_token_id=[2, 5000], pad_token_id=2)
+    assert sample_ids(tmp_path, [4000, 4001, 5000, 4002]) == expected
 
 
 def test_characters_are_complete(trained, mistral):

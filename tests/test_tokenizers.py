@@ -41,7 +41,7 @@ def test_byte_level_json(tmp_path):
 
 
 def test_roles_of_a_json(tmp_path):
-    """The files next to a tokenizer.json name bos, eos and pad."""
+    """The files next to a tokenizer.json name bos, eos and pad; a missing eos is an error."""
     learned = get_tokenizer(learned_model(tmp_path))
     write_tokenizer(learned, tmp_path, add_bos=True)
     path = f'{tmp_path}/tokenizer.json'
@@ -58,6 +58,9 @@ def test_roles_of_a_json(tmp_path):
             file.write_text(json.dumps(content))
         tok = get_tokenizer(path)
         assert (tok.bos, tok.eos, tok.pad) == roles and tok.decode(roles) == '', (config, special)
+    beside[0].write_text('{}')
+    with pytest.raises(InputError, match='it has no eos'):
+        get_tokenizer(path)
 
 
 # -----------------------------------------------------------------------------
