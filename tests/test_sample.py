@@ -27,11 +27,12 @@ def test_sample_from_the_checkpoint_alone(trained, tmp_path):
     ok('sample.py', *args, '--temperature=0', '--start=word ' * 100, cwd=tmp_path)
 
 
-def sample_ids(folder, ids, start='x'):
-    """Returns the text that sample.py prints if the run in a folder generates the token ids `ids`."""
+def sample_ids(folder, ids, start='x', out_dir='out'):
+    """Returns the text that sample.py prints if a model in a folder generates the token ids `ids`."""
     patch = 'import torch; from mhf.generate import Engine\n'
     patch += f'Engine.stream = lambda *_: (torch.tensor([i]) for i in {ids})'
-    done = ok('sample.py', '--num_samples=1', '--device=cpu', f'--start={start}', cwd=folder, patch=patch)
+    args = ('--num_samples=1', '--device=cpu', f'--start={start}', f'--out_dir={out_dir}')
+    done = ok('sample.py', *args, cwd=folder, patch=patch)
     return done.stdout.split('\n', 1)[1]
 
 
@@ -42,7 +43,7 @@ def test_a_sample_ends_with_its_document(trained, tmp_path, mistral):
         assert sample_ids(trained, [4000, 4001, end, 4002]) == expected
     model, _ = read_checkpoint(trained / 'out/ckpt.pt')
     write_released(tmp_path / 'r', model, eos_token_id=[2, 5000], pad_token_id=2)
-    assert sample_ids(tmp_path, [4000, 4001, 5000, 4002]) == expected
+    assert sample_ids(tmp_path, [4000, 4001, 5000, 4002], out_dir='r') == expected
 
 
 def test_characters_are_complete(trained, mistral):
