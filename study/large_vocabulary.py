@@ -36,9 +36,8 @@ _BIAS |= dict(edit='study.frozen_bias', counts_from=_SAMPLE)
 _H4 = _COMMON | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4', num_hashes=4, num_buckets=7966)
 _H4 |= dict(encoder_init='orthogonal', embedding_scale=8.0)
 _INFORMED = _H4 | dict(name='MHF H4 B7,966, informed', label='MHF H4, informed signatures', counts_from=_SAMPLE)
-# a control: one row of E for each token, as in Standard, and W_s
-_ONE_ROW = _H4 | dict(name='MHF H1 B131,072, orthogonal', label='Standard with W_s', num_hashes=1, num_buckets=131072)
-_ONE_ROW |= dict(embedding_scale=4.0)
+_W_S = _STANDARD | dict(name='Standard with W_s, orthogonal', label='Standard with W_s', edit='study.standard_w_s')
+_W_S |= dict(encoder_init='orthogonal')
 _RANGES = _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SAMPLE)
 _RANGES |= dict(recorded='8e19a3c')
 _SHORT = dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1, 2), max_steps=500, warmup_steps=50)
@@ -49,7 +48,7 @@ RUNS = [
     _STANDARD,
     _H4,
     _INFORMED,
-    _ONE_ROW,
+    _W_S,
     _BIAS,
     _RANGES,
     # on an H200
