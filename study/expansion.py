@@ -34,18 +34,14 @@ _EXPANDED = _COMMON | dict(
 )
 _EXPANDED |= dict(corpora=dict(mixture='data/expansion') | {_name: f'data/expansion_{_name}' for _name in _FILES})
 _EXPANDED |= dict(learning_rates=(5e-4, 1e-3, 2e-3), max_steps=400, eval_interval=400, warmup_steps=40)
-_INFORMED = _MHF | dict(name='MHF H4 B7,966, informed', label='MHF H4, informed signatures')
+_INFORMED = _MHF | dict(label='MHF H4, informed signatures')
 
 RUNS = [
     _BASE | _MHF | dict(name='MHF H4 B7,966, orthogonal', label='MHF H4'),
-    _BASE | _INFORMED | dict(counts_from='data/expansion_base'),
+    _BASE | _INFORMED | dict(name='MHF H4 B7,966, informed', counts_from='data/expansion_base'),
     _BASE | _STANDARD | dict(name='Standard, scale 4', label='Standard'),
+    # the same models, expanded
+    _EXPANDED | _MHF | dict(name='MHF H4 B7,966, expanded', label='MHF H4', source='MHF H4 B7,966, orthogonal'),
+    _EXPANDED | _INFORMED | dict(name='MHF H4 B7,966, informed, expanded', source='MHF H4 B7,966, informed'),
+    _EXPANDED | _STANDARD | dict(name='Standard, expanded', label='Standard', source='Standard, scale 4'),
 ]
-# {source: the model's settings, name and label}
-_GROWN = {
-    'MHF H4 B7,966, orthogonal': (_MHF, 'MHF H4 B7,966, expanded', 'MHF H4, expanded'),
-    'MHF H4 B7,966, informed': (_MHF, f'{_INFORMED["name"]}, expanded', f'{_INFORMED["label"]}, expanded'),
-    'Standard, scale 4': (_STANDARD, 'Standard, expanded', 'Standard, expanded'),
-}
-for _source, (_model, _name, _label) in _GROWN.items():
-    RUNS += [_EXPANDED | _model | dict(name=_name, label=_label, source=_source)]

@@ -122,8 +122,16 @@ def markdown(heads, lines):
     return '\n'.join(f'| {" | ".join(line)} |' for line in (heads, rule, *lines)) + '\n' if lines else ''
 
 
-def groups(study):
-    return list(dict.fromkeys(entry['group'] for entry in study.entries))
+def read_groups(path, pattern=''):
+    """A list -> its groups that match, {group: (names of corpora, {label: finished runs, a row per seed})}."""
+    study = Study(path)
+    rows = study.rows()
+    groups = {}
+    for entry in (entry for entry in study.entries if re.search(pattern, entry['group'])):
+        _, models = groups.setdefault(entry['group'], (list(entry['corpora']), {}))
+        if seeds := study.best_rows(entry, rows):
+            models[entry['label']] = seeds
+    return groups
 
 
 def split_group(group):
@@ -139,17 +147,6 @@ def scale(group):
     return [int(vocabulary.replace(',', '')), *(float(match[1]) if match else 0 for match in found)]
 
 
-def models(study, group):
-    """{label: its finished runs, a row per seed} of a group."""
-    rows = study.rows()
-    entries = [entry for entry in study.entries if entry['group'] == group]
-    return {entry['label']: seeds for entry in entries if (seeds := study.best_rows(entry, rows))}
-
-
-def corpora_of(study, group):
-    return list(next(entry for entry in study.entries if entry['group'] == group)['corpora'])
-
-
 def bits(seeds, corpus):
     return values(seeds, f'{corpus}_bits_per_byte')
 
@@ -158,54 +155,46 @@ def millions(seeds):
     return f'{parameters(seeds[0]) / 1e6:.1f} M'
 
 
-def comparison_lines(group, corpora, reference, compared):
-    """The lines of a reference (label, seeds) and of the models {label: seeds} compared with it, the best one first."""
-    ranked = sorted(compared.items(), key=lambda model: statistics.mean(bits(model[1], corpora[0])))
+def comparison_lines(group, corpora, models, reference, compared):
+    """The lines of a reference and of the models that are compared with it, the best one first. Both are labels."""
     lines = []
-    for label, seeds in [reference, *ranked]:
+    ranked = sorted(compared, key=lambda label: statistics.mean(bits(models[label], corpora[0])))
+    for label in [reference, *ranked]:
+        seeds = models[label]
         cells = []
-        verdicts = {}
+        verdicts = {corpus: 'reference' for corpus in corpora}
         for corpus in corpora:
-            text, verdicts[corpus] = difference(bits(seeds, corpus), bits(reference[1], corpus))
-            cells += [number(bits(seeds, corpus)), text if label != reference[0] else MISSING]
+            text = MISSING
+            if label != reference:
+                text, verdicts[corpus] = difference(bits(seeds, corpus), bits(models[reference], corpus))
+            cells += [number(bits(seeds, corpus)), text]
         top1 = number(values(seeds, f'{corpora[0]}_top1_accuracy'), '.2%')
-        verdict = summarize(verdicts) if label != reference[0] else 'reference'
-        lines.append([*split_group(group), label, millions(seeds), str(len(seeds)), *cells, top1, verdict])
+        lines.append([*split_group(group), label, millions(seeds), str(len(seeds)), *cells, top1, summarize(verdicts)])
     return lines
 
 
-def comparison_table(selected, references):
-    """[(list, group)], {reference: labels} -> a table; '' without rows."""
+def comparison_table(groups, references):
+    """Items of read_groups, {reference: labels} -> a table; '' without rows."""
     lines = []
-    for study, group in sorted(selected, key=lambda pair: scale(pair[1])):
-        corpora = corpora_of(study, group)
-        found = models(study, group)
+    for group, (corpora, models) in sorted(groups, key=lambda item: scale(item[0])):
         for reference, labels in references.items():
-            compared = {label: found[label] for label in labels if label in found}
-            if reference in found and (compared or not labels):
-                lines += comparison_lines(group, corpora, (reference, found[reference]), compared)
+            compared = [label for label in labels if label in models]
+            if reference in models and (compared or not labels):
+                lines += comparison_lines(group, corpora, models, reference, compared)
     columns = [head for corpus in corpora for head in (f'bits per byte, {corpus}', f'difference, {corpus}')]
     return markdown(['vocabulary', 'setup', 'model', 'parameters', 'seeds', *columns, 'top-1', 'verdict'], lines)
 
 
-def select(sources):
-    """[(name of a list, pattern of its groups)] -> [(list, group)]."""
-    studies = [(Study(HERE / f'{name}.py'), pattern) for name, pattern in sources]
-    return [(study, group) for study, pattern in studies for group in groups(study) if re.search(pattern, group)]
-
-
 def expansion_table(label):
     """A model and Standard before and after the expansion: a line for each corpus."""
-    study = Study(HERE / 'expansion.py')
     lines = []
-    for group in groups(study):
-        found = {name.removesuffix(', expanded'): seeds for name, seeds in models(study, group).items()}
-        if label not in found:
+    for group, (corpora, models) in read_groups(HERE / 'expansion.py').items():
+        if label not in models:
             continue
-        for corpus in corpora_of(study, group):
+        for corpus in corpora:
             # another text than `english` of the other lists
             name = corpus if corpus == 'mixture' else f"the mixture's {corpus.title()}"
-            mhf, standard = (bits(found[model], corpus) for model in (label, 'Standard'))
+            mhf, standard = (bits(models[model], corpus) for model in (label, 'Standard'))
             lines.append([*split_group(group), name, number(mhf), number(standard), *difference(mhf, standard)])
     columns = [f'bits per byte, {model}' for model in (label, 'Standard')]
     return markdown(['vocabulary', 'setup', 'corpus', *columns, 'difference', "MHF's verdict"], lines)
@@ -215,12 +204,12 @@ def front_table():
     """README's table: models that read the same number of tokens, and by how much informed signatures are better."""
     lines = []
     for (name, group), labels in FRONT.items():
-        found = models(Study(HERE / f'{name}.py'), group)
+        _, models = read_groups(HERE / f'{name}.py')[group]
         for label in labels:
-            if seeds := found.get(label):
+            if seeds := models.get(label):
                 cells = [split_group(group)[0], NAMES.get(label, label), millions(seeds), str(len(seeds))]
                 for corpus in ('english', 'fineweb'):
-                    gain, _ = difference(bits(seeds, corpus), bits(found[INFORMED], corpus))
+                    gain, _ = difference(bits(seeds, corpus), bits(models[INFORMED], corpus))
                     gain = gain.split(' [')[0].lstrip('+') if label != INFORMED else MISSING
                     cells += [f'{statistics.mean(bits(seeds, corpus)):.4f}', gain]
                 lines.append(cells)
@@ -274,7 +263,10 @@ def speed_table(name, commit):
 
 def tables():
     """{name: Markdown}."""
-    found = {name: comparison_table(select(sources), references) for name, (sources, references) in TABLES.items()}
+    found = {}
+    for name, (sources, references) in TABLES.items():
+        lists = [read_groups(HERE / f'{source}.py', pattern) for source, pattern in sources]
+        found[name] = comparison_table([group for groups in lists for group in groups.items()], references)
     found |= dict(front=front_table(), expansion=expansion_table('MHF H4'), temperature=temperature_table())
     found |= dict(expansion_informed=expansion_table(INFORMED))
     found |= dict(tenths=tenths_table('english', ['Standard', RANGES, INFORMED, 'MHF H4', BIAS, f'{BIAS}, {ALL}']))
@@ -288,13 +280,13 @@ def tables():
 
 def draw_parameters(path):
     """Bits per byte of english against parameters, with a vocabulary of 131,072."""
-    found = models(Study(HERE / 'large_vocabulary.py'), 'vocabulary of 131,072, 3.07 M tokens')
+    _, models = read_groups(HERE / 'large_vocabulary.py')['vocabulary of 131,072, 3.07 M tokens']
     # text stays text, and the bytes do not depend on the date
     with matplotlib.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'parameters'}):
         fig = Figure(figsize=(7, 3.4), facecolor='white')
         ax = fig.subplots()
         for label in ('Standard', 'Standard, d=84', 'MHF H4', RANGES, INFORMED):
-            if seeds := found.get(label):
+            if seeds := models.get(label):
                 mean = statistics.mean(bits(seeds, 'english'))
                 x = parameters(seeds[0]) / 1e6
                 color = 'C0' if label.startswith('Standard') else 'C1'
@@ -308,13 +300,13 @@ def draw_parameters(path):
         fig.savefig(path, metadata=dict(Date=None, Creator=None))
 
 
-def draw_validations(study, path):
+def draw_validations(groups, path):
     """Validation bits per byte against training tokens: a panel for each group, a line for each seed."""
-    labels = list(dict.fromkeys(entry['label'] for entry in study.entries))
+    labels = list(dict.fromkeys(label for _, models in groups.values() for label in models))
     fig = Figure(figsize=(9, 3.6))
-    panels = fig.subplots(1, len(groups(study)), sharey=True, squeeze=False)[0]
-    for ax, group in zip(panels, groups(study), strict=True):
-        for label, seeds in models(study, group).items():
+    panels = fig.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for ax, (group, (_, models)) in zip(panels, groups.items(), strict=True):
+        for label, seeds in models.items():
             for k, row in enumerate(seeds):
                 tokens, bits = zip(*json.loads(row['validation']), strict=True)
                 name = None if k else f'{label}: {millions(seeds)} parameters'
@@ -337,19 +329,19 @@ def write():
             text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lambda _, lines=lines: lines, text)
         path.write_text(text, encoding='utf-8')
     draw_parameters(HERE / 'parameters.svg')
-    draw_validations(Study(HERE / 'longer.py'), HERE / 'longer.png')
+    draw_validations(read_groups(HERE / 'longer.py'), HERE / 'longer.png')
 
 
 def main():
     install_excepthook()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('lists', nargs='*', help='lists of runs whose models are printed instead')
-    studies = [Study(path) for path in parser.parse_args().lists]
-    for study in studies:
-        for group in groups(study):
-            reference, *others = models(study, group) or ['']
-            print(comparison_table([(study, group)], {reference: others}))
-    if not studies:
+    paths = parser.parse_args().lists
+    for path in paths:
+        for group, (corpora, models) in read_groups(path).items():
+            reference, *others = models or ['']
+            print(comparison_table([(group, (corpora, models))], {reference: others}))
+    if not paths:
         write()
 
 
