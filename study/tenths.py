@@ -82,12 +82,11 @@ def main():
     path = REPO / 'study/tenths.csv'
     finished = study.rows()
     for entry in study.entries:
-        learning_rate = study.best_lr(entry, finished, so_far=True)
-        for seed in entry['seeds']:
-            folder = study.folder(study.key(entry, learning_rate, seed))
-            run = dict(list=study.path.stem, group=entry['group'], model=entry['label'], seed=str(seed))
+        for row in study.best_rows(entry, finished):
+            folder = study.folder(study.key(entry, float(row['learning_rate']), row['seed']))
+            run = dict(list=study.path.stem, group=entry['group'], model=entry['label'], seed=row['seed'])
             known = [{name: row[name] for name in run} for row in read_csv(path)]
-            if study.key(entry, learning_rate, seed) in finished and run not in known and (folder / 'ckpt.pt').exists():
+            if run not in known and (folder / 'ckpt.pt').exists():
                 measured = measure(study, entry, folder)
                 rows = [run | dict(commit=commit(), corpus=corpus) | columns for corpus, columns in measured.items()]
                 write_csv(path, [*read_csv(path), *rows])
