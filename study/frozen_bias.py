@@ -16,8 +16,6 @@ import model
 
 
 class MHF(model.MHF):
-    counts_from = None  # a folder of token ids
-
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.register_buffer('bias', torch.zeros(self.config.vocab_size))
@@ -26,7 +24,9 @@ class MHF(model.MHF):
         from mhf.data import Bins, count_tokens  # these modules import model.MHF
 
         super().init_weights()
-        counts = torch.tensor(count_tokens(Bins(self.counts_from, 'train')))
+        flag = '--counts_from='  # which train.py ignores for Standard
+        folder = next(argument.removeprefix(flag) for argument in sys.argv if argument.startswith(flag))
+        counts = torch.tensor(count_tokens(Bins(folder, 'train')))
         self.bias.copy_(((counts + 1) / (counts + 1).sum()).log())
 
     def token_logits(self, o):
@@ -35,9 +35,5 @@ class MHF(model.MHF):
 
 if __name__ == '__main__':
     del sys.argv[0]  # the script with its own arguments remains
-    flag = '--counts_from='  # which train.py ignores for Standard
-    for argument in [argument for argument in sys.argv if argument.startswith(flag)]:
-        MHF.counts_from = argument.removeprefix(flag)
-        sys.argv.remove(argument)
     model.MHF = MHF
     runpy.run_path(sys.argv[0], run_name='__main__')
