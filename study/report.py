@@ -69,9 +69,9 @@ TABLES = dict(
 )
 # README's table: {(list, group): models}
 FRONT = {
-    ('english', '3.07 M tokens'): ['Standard', 'Standard with W_s', INFORMED],
+    ('english', '3.07 M tokens'): [INFORMED, 'Standard', 'Standard with W_s'],
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens'): [
-        *('Standard', f'{BIAS}, {ALL}', 'Standard, d=84', 'MHF H4', INFORMED)
+        *(INFORMED, 'Standard', 'Standard with W_s', f'{BIAS}, {ALL}', 'Standard, d=84', 'MHF H4')
     ],
 }
 
