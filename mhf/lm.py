@@ -250,15 +250,15 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
 
 
 def read_table(name):
-    """The rows of a table in eval_tasks/."""
+    """The rows of a table in eval_tasks/, without empty cells."""
     with open(EVAL_TASKS / name, newline='') as f:
-        return list(csv.DictReader(f))
+        return [{column: cell for column, cell in row.items() if cell} for row in csv.DictReader(f)]
 
 
 # {task: its metric and column in the paper's tables, the documents in its full split, the examples in its prompts, the
 # prefix of its local files, and the path of its file in lm-eval, which a file in eval_tasks/ replaces}
 PAPER = {row.pop('task'): row for row in read_table('paper.csv')}
-# the models of the paper's tables: name, size and kind, scores on the tasks
+# the models of the paper's tables: name, size and kind, scores on the tasks, and at 1B those on Card-660
 PUBLISHED = [{k: v if k == 'model' else float(v) for k, v in row.items()} for row in read_table('published.csv')]
 
 

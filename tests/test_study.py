@@ -12,8 +12,9 @@ from conftest import REPO, events, ok, run
 
 from configurator import find_settings
 from mhf.errors import InputError
+from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
-from study import rank, report
+from study import card660, rank, report
 from study import sweep as sweep_module
 from study.rows import read_csv, values, write_csv
 from study.sweep import ENTRY_KEYS, Study, sweep
@@ -213,6 +214,18 @@ def test_unigram_fit():
     kl, _ = fit(np.array([[0], [1], [0], [1]]), counts, used)
     shared = np.array([505, 50.5, 505, 50.5]) / 1111
     assert kl == pytest.approx((counts / 1111 * np.log(counts / 1111 / shared)).sum())
+
+
+def test_card660(mistral):
+    """Card-660 compares hidden states of the last token of a word, after bos if the model has it."""
+    model = random_model(vocab_size=32768, num_buckets=300, dtype=torch.float32)
+    lm = MHFLM(model, mistral, mistral.bos)
+    pairs = [('red', 'blue', 3.5), ('new_york', 'city', 2.0), ('sun', 'moon', 1.0)]
+    with_bos = card660.card660(lm, pairs)
+    without = card660.card660(MHFLM(model, mistral), pairs)
+    assert with_bos['last_pearson'] != without['last_pearson']
+    h = model.hidden_states(torch.tensor([[1, *mistral.encode(['new york'])[0]]]))
+    assert torch.allclose(card660.word_states(lm, 'new_york')['last'], h[0, -1], atol=1e-6)
 
 
 # (settings, the rank)
