@@ -227,17 +227,11 @@ def test_exports_that_transformers_refuses(tmp_path):
 # config.json
 
 
-REFUSED = [
-    ('rope_type="yarn"', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
-    ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
-]
-
-
-@pytest.mark.parametrize('key, changes', REFUSED, ids=str)
-def test_config_that_is_refused(tmp_path, key, changes):
+def test_config_that_is_refused(tmp_path):
     """A key of config.json that selects another computation is named in one line."""
-    folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
-    with pytest.raises(InputError, match=key):
+    rope = dict(rope_type='yarn', rope_theta=1e6, factor=4.0)
+    folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), rope_parameters=rope)
+    with pytest.raises(InputError, match='rope_type="yarn"'):
         from_pretrained(folder)
 
 
