@@ -201,7 +201,7 @@ def expansion_table(label):
 
 
 def front_table():
-    """README's table: models that read the same number of tokens, and by how much informed signatures are better."""
+    """README's table: models that read as many tokens, and by how much they are behind informed signatures."""
     lines = []
     for (name, group), labels in FRONT.items():
         _, models = read_groups(HERE / f'{name}.py')[group]
@@ -209,11 +209,12 @@ def front_table():
             if seeds := models.get(label):
                 cells = [split_group(group)[0], NAMES.get(label, label), millions(seeds), str(len(seeds))]
                 for corpus in ('english', 'fineweb'):
-                    gain, _ = difference(bits(seeds, corpus), bits(models[INFORMED], corpus))
-                    gain = gain.split(' [')[0].lstrip('+') if label != INFORMED else MISSING
-                    cells += [f'{statistics.mean(bits(seeds, corpus)):.4f}', gain]
+                    gap, _ = difference(bits(seeds, corpus), bits(models[INFORMED], corpus))
+                    gap = gap.split(' [')[0].lstrip('+') if label != INFORMED else MISSING
+                    cells += [f'{statistics.mean(bits(seeds, corpus)):.4f}', gap]
                 lines.append(cells)
-    columns = [head for corpus in ('english', 'fineweb') for head in (f'bits per byte, {corpus}', f'gain, {corpus}')]
+    heads = ('bits per byte', 'behind by')
+    columns = [f'{head}, {corpus}' for corpus in ('english', 'fineweb') for head in heads]
     return markdown(['vocabulary', 'model', 'parameters', 'seeds', *columns], lines)
 
 
