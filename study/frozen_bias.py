@@ -1,13 +1,11 @@
 """
 A control: Standard whose token logits get a frozen bias, the log frequencies of tokens in a prepared folder.
 
-    $ python -m study.frozen_bias train.py config/mhf_tiny.py --num_hashes=0 --counts_from=data/sample
-    $ python -m study.frozen_bias eval.py --out_dir=out/mhf_tiny --tasks=bits_per_byte --text=data/sample
+    $ python -m study.edit study.frozen_bias train.py config/mhf_tiny.py --num_hashes=0 --counts_from=data/sample
 
-Runs a script with another model.MHF. The bias of token w is log((count of w + 1) / sum), a buffer of the checkpoint.
+The bias of token w is log((count of w + 1) / sum), a buffer of the checkpoint.
 """
 
-import runpy
 import sys
 
 import torch
@@ -31,9 +29,3 @@ class MHF(model.MHF):
 
     def token_logits(self, o):
         return super().token_logits(o) + self.bias
-
-
-if __name__ == '__main__':
-    del sys.argv[0]  # the script with its own arguments remains
-    model.MHF = MHF
-    runpy.run_path(sys.argv[0], run_name='__main__')

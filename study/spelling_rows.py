@@ -2,14 +2,10 @@
 A control: Standard that knows the spelling of tokens. The input and output row of a token is the sum of its own row and
 those of its form and of its shape (hashing.PROPERTIES), which it shares with other tokens.
 
-    $ python -m study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0
-    $ python -m study.spelling_rows eval.py --out_dir=out/mhf_tiny --tasks=bits_per_byte --text=data/sample
+    $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0
 
-Runs a script with another model.MHF, for the tokenizer mistral. Initially, a row's sum has Standard's variance.
+For the tokenizer mistral. Initially, a row's sum has Standard's variance.
 """
-
-import runpy
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +49,3 @@ class MHF(model.MHF):
 
     def head_matrices(self):
         return [F.embedding(self.rows, self.embed.weight).sum(1)]
-
-
-if __name__ == '__main__':
-    del sys.argv[0]  # the script with its own arguments remains
-    model.MHF = MHF
-    runpy.run_path(sys.argv[0], run_name='__main__')

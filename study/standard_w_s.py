@@ -1,15 +1,11 @@
 """
 A control: Standard with MHF's matrix W_s between its embedding and its decoder, for a vocabulary of any size.
 
-    $ python -m study.standard_w_s train.py config/mhf_tiny.py --num_hashes=0
-    $ python -m study.standard_w_s eval.py --out_dir=out/mhf_tiny --tasks=bits_per_byte --text=data/sample
+    $ python -m study.edit study.standard_w_s train.py config/mhf_tiny.py --num_hashes=0
 
-Runs a script with another model.MHF. It is the model with num_hashes=1 and num_buckets=vocab_size, which needs at most
-65,536 buckets (study/english.py): the gate's softmax over a single row is 1.
+It is the model with num_hashes=1 and num_buckets=vocab_size, which needs at most 65,536 buckets (study/english.py): the
+gate's softmax over a single row is 1.
 """
-
-import runpy
-import sys
 
 import model
 
@@ -18,9 +14,3 @@ class MHF(model.MHF):
     def __init__(self, config, *args, **options):
         super().__init__(config, *args, **options)
         self.encoder = model.HashEncoder(config)
-
-
-if __name__ == '__main__':
-    del sys.argv[0]  # the script with its own arguments remains
-    model.MHF = MHF
-    runpy.run_path(sys.argv[0], run_name='__main__')

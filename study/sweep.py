@@ -9,7 +9,7 @@ dataset. RUNS are entries with a name, a group, a config, a dtype, learning rate
 
     source      another entry's name: the training of its model of the same seed continues, expanded to the tokenizer of
                 the entry's own data
-    edit        a module like study.frozen_bias, which runs train.py and eval.py with another model.MHF
+    edit        a module like study.frozen_bias, whose class MHF train.py and eval.py use (study/edit.py)
     recorded    the last commit whose train.py can train the entry: its rows stay, and sweep.py does not run it
     label       the entry's name in the tables of study/report.py
 
@@ -222,9 +222,9 @@ def as_flags(settings):
 
 
 def run_script(folder, name, *args, edit=None):
-    """Runs a script, by the module `edit`; its output goes to `folder`. Raises InputError with its last line."""
+    """Runs a script, edited by a module; its output goes to `folder`. Raises InputError with its last line."""
     output = folder / f'{name}.out'
-    command = ['-m', edit, REPO / name] if edit else [REPO / name]
+    command = ['-m', 'study.edit', edit, REPO / name] if edit else [REPO / name]
     with open(output, 'ab') as out:
         done = subprocess.run([sys.executable, *command, *args], stdout=out, stderr=out)
     if done.returncode:

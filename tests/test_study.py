@@ -131,16 +131,17 @@ EDITS = {
     'frozen_bias': ['--num_hashes=0', '--counts_from=bins'],
     'no_counts': ['--counts_from=train', '--num_buckets=4096'],
     'spelling_rows': ['--num_hashes=0'],
+    'standard_w_s': ['--num_hashes=0'],
 }
 
 
 @pytest.mark.parametrize('name', EDITS)
 def test_edits(quick, name):
     """A module that changes model.py or hashing.py trains a model, and eval.py agrees with its validation."""
-    edit = f'study.{name}'
-    ok(edit, str(REPO / 'train.py'), 'cfg.py', *EDITS[name], '--max_steps=5', '--out_dir=edited', cwd=quick)
+    edit = ('study.edit', f'study.{name}')
+    ok(*edit, str(REPO / 'train.py'), 'cfg.py', *EDITS[name], '--max_steps=5', '--out_dir=edited', cwd=quick)
     bits = ('--tasks=bits_per_byte', '--text=bins', '--out_dir=edited', '--dtype=float32')
-    printed = ok(edit, str(REPO / 'eval.py'), *bits, cwd=quick).stdout
+    printed = ok(*edit, str(REPO / 'eval.py'), *bits, cwd=quick).stdout
     validated = events(quick, 'edited')[-1]['val_nats']
     # overlapping windows see more context
     assert validated - 0.5 < float(re.search(r'nats_per_token +([\d.]+)', printed)[1]) < validated + 0.02
