@@ -79,9 +79,8 @@ class Study:
         What decides the rows of an entry, besides learning rate and seed: settings of train.py, from its defaults, the
         config and the entry; the recipes of the data; the source. JSON gives the same values back.
         """
-        defaults = {name: ast.literal_eval(node.value) for name, node in find_settings('train.py').items()}
-        config = {k: v for k, v in read_config(entry['config']).items() if k in defaults}
-        settings = defaults | config | entry
+        config = {k: v for k, v in read_config(entry['config']).items() if k in train_defaults()}
+        settings = train_defaults() | config | entry
         settings = {k: settings[k] for k in settings.keys() - NOT_RECORDED}
         corpora = {corpus: self.data[folder] for corpus, folder in entry['corpora'].items()}
         settings |= dict(train=self.data[entry['train']], corpora=corpora)
@@ -109,18 +108,25 @@ class Study:
         return self.out / re.sub(r'[^\w.+=-]+', '_', '_'.join(map(str, key)))
 
     def rows(self):
-        """{key: row} of the CSV. Raises InputError if a row was trained with other settings than its entry has."""
+        """
+        {key: row} of the CSV. Raises InputError if a row was trained with other settings than its entry has, or if the
+        rows of a group were measured on different texts.
+        """
         rows = read_rows(self.csv)
+        sizes = {}
         for entry in self.entries:
             settings = self.settings(entry)
             keys = {self.key(entry, lr, seed) for lr in entry['learning_rates'] for seed in entry['seeds']}
             for key in rows.keys() & keys:
-                # older rows record fewer settings, and were trained without an edit
-                known = dict(edit=None, dtype=rows[key]['dtype'])
-                recorded = settings | known | json.loads(rows[key]['settings'])
+                # a setting that is newer than the row had its default
+                recorded = train_defaults() | json.loads(rows[key]['settings'])
                 if changed := [k for k in settings if recorded[k] != settings[k]]:
                     now = ', '.join(f'{k}={settings[k]} (its row: {recorded[k]})' for k in changed)
                     raise InputError(f'{self.path.name}: the entry of {key} has {now}; give the entry a new name')
+                for corpus in entry['corpora']:
+                    size = rows[key][f'{corpus}_tokens']
+                    if sizes.setdefault((entry['group'], corpus), size) != size:
+                        raise InputError(f'{self.csv.name}: {corpus} of {key} is not the text of the other rows')
         return rows
 
     def best_lr(self, entry, rows, so_far=False):
@@ -215,6 +221,11 @@ class Study:
         for corpus, path in entry['corpora'].items():
             row |= {f'{corpus}_{name}': results['bits_per_byte'][path][name] for name in MEASURES}
         return row
+
+
+def train_defaults():
+    """Returns {name: default} of the settings of train.py."""
+    return {name: ast.literal_eval(node.value) for name, node in find_settings('train.py').items()}
 
 
 def as_flags(settings):

@@ -113,17 +113,25 @@ def test_best_learning_rate(folder):
 
 
 def test_rows_belong_to_entries(folder):
-    """An entry whose settings, data, config or edit differ from those of its rows is refused; the error names each."""
+    """
+    An entry whose settings, data, config or edit differ from those of its rows is refused; the error names each. So are
+    rows of other texts. A setting that a row does not record, because it is newer, had its default.
+    """
     runs = Study('runs.py')
     settings = runs.settings(runs.entries[0])
-    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_nats_per_token=5, dtype='float32')
-    write_csv(runs.csv, [row | dict(settings=json.dumps(settings))])
-    entry = LIST.replace('num_buckets=100', "num_buckets=100, beta1=0.8, edit='study.frozen_bias'")
+    del settings['bottleneck']
+    row = dict(group='tiny', name='H3', learning_rate=1e-2, seed=1, docs_tokens=9, settings=json.dumps(settings))
+    write_csv(runs.csv, [row, row | dict(learning_rate=1e-3, docs_tokens=10)])
+    with pytest.raises(InputError, match='docs of .* is not the text'):
+        runs.rows()
+    write_csv(runs.csv, [row])
+    assert len(runs.rows()) == 1
+    entry = LIST.replace('num_buckets=100', "num_buckets=100, beta1=0.8, bottleneck=8, edit='study.frozen_bias'")
     (folder / 'runs.py').write_text(entry.replace('val_fraction=0.25', 'val_fraction=0.3'))
     (folder / 'cfg.py').write_text((folder / 'cfg.py').read_text().replace('num_heads = 2', 'num_heads = 1'))
     with pytest.raises(InputError, match='give the entry a new name') as error:
         Study('runs.py').rows()
-    for changed in ('beta1=0.8', "'val_fraction': 0.3", 'num_heads=1', 'edit=study.frozen_bias'):
+    for changed in ('beta1=0.8', 'bottleneck=8', "'val_fraction': 0.3", 'num_heads=1', 'edit=study.frozen_bias'):
         assert re.search(rf'{re.escape(changed)}[^(]*\(its row: ', str(error.value)), changed
 
 
