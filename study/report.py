@@ -41,11 +41,11 @@ LARGE = [('large_vocabulary', ''), ('longer', '131,072')]
 SMALL = [('english', ''), ('longer', '32,768')]
 # {table: (its lists, {reference: the models that are compared with it})}
 TABLES = dict(
-    large=(LARGE, {'Standard': [INFORMED, RANGES, 'MHF H4', BIAS]}),
+    large=(LARGE, {'Standard': [INFORMED, RANGES, 'MHF H4', 'Standard with W_s', BIAS]}),
     large_counts=(LARGE, {BIAS: [INFORMED, RANGES], f'{BIAS}, {ALL}': [INFORMED, f'{RANGES}, {ALL}']}),
     large_equal=(LARGE, {'Standard, d=84': [INFORMED, RANGES, 'MHF H4']}),
     small=(SMALL, {'Standard': [INFORMED, RANGES, 'MHF H4', 'Standard with W_s']}),
-    small_control=(SMALL, {'Standard with W_s': [INFORMED, RANGES, 'MHF H4']}),
+    control=(SMALL + LARGE, {'Standard with W_s': [INFORMED, RANGES, 'MHF H4']}),
     signatures=(LARGE + SMALL, {name: [f'{name}, {kind}' for kind in KINDS] for name in SIZES}),
     counts=(
         LARGE + SMALL,
