@@ -71,7 +71,7 @@ TABLES = dict(
 FRONT = {
     ('english', '3.07 M tokens'): [INFORMED, 'Standard', 'Standard with W_s'],
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens'): [
-        *(INFORMED, 'Standard', 'Standard with W_s', f'{BIAS}, {ALL}', 'Standard, d=84', 'MHF H4')
+        *(INFORMED, 'Standard', 'Standard with W_s', 'Standard, d=84', 'MHF H4')
     ],
 }
 
