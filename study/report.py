@@ -286,7 +286,7 @@ def draw_parameters(path):
     with matplotlib.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': 'parameters'}):
         fig = Figure(figsize=(7, 3.4), facecolor='white')
         ax = fig.subplots()
-        for label in ('Standard', 'Standard, d=84', 'MHF H4', RANGES, INFORMED):
+        for label in ('Standard', 'Standard with W_s', 'Standard, d=84', 'MHF H4', RANGES, INFORMED):
             if seeds := models.get(label):
                 mean = statistics.mean(bits(seeds, 'english'))
                 x = parameters(seeds[0]) / 1e6
