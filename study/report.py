@@ -294,7 +294,7 @@ def draw_parameters(path):
                 ax.errorbar(x, mean, yerr=standard_error(bits(seeds, 'english')), marker='o', capsize=4, color=color)
                 text = f'{NAMES.get(label, label)}: {mean:.3f}'
                 ax.annotate(text, (x, mean), xytext=(9, 0), textcoords='offset points', va='center')
-        ax.set(xlabel='parameters, millions', ylabel='bits per byte, english', xlim=(0, 50))
+        ax.set(xlabel='parameters, millions', ylabel='bits per byte, english', xlim=(0, 56))
         ax.margins(y=0.1)
         ax.grid(alpha=0.3)
         fig.tight_layout()
