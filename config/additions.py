@@ -1,5 +1,5 @@
-# The two additions of README.md, with the settings of study/RESULTS.md, which were found with small models. It follows
-# a config: python train.py config/mhf_100m.py config/additions.py --out_dir=out/mhf_100m_additions
+# The two additions of README.md, with the settings of study/RESULTS.md, which were found with small models. Name
+# it after a config: python train.py config/mhf_100m.py config/additions.py --out_dir=out/mhf_100m_additions
 # For Standard, use --embedding_scale=4.
 
 # informed signatures: in a short run, tokens that share a form, a shape or a frequency learn from each other

@@ -206,7 +206,8 @@ def test_a_file_is_read_once(tmp_path):
 
 BAD_FILES = [
     ('a.jsonl', b'{"text": "x"}\n{"content": "y"}\n', "row 2: .*KeyError: 'text'"),
-    # the second frame lacks its end
+    # the second stream or frame lacks its end
+    ('a.txt.xz', lzma.compress(b'good\n') + lzma.compress(b'lost' * 99)[:-1], 'EOFError'),
     ('a.txt.zst', zstandard.compress(b'good\n') + zstandard.compress(random.Random(0).randbytes(9999))[:-1], 'Trunc'),
 ]
 

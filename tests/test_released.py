@@ -227,11 +227,17 @@ def test_exports_that_transformers_refuses(tmp_path):
 # config.json
 
 
-def test_config_that_is_refused(tmp_path):
+REFUSED = [
+    ('rope_type="yarn"', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6, factor=4.0))),
+    ('layer_types', dict(layer_types=['full_attention', 'sliding_attention'])),
+]
+
+
+@pytest.mark.parametrize('key, changes', REFUSED, ids=str)
+def test_config_that_is_refused(tmp_path, key, changes):
     """A key of config.json that selects another computation is named in one line."""
-    rope = dict(rope_type='yarn', rope_theta=1e6, factor=4.0)
-    folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), rope_parameters=rope)
-    with pytest.raises(InputError, match='rope_type="yarn"'):
+    folder = write_released(tmp_path / 'm', random_model(dtype=torch.float32), **changes)
+    with pytest.raises(InputError, match=key):
         from_pretrained(folder)
 
 
