@@ -142,13 +142,14 @@ def inference(c):
 def bench_infer(configs):
     """Prints the speed of generation at batch size 1, and the latency of P(w)."""
     functions = {}
-    for variant, c in configs.items():
-        name = 'Standard' if variant == 'Standard' else 'MHF'  # P(w) does not depend on the loss
+    # generation and P(w) do not depend on the loss
+    models = {'Standard' if variant == 'Standard' else 'MHF': c for variant, c in configs.items()}
+    for name, c in models.items():
         functions[name, 'generation'], functions[name, 'P(w)'] = inference(c)
     seconds = medians(functions)
     print(f'\ninference, batch size 1, weights in {dtype}')
     print(f'          generation  P(w) of {config["block_size"]:,} tokens')
-    for name in dict.fromkeys(name for name, _ in functions):
+    for name in models:
         speed = NEW_TOKENS / seconds[name, 'generation']
         print(f'{name:<10}{speed:.1f} tokens/s{seconds[name, "P(w)"] * 1e3:>12,.1f} ms')
 

@@ -57,8 +57,8 @@ config = configure(globals())
 
 def read_ids(path, lm):
     """
-    Returns the ids of a file's documents, or of a folder's held-out ones, their bytes of text, and how many of these,
-    at least, the ids do not contain. Each document follows bos, if the model has it.
+    Returns the ids of a file, or of a folder's held-out documents; the bytes of their text; and at least how many of
+    these bytes the tokenizer lost. Each document follows bos, if the model has it.
     """
     tok = lm.tok
     if Path(path).is_dir():
@@ -192,7 +192,7 @@ def evaluate():
     results['packages'] = {name: importlib.metadata.version(name) for name in ('torch', 'lm-eval', 'datasets')}
     if loaded:
         results |= run_tasks(lm, loaded, limit)
-    if not PAPER.keys().isdisjoint(names):
+    if not PAPER.keys().isdisjoint(results.get('results', {})):
         results['published'] = nearest_published(lm)
     if texts:
         results['bits_per_byte'] = {path: bits_per_byte(lm, *packed) for path, packed in texts.items()}
@@ -203,8 +203,8 @@ def main():
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
     with contextlib.redirect_stdout(sys.stderr):
         results, path = evaluate()
-    print_results(results)
     path.write_text(json.dumps(results, indent=2, default=handle_non_serializable), encoding='utf-8')
+    print_results(results)
     print(f'\n{path}')
 
 

@@ -44,8 +44,8 @@ num_hashes = 4
 num_buckets = 16384
 num_lsh = 0
 single_id = False
-# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes; of a source with fewer than 3 n
-# documents, the end of each
+# held-out text: every n-th document, n = round(1/val_fraction), until val_bytes, of which the sources of a mixture have
+# equal shares; of a source with fewer than 3 n documents, the end of each
 val_fraction = 0.005
 val_bytes = 4000000
 
@@ -82,7 +82,7 @@ def group_files(files):
 def describe_sources(config, existing):
     """Returns each source of the mixture and its units. Hub data sets keep the commit in the `existing` meta.json."""
     previous = existing['sources'] if existing else []
-    pinned = {s['dataset']: s['units'] for s in previous if sources.hub_folder(s['dataset'])}
+    pinned = {s['dataset']: s['units'] for s in previous if all(map(sources.hub_folder, s['dataset'].split(',')))}
     described = []
     known = set()
     for name, limit in sources.parse_mixture(config['dataset']):

@@ -441,7 +441,7 @@ def check_equal_to_plain_torch(m):
     expected = loss_and_gradients(m, plain(m, x, y))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, 'chunk_size', lambda *_: 18)  # 120 positions in seven chunks
-        patch.setattr(head, 'num_columns', lambda *_: 4)
+        patch.setattr(head, 'token_chunk_size', lambda *_: 4)
         for loss in (m(x, y), m(x, y) / 2 + m(x, y) / 2):
             assert not differing(loss_and_gradients(m, loss), expected)
         loss, nats = m.token_losses(x, y)

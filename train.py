@@ -9,9 +9,9 @@ Reads the shards that prepare.py writes with the same config. Writes to out_dir 
 ckpt_best.pt, the one with the lowest validation loss, and log.jsonl. If out_dir has a checkpoint, the run resumes from
 the newest; to go back to the best, delete ckpt.pt. run_identity (mhf/checkpoint.py) has what may not change.
 
-The global batch at a step and the random numbers of a rank depend only on (seed, step), so a run can resume on any
-number of processes. With the same number of processes and settings, on a CPU or with --deterministic on a GPU, it ends
-with the same bits as an uninterrupted run. Checkpoints contain the buffers of rank 0.
+The global batch at a step depends only on (seed, step), so a run can resume on any number of processes; the random
+numbers of a rank also depend on this number. With the same number of processes and settings, on a CPU or with
+--deterministic on a GPU, it ends with the same bits as an uninterrupted run. Checkpoints contain the buffers of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds).
@@ -90,8 +90,8 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # instructions for it. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-# with compile and one process: capture a micro-batch as a CUDA graph; False if the model synchronizes with the CPU, or
-# reads a Python value that changes during training, because the graph keeps the first one
+# with compile, one process and no activation_checkpointing: capture a micro-batch as a CUDA graph; False if the model
+# synchronizes with the CPU, or reads a Python value that changes during training, because the graph keeps the first one
 cuda_graph = True
 deterministic = False  # bit-reproducible on a GPU, slower
 activation_checkpointing = False  # keep only the inputs of the blocks, and compute their forward pass twice
@@ -107,8 +107,8 @@ if counts_from and (num_lsh or single_id or init_from != 'scratch'):
 # -----------------------------------------------------------------------------
 # processes
 
-master = runtime.is_rank0()
 rank, world_size, device = runtime.init_distributed(device, deterministic)
+master = rank == 0
 on_gpu = torch.device(device).type == 'cuda'
 compile = on_gpu if compile is None else compile
 accumulation, remainder = divmod(batch_size, micro_batch_size * world_size)
@@ -177,7 +177,7 @@ def validate(model, bins, autocast):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-with checkpoint.lock(out_dir):  # refuses a second run before it takes memory
+with checkpoint.lock(out_dir):  # ends a second run before it takes memory, if the first is training
     raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
 first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
@@ -240,11 +240,11 @@ if use_graph:
 # setup: optimizer. E has a learning-rate multiplier, and vectors have no weight decay
 
 E = raw_model.embed.weight
-trained = [p for p in raw_model.parameters() if p.requires_grad]
+trainable = [p for p in raw_model.parameters() if p.requires_grad]
 groups = [
     dict(params=[E], weight_decay=weight_decay, lr_mult=embedding_lr_mult),
-    dict(params=[p for p in trained if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
-    dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
+    dict(params=[p for p in trainable if p.dim() >= 2 and p is not E], weight_decay=weight_decay, lr_mult=1.0),
+    dict(params=[p for p in trainable if p.dim() < 2], weight_decay=0.0, lr_mult=1.0),
 ]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), eps=1e-8, fused=True)
 if resumed:
@@ -282,11 +282,11 @@ with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
             x, y = next(batches)
             model.require_backward_grad_sync = k == accumulation - 1  # DDP exchanges gradients once per step
             loss_sum += compute_gradients(x, y)
-        for p in trained:  # the gradient of an unused parameter is None on one process, and zero under DDP
+        for p in trainable:  # the gradient of an unused parameter is None on one process, and zero under DDP
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         stop_signal = received[0] if received else 0
         shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
-        grad_norm = torch.nn.utils.clip_grad_norm_(trained, grad_clip if grad_clip > 0 else math.inf).item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(trainable, grad_clip if grad_clip > 0 else math.inf).item()
         mean_loss, any_signal = shared.tolist()
         if any_signal and not stop_signal:
             stop_signal = signal.SIGTERM  # another rank received it

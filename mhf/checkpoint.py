@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def lock(out_dir):
-    """Creates out_dir, and returns a lock that keeps other runs out of it, or raises filelock.Timeout, an OSError."""
+    """Creates out_dir and returns a lock on it, which raises filelock.Timeout, an OSError, if another run has it."""
     if not is_rank0():
         return contextlib.nullcontext()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -59,14 +59,14 @@ def lock(out_dir):
 
 def save(out_dir, checkpoint, is_best):
     """
-    Writes a checkpoint to a temporary file. When it is on the disk and can be read back, it becomes ckpt_best.pt, too,
-    if `is_best`, and is renamed to ckpt.pt. Until then, ckpt.pt is the one before. Raises InputError.
+    Writes a checkpoint to a temporary file and reads it back. Only then does it replace ckpt_best.pt, if `is_best`, and
+    after that ckpt.pt. Raises InputError.
     """
     newest = Path(out_dir, 'ckpt.pt')
     temporary = Path(out_dir, 'ckpt.pt.tmp')
     second_name = Path(out_dir, 'ckpt_best.pt.tmp')
     try:
-        temporary.unlink(missing_ok=True)  # of a killed run; it may be ckpt_best.pt by its second name
+        temporary.unlink(missing_ok=True)  # of a killed run; it may be a hard link to ckpt_best.pt
         with open(temporary, 'xb') as f:
             torch.save(vars(checkpoint), f)
         read_file(temporary)

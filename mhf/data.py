@@ -6,7 +6,8 @@ A folder contains token ids or signatures:
     signatures  data/<dataset>_<tokenizer>_H4B16384: (tokens, H) uint16
     ids         data/<dataset>_<tokenizer>: (tokens,) uint16, or uint32 above 65,536 token ids
 
-Bins returns token ids in both cases, so every model with the tokenizer can read either. The files, three for each unit:
+Bins returns token ids in both cases, so every model with the tokenizer can read either. meta.json and the files of
+each unit:
 
     meta.json         settings, tokenizer, and the input files of every unit with size and digest; written first, and
                       again with the shards of both splits when the folder is complete
@@ -63,8 +64,8 @@ def data_folder(config):
 
 def holds_signatures(config):
     """
-    Returns whether a config's data are signatures, not token ids: signatures of which each has one id. A Standard model
-    (num_hashes=0) has no signatures.
+    Returns whether a config's shards contain signatures. Otherwise they contain token ids: with data_format='ids', and
+    where tokens may share a signature (only LSH hashes, single_id) or have none (Standard).
     """
     if config['data_format'] not in ('signatures', 'ids'):
         raise InputError(f"data_format='{config['data_format']}': must be signatures or ids")
@@ -126,7 +127,7 @@ class Bins:
     def __init__(self, folder, split, tok=None):
         self.meta = read_json(Path(folder) / 'meta.json')
         if split not in (self.meta or {}):
-            raise InputError(f'{folder} has no prepared data, or a part; run prepare.py with the same settings')
+            raise InputError(f'{folder} has no prepared data, or only a part; run prepare.py with the same settings')
         self.tok = tok or get_tokenizer(self.meta['tokenizer'])
         check_tokenizer(folder, self.meta, self.tok)
         shards = self.meta[split]
@@ -224,7 +225,8 @@ def get_table(config):
     counts = count_tokens(Bins(folder, 'train', tok))
     print(f'{counts.sum():,} tokens counted in {folder}')
     if folder != own:
-        never = (counts[Bins(own, 'train', tok)[:COUNTED_TOKENS]] == 0).mean()
+        own_counts = count_tokens(Bins(own, 'train', tok))
+        never = own_counts[counts == 0].sum() / own_counts.sum()
         print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
     return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], tok.pad)
 

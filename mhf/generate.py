@@ -32,7 +32,7 @@ class Engine:
         captures a step as a CUDA graph, whose replay replaces 300 kernel launches. All streams then share one cache:
         finish one before starting another.
         """
-        # at least 4 positions, because compiling takes up to four steps; a multiple of 8, for attention on a GPU
+        # a multiple of 8, for attention on a GPU
         self.cache = self.new_cache(N, (length + 7) // 8 * 8)
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)

@@ -237,7 +237,7 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(out_dir, tokenizer)
-    add_bos = {None: opened.add_bos, True: True, False: False}[bos]
+    add_bos = opened.add_bos if bos is None else bos
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids

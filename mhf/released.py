@@ -156,7 +156,7 @@ def convert_config(config_json, table):
         if not all(value in SUPPORTED[key] for value in values):
             raise InputError(f'{key}={json.dumps(declared[key])} in config.json is not supported')
     # load_state_dict detects sizes that are missing
-    fields = DEFAULTS | dict(num_hashes=0, loss='product')
+    fields = DEFAULTS | dict(num_hashes=0)
     fields |= {FIELDS[key]: value for key, value in declared.items() if key in FIELDS}
     fields['rope_theta'] = declared['rope_theta']
     if table is not None:
@@ -182,9 +182,9 @@ def parse_eos_ids(config_json):
 
 def find_tokenizer(folder, config_json):
     """
-    Returns the name and the fingerprint of the tokenizer of a released folder, None where unknown: those of an export
-    if the files of the tokenizer are unchanged or absent, else the folder's own file, which transformers may have
-    changed, and for frequency ranges the fingerprint of the export.
+    Returns a name for get_tokenizer and the fingerprint of a released folder's tokenizer, each None if unknown. They
+    are those of the export if the tokenizer's files are unchanged or absent. Else the name is the folder's own file,
+    which transformers may have changed, and there is a fingerprint only with frequency ranges.
     """
     own = {name: str(folder / name) for name in ('tokenizer.json', 'tokenizer.model') if (folder / name).exists()}
     exported_sha256 = config_json.get('tokenizer_files_sha256')

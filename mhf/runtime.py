@@ -1,5 +1,5 @@
 """
-Device, precision and compiler; initialization, consistency checks and reductions for several processes; the log of a
+Device, precision and CUDA graphs; initialization, consistency checks and reductions for several processes; the log of a
 run, and the signals that stop it.
 """
 
@@ -25,7 +25,7 @@ def is_rank0():
 
 
 # -----------------------------------------------------------------------------
-# device, precision, compiler
+# device, precision, CUDA graphs
 
 
 def pick_device(device=None):

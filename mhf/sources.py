@@ -99,8 +99,8 @@ def hub_files(folder):
     hub = huggingface_hub.HfApi()
     commit = hub.dataset_info(repository).sha
     entries = hub.list_repo_tree(repository, *path, recursive=True, revision=commit, repo_type='dataset')
-    addresses = {f'hf://datasets/{repository}@{commit}/{entry.path}': entry.size for entry in entries}
-    return {address: addresses[address] for address in sorted(addresses) if address.endswith('.parquet')}
+    sizes = {entry.path: entry.size for entry in entries if entry.path.endswith('.parquet')}  # folders have no size
+    return {f'hf://datasets/{repository}@{commit}/{path}': sizes[path] for path in sorted(sizes)}
 
 
 # -----------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def hub_files(folder):
 def read_files(paths, separate_ends=0.0):
     """
     Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, each is two
-    documents: the last separate_ends of its characters, if possible from a line end on, are the second. Raises
-    InputError.
+    documents: the last separate_ends of its characters, if possible from a line end on, are the second, and the first
+    may be empty. Raises InputError.
     """
     for path in paths:
         for text in map(str.strip, read_documents(path)):
@@ -184,9 +184,9 @@ def split_long_text(text):
 
 def start_counts(paths, val_fraction):
     """
-    Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
-    round(1 / val_fraction), or of a source with fewer than 3 n documents, of which a few may be short, the end of each,
-    which then is every second document.
+    Returns the counts before the first document of a source, and how it holds out text. n = round(1 / val_fraction).
+    With 3 n documents or more, every n-th one is held out. With fewer, of which a few may be short, read_files splits
+    each into two, and the second, its end, is held out.
     """
     n = round(1 / val_fraction)
     has_few = sum(1 for _ in itertools.islice(read_files(paths), 3 * n)) < 3 * n

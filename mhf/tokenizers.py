@@ -7,7 +7,7 @@ Each tokenizer has
 
     name
     tokens         V strings in id order: str or bytes, None for an id without a token
-    spellings      the same for informed signatures: a byte-level tokenizer.json has names of bytes as tokens
+    spellings      tokens as text or its bytes, for informed signatures: b' the' for 'Ġthe' of a byte-level tokenizer
     bos, eos, pad  ids
     unk            the id of unknown characters, or None
     definition     what determines ids, besides these roles: bytes

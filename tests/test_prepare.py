@@ -290,6 +290,7 @@ def test_hub(tmp_path, mistral, monkeypatch):
     hub = MagicMock()
     hub.dataset_info.return_value.sha = 'c0ffee'
     hub.list_repo_tree.return_value = [MagicMock(path=path, size=9) for path in [*reversed(files), 'README.md']]
+    hub.list_repo_tree.return_value.append(SimpleNamespace(path='data/arb_Arab/train'))  # folders have no size
     hub.open = lambda address: open(address.removeprefix('hf://datasets/HuggingFaceFW/fineweb-2@c0ffee/'), 'rb')
     for name in ('HfApi', 'HfFileSystem'):
         monkeypatch.setattr(huggingface_hub, name, lambda: hub)
@@ -298,14 +299,17 @@ def test_hub(tmp_path, mistral, monkeypatch):
     assert decoded(train, mistral) == [t for i, t in enumerate(in_order, 1) if i % 10]
 
     Path(files[1]).rename('unreachable')
-    with pytest.raises(InputError, match=r'1.parquet, row 1: cannot be read'):
-        prepared('broken', dataset='fineweb-2:arb_Arab')
-    assert (tmp_path / 'broken/000000.json').exists() and not (tmp_path / 'broken/000001.json').exists()
+    both = 'fineweb-2:arb_Arab,fineweb-2:arb_Arab'  # each file once
+    for name, dataset in dict(broken='fineweb-2:arb_Arab', list=both).items():
+        with pytest.raises(InputError, match=r'1.parquet, row 1: cannot be read'):
+            prepared(name, dataset=dataset)
+        assert (tmp_path / name / '000000.json').exists() and not (tmp_path / name / '000001.json').exists()
     Path('unreachable').rename(files[1])
     # a later commit has other files
     hub.list_repo_tree.side_effect = AssertionError('listed again')
     prepared('broken', dataset='fineweb-2:arb_Arab')
     assert snapshot(tmp_path / 'broken') == snapshot(tmp_path / 'good')
+    assert prepared('list', dataset=both)[0] == train
 
 
 # each file is a unit, because it is reported as larger
