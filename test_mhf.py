@@ -149,6 +149,12 @@ def test_informed_table(old, new, H, B):
     for i, key_of in enumerate(properties):
         pairs = {(key_of([*tokens, *added][k]), grown[k, i]) for k in used}
         assert len(pairs) == len(dict(pairs))
+        # a new form or shape is in the range of its frequency
+        known = {key_of(tokens[k]) for k in used if k < len(tokens)}
+        totals = Counter(map(key_of, added))
+        for key in totals.keys() - known:
+            _, offset, size = [r for r in ranges[i] if sum([1e-3] * totals[key]) >= r[0]][-1]
+            assert offset <= dict(pairs)[key] < offset + size
     # a model of frequency ranges, whose hashes all depend on strings, has one list
     grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges[-1])
     assert np.array_equal(grown[: len(table)], table) and len(set(map(tuple, grown[used].tolist()))) == len(used)
@@ -246,7 +252,7 @@ def test_tiktoken_path(monkeypatch):
 
 TINY = MHFConfig(
     vocab_size=300, block_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, hidden_size=32,
-    intermediate_size=48, num_hashes=3, num_buckets=40, bottleneck=8, loss='exact',
+    intermediate_size=48, num_hashes=3, num_buckets=40, bottleneck=8, norm_eps=1e-3, loss='exact',
 )  # fmt: skip
 
 
@@ -383,6 +389,7 @@ def test_bucket_logits_are_the_formulas(changes):
     qwen3_config = Qwen3Config(
         hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rope_theta=1e6,
+        rms_norm_eps=c.norm_eps,
     )  # fmt: skip
     qwen3 = Qwen3Model(qwen3_config)
     body = {name: tensor for name, tensor in m.state_dict().items() if name.startswith(('layers.', 'norm.'))}
@@ -575,7 +582,7 @@ def test_first_derivatives_only():
     for function in (lambda: m(x, y), lambda: head.cross_entropy(o, y.flatten() % 40).mean()):
         loss = function()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match='inplace operation'):
+        with pytest.raises(RuntimeError):
             loss.backward()
         with pytest.raises(RuntimeError, match='second derivative'):
             function().backward(create_graph=True)
@@ -642,9 +649,10 @@ def test_init_weights(encoder_init):
     m.init_weights()
     W = m.encoder.out.weight.detach()
     for name, p in m.named_parameters():
-        if p is not m.encoder.out.weight:
-            std = 0.02 if p.dim() == 2 else 0
-            assert p.std(correction=0).item() == pytest.approx(std, rel=0.15), name
+        if p.dim() == 1:
+            assert (p == (0 if name.endswith('bias') else 1)).all(), name
+        elif p is not m.encoder.out.weight:
+            assert p.std(correction=0).item() == pytest.approx(0.02, rel=0.15), name
     if encoder_init == 'orthogonal':
         assert torch.allclose(W @ W.T, 16 * torch.eye(128), atol=1e-4)
     else:
@@ -713,21 +721,20 @@ def peak_memory(function):
 
 
 @pytest.mark.parametrize('loss', ['exact', 'product'])
-def test_memory_of_the_head(loss, monkeypatch):
+def test_memory_of_the_head(loss):
     """With more positions, chunks need memory for dL/dh alone, and the head at once for the bucket logits."""
     m = random_model(loss=loss)
-    monkeypatch.setattr(head, 'chunk_size', lambda *_: 32)
     d = m.config.hidden_size
 
     def growth(loss):
         peaks = []
-        for n in (64, 1024):
+        for n in (1024, 3072):
             h = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
             y = torch.randint(0, 300, (n,))
             m.hidden_states = lambda x, h=h: h[None]
             m.zero_grad()
             peaks.append(peak_memory(lambda y=y: loss(y[None], y[None]).backward()))
-        return (peaks[1] - peaks[0]) / 960
+        return (peaks[1] - peaks[0]) / 2048
 
     assert growth(m) < 16 * d and growth(lambda *args: plain(m, *args)) > 8 * 3 * 40
 
@@ -837,15 +844,16 @@ def test_cached_generation_equals_uncached(H, groups):
     assert torch.equal(drawn, m.generate(ids, 30, generator=torch.Generator().manual_seed(1), **options))
 
 
-def test_prefill_in_parts():
-    """States of a prompt in several parts equal those of one call."""
-    m = random_model()
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-9), (torch.bfloat16, 1e-2)])
+def test_prefill_in_parts(dtype, tolerance):
+    """States of a prompt in several parts equal those of one call, also under autocast."""
+    m = random_model(dtype=torch.promote_types(dtype, torch.float32))
     ids = torch.randint(0, 300, (2, 12))
-    cache = Engine(m).new_cache(2, 16)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
+        cache = Engine(m).new_cache(2, 16)
         slots = torch.arange(12).split([7, 4, 1])
         parts = [m.hidden_states(ids[:, part], cache, part, positions=part) for part in slots]
-        assert torch.allclose(torch.cat(parts, dim=1), m.hidden_states(ids), rtol=1e-9)
+        assert distance(torch.cat(parts, dim=1), m.hidden_states(ids)) < tolerance
 
 
 def test_compiled_generation(monkeypatch):
@@ -874,11 +882,10 @@ def test_compiled_generation(monkeypatch):
 def test_sampling_follows_p():
     """Samples follow P(w), restricted by top_k and top_p and sharpened by a temperature below 1."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None]
-    g = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
 
     def shares(**options):
-        noise = torch.empty(20000, 4).exponential_(generator=g)
-        drawn = sample_token(logits.expand(20000, -1), noise=noise, **options)
+        drawn = sample_token(logits.expand(20000, -1), **options)
         return torch.bincount(drawn, minlength=4) / 20000
 
     assert torch.allclose(shares(), logits[0].exp(), atol=0.02)

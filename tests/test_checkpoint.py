@@ -146,9 +146,20 @@ def test_leaves_can_be_deleted(quick, tmp_path):
     assert weights(quick, 'b')['step'] == 3
 
 
+FOUR_FILES = """
+import hashing, model, torch
+c = model.MHFConfig(vocab_size=9, block_size=4, num_layers=1, hidden_size=8, num_buckets=8)
+m = model.MHF(c, hashing.signature_table([*'abcdefghi'], 4, 8, pad_id=2))
+m.init_weights()
+x = torch.zeros(1, 3, dtype=int)
+m(x, x).backward()
+m.generate(x, 2)
+"""
+
+
 def test_four_files_suffice(tmp_path):
-    """The method can be imported in another project with four files of this one."""
+    """Another project can train and sample with four files of this one."""
     (tmp_path / 'mhf').mkdir()
     for name in ('model.py', 'hashing.py', 'mhf/head.py', 'mhf/errors.py'):
         shutil.copy(REPO / name, tmp_path / name)
-    subprocess.run([sys.executable, '-c', 'import hashing, model'], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, '-c', FOUR_FILES], cwd=tmp_path, check=True)

@@ -61,9 +61,10 @@ def shell(folder, command, **environment):
 
 
 def test_any_stdout(tmp_path):
-    """A script runs with an output that lacks a character, and without stdout."""
+    """A script runs with an output that lacks a character, and without stdout. A closed pipe ends it silently."""
     assert shell(tmp_path, 'python a.py', PYTHONIOENCODING='ascii').stdout == b'caf? \n'
     assert shell(tmp_path, 'python a.py >&-').returncode == 0
+    assert shell(tmp_path, 'python a.py --copies=99999 | true').stderr == b''
 
 
 # on the command line, or in a file; test_bad_input.py has more
@@ -131,7 +132,7 @@ def test_a_fork(tmp_path):
 
 
 def test_configs_are_the_paper_s():
-    """The configs of the paper's models have its sizes, schedules and optimizer (SPEC.md, section 8)."""
+    """The configs of the paper's models have its sizes, schedules and optimizer."""
     sizes = 'hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim learning_rate max_steps'.split()
     paper = {
         '100m': (768, 2560, 12, 12, 2, 64, 5e-4, 20000),

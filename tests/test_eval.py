@@ -60,9 +60,11 @@ def test_text_formats(tmp_path, mistral):
         evaluation.read_ids(tmp_path / 'one.txt', no_bos)
     for scorer in (lm, no_bos):
         measured = evaluation.bits_per_byte(scorer, ids, num_bytes, 0)
-        nats, _ = evaluation.score_windows(scorer, ids)
+        nats, is_best = evaluation.score_windows(scorer, ids)
         assert (measured['tokens'], measured['bytes']) == (len(ids) - 1, num_bytes)
         assert measured['bits_per_byte'] == pytest.approx(nats.sum().item() / math.log(2) / num_bytes)
+        assert measured['top1_accuracy'] == pytest.approx(is_best.mean().item())
+        assert measured['perplexity'] == pytest.approx(math.exp(nats.mean().item()))
 
 
 # -----------------------------------------------------------------------------
@@ -85,13 +87,13 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     small_tasks(tmp_path)
     bins = str(trained / 'bins')
     settings = dict(device='cpu', dtype='float32', out_dir=str(trained / 'out'), benchmark_dir=str(tmp_path), text=bins)
-    settings |= dict(tasks='lambada_openai,record,bits_per_byte', output_path=str(tmp_path / 'results'))
+    settings |= dict(tasks='lambada_openai,record,bits_per_byte', limit=3, output_path=str(tmp_path / 'results'))
     results = evaluate(monkeypatch, **settings)
     printed = capsys.readouterr().out
-    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '4 of 5,153, test'):
+    for words in ('|lambada_openai|', 'bits_per_byte', 'published: 100M H3B10K', '3 of 5,153, test'):
         assert words in printed
     assert set(results['results']) == {'lambada_openai', 'record'} and results['bos'] is True
-    assert len(results['samples']['record']) == 4
+    assert len(results['samples']['record']) == 3
     # a pattern of task names; the results are written before they are printed
     task = load_tasks(['lambada_openai'], str(tmp_path))
     monkeypatch.setattr(evaluation, 'load_tasks', lambda *_: task)

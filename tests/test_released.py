@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from hashing import signature_table
 from mhf.checkpoint import load
 from mhf.errors import InputError
+from mhf.lm import open_lm
 from mhf.released import from_pretrained, save_pretrained
 from mhf.tokenizer_json import write_tokenizer
 from mhf.tokenizers import JSON_FILES, get_tokenizer
@@ -48,6 +49,7 @@ def test_stop_ids(tmp_path):
     write_released(tmp_path / 'b', m, eos_token_id=[7, 9], pad_token_id=-1)
     (tmp_path / 'b/generation_config.json').write_text('{"eos_token_id": [11], "top_k": 5}')
     opened = load(str(tmp_path / 'b'), name)
+    assert open_lm(str(tmp_path / 'b'), name, device='cpu').stop_ids == opened.stop_ids
     assert opened.stop_ids == {1, 2, 7, 9, 11} and opened.model.config.pad_id == 7
     save_pretrained(opened.model, tmp_path / 'c', name, opened.add_bos, [7, 9, 11])
     assert load(str(tmp_path / 'c')).stop_ids == {1, 2, 7, 9, 11}

@@ -1,5 +1,6 @@
 """sample.py with a checkpoint alone and with a released model."""
 
+import os
 import re
 import shutil
 
@@ -13,6 +14,8 @@ def test_sample_from_the_checkpoint_alone(trained, tmp_path):
     """sample.py needs only the checkpoint, prints the prompt, and prints the same text for the same seed."""
     (tmp_path / 'x/y').mkdir(parents=True)
     shutil.copy(trained / 'out/ckpt.pt', tmp_path / 'x/y/ckpt.pt')
+    (tmp_path / 'ckpt.pt').write_text('damaged')
+    os.utime(tmp_path / 'ckpt.pt', (1, 1))  # older
     args = ['--max_new_tokens=30', '--num_samples=2', '--seed=3', '--device=cpu']
     first = ok('sample.py', *args, '--start=def main(x=1):', cwd=tmp_path)
     assert 'x/y/ckpt.pt, step 24' in first.stderr and re.search(r'[\d.]+ tokens/s', first.stderr)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,16 +81,21 @@ def test_training_learns(trained):
     assert weights(trained)['step'] == 24 and (trained / 'out/ckpt_best.pt').exists()
 
 
+def loss_of_step(model, folder, step):
+    """-log P(w) of the sequences of a step (from 0)."""
+    train = Bins(folder / 'bins', 'train')
+    starts = 16 * sequence_indices(step, 8, (len(train) - 1) // 16, seed=42)
+    ids = torch.tensor(np.stack([train[start : start + 17] for start in starts]).astype(np.int64))
+    h = model.hidden_states(ids[:, :-1]).flatten(0, 1)
+    logits = model.token_logits(model.hash_decoder(h, model.head_matrices()))
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
 def test_reported_numbers(quick):
     """The loss and the gradient norm of a step, printed and logged, are those of -log P(w) of its sequences."""
     done = ok('train.py', 'cfg.py', '--out_dir=b', *until(1), cwd=quick)
     model, _ = read_checkpoint(quick / 'b/ckpt.pt')  # of the initialization: the first learning rate is 0
-    train = Bins(quick / 'bins', 'train')
-    starts = 16 * sequence_indices(0, 8, (len(train) - 1) // 16, seed=42)
-    ids = torch.tensor(np.stack([train[start : start + 17] for start in starts]).astype(np.int64))
-    h = model.hidden_states(ids[:, :-1]).flatten(0, 1)
-    logits = model.token_logits(model.hash_decoder(h, model.head_matrices()))
-    loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    loss = loss_of_step(model, quick, 0)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
     logged = events(quick, 'b')[0]
@@ -97,6 +103,33 @@ def test_reported_numbers(quick):
     assert logged['grad_norm'] == pytest.approx(norm, rel=1e-4)
     line = f'step 1/1: loss {loss:.4f}, lr 0.00e+00, norm {norm:.2f}, '
     assert line in done.stdout and f'validation loss {logged["val_loss"]:.4f}, ' in done.stdout
+
+
+def test_updates(quick):
+    """AdamW updates the weights with clipped gradients. E has its own learning rate; vectors have no weight decay."""
+    args = ('train.py', 'cfg.py', '--out_dir=b', '--warmup_steps=1', '--weight_decay=0.5', '--beta1=0.7', '--beta2=0.8')
+    args += ('--grad_clip=0.1', '--embedding_lr_mult=3.0')
+    ok(*args, *until(1), cwd=quick)
+    model, _ = read_checkpoint(quick / 'b/ckpt.pt')
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ok(*args, *until(4), cwd=quick)
+    E = model.embed.weight
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p is not E]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.AdamW(group, betas=(0.7, 0.8), weight_decay=0.5) for group in ([E], matrices)]
+    optimizers.append(torch.optim.AdamW(vectors, betas=(0.7, 0.8), weight_decay=0))
+    for step in range(4):
+        model.zero_grad()
+        loss_of_step(model, quick, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for optimizer, factor in zip(optimizers, (3, 1, 1), strict=True):
+            optimizer.param_groups[0]['lr'] = factor * 5e-3 * (1 + math.cos(math.pi * (step - 1) / 23)) if step else 0
+            optimizer.step()
+    updated = weights(quick, 'b')['model']
+    for name, p in model.named_parameters():
+        if name != 'encoder.gate.2.bias':  # its gradient is rounding: softmax ignores it
+            change = updated[name] - initial[name]
+            assert (p - updated[name]).norm() < 0.01 * change.norm(), name
 
 
 # a fork of model.py: dropout, and a loss of its own
@@ -138,7 +171,8 @@ def test_informed_signatures(quick):
     ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # shards of other signatures
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
-    succeed(ranks(2, 'train.py', *data, *args, cwd=quick))
+    done = succeed(ranks(2, 'train.py', *data, *args, cwd=quick))
+    assert ['tokens counted' in rank.stdout for rank in done] == [True, False]
     ok('mhf.released', 'a', 'exported', cwd=quick)
     model = load(str(quick / 'a')).model
     assert [len(ranges) > 5 for ranges in model.config.frequency_ranges] == [True] * 3
@@ -217,7 +251,7 @@ Block.forward = new_forward
 """
 
 
-@pytest.mark.parametrize('number', [1, 2])
+@pytest.mark.parametrize('number', [1, 4])  # the sum of two ranks does not depend on their order
 def test_a_fork_resumes_exactly(quick, number):
     """
     A model with dropout, a running mean and tied parameters, resumed, ends with the bits of an uninterrupted run. A
@@ -238,14 +272,20 @@ def test_a_fork_resumes_exactly(quick, number):
 
 def test_what_a_resumed_run_may_change(quick):
     """A resumed run applies new settings, also of the optimizer. A finished run changes nothing."""
+    best = Path('out/ckpt_best.pt')
     before = snapshot(quick)
     assert 'out: step 24 of 24' in ok('train.py', 'cfg.py', cwd=quick).stdout
     assert snapshot(quick) == before
     a = weights(quick)['model']
     args = ('train.py', 'cfg.py', '--max_steps=25')
-    free = ('--micro_batch_size=8', '--learning_rate=1e-3', '--warmup_steps=1', '--grad_clip=0.5', '--beta2=0.9')
+    free = ('--micro_batch_size=8', '--learning_rate=100', '--warmup_steps=1', '--grad_clip=0.5', '--beta2=0.9')
     free += ('--weight_decay=0.2', '--embedding_lr_mult=0.0', '--dtype=bfloat16', '--activation_checkpointing')
-    done = ok(*args, *free, cwd=quick)
+    opened = "open(f'{args[0].activation_checkpointing} {torch.is_autocast_enabled(\"cpu\")}', 'w').close()"
+    done = ok(*args, *free, cwd=quick, patch=in_forward(1, opened))
+    assert (quick / 'True True').exists()
+    # the validation loss rises
+    assert snapshot(quick)[str(best)] == before[str(best)]
+    assert weights(quick)['best_val_loss'] == torch.load(quick / best)['best_val_loss']
     assert re.search(r'changed settings: .*beta2=0.9 \(was 0.999\), .*embedding_lr_mult=0.0 \(was 1.0\)', done.stdout)
     b = weights(quick)['model']
     assert [name for name in a if torch.equal(a[name], b[name])] == ['embed.weight']
@@ -274,18 +314,18 @@ def test_what_a_resumed_run_may_not_change(quick):
 
 def test_from_weights_of_another_run(quick):
     """
-    init_from a model takes its weights and architecture, and prints where they differ from the settings. The same
-    command resumes.
+    init_from a model takes its weights and architecture, but not its loss, and prints where they differ from the
+    settings. The same command resumes.
     """
-    (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\nnum_buckets = 512\n')
+    (quick / 'three.py').write_text('num_layers = 3\nnum_kv_heads = 2\nnum_buckets = 512\nloss = "product"\n')
     args = ['--out_dir=b', '--warmup_steps=0', '--learning_rate=1e-9', '--lr_decay_steps=9', '--eval_interval=1']
     command = ('train.py', 'cfg.py', 'three.py', *args, '--init_from=out')
     assert 'num_layers=2 (was 3)' in ok(*command, '--max_steps=2', cwd=quick).stdout
-    assert events(quick, 'b')[-1]['val_loss'] == pytest.approx(events(quick)[-1]['val_loss'], rel=1e-4)
+    assert events(quick, 'b')[-1]['val_nats'] == pytest.approx(events(quick)[-1]['val_nats'], rel=1e-4)
     shutil.move(quick / 'out', quick / 'moved')  # a resumed run does not read it
     assert 'resumed at step 2' in ok(*command, '--max_steps=3', cwd=quick).stdout
     state = weights(quick, 'b')
-    assert state['identity'] == weights(quick, 'moved')['identity'] | dict(init_from='out')
+    assert state['identity'] == weights(quick, 'moved')['identity'] | dict(init_from='out', loss='product')
 
 
 def test_one_run_in_an_out_dir(quick):
@@ -317,7 +357,8 @@ def test_a_new_run_keeps_the_log_of_another(quick):
 
 def test_a_signal_to_one_of_two_ranks(quick):
     """If one rank receives a signal, even twice, both finish the step and end with its checkpoint."""
-    slow = in_forward(9, "open(f'slow{os.getpid()}', 'w').close(); import time; time.sleep(3)")
+    wait = "while not os.path.exists('go'): time.sleep(0.02)"
+    slow = 'import time\n' + in_forward(9, f"open(f'slow{{os.getpid()}}', 'w').close()\n            {wait}")
     args = ('cfg.py', '--out_dir=b', '--eval_interval=24', '--micro_batch_size=2')
     processes = ranks(2, 'train.py', *args, cwd=quick, patch=slow)
     while len(list(quick.glob('slow*'))) < 2 and processes[0].returncode is None:
@@ -325,6 +366,7 @@ def test_a_signal_to_one_of_two_ranks(quick):
     for _ in range(2):
         os.kill(processes[1].pid, signal.SIGINT)
         time.sleep(0.5)
+    (quick / 'go').touch()
     assert [process.communicate().returncode for process in processes] == [143, 130]
     assert weights(quick, 'b')['step'] == steps(quick, 'b')[-1]['step'] == 4
 
@@ -351,6 +393,7 @@ def test_kill_train(quick):
     kill = 'os.kill(os.getpid(), signal.SIGKILL)'
     for functions, most in MOMENTS:
         n = random.randint(1, most)
+        print(functions, n)
         done = run(*command, cwd=quick, patch=AT_CALL.format(n=n, do=kill, functions=functions))
         assert done.returncode in (0, -signal.SIGKILL), (n, done.stderr)  # 0: it ended before the n-th call
     ok(*command, cwd=quick)
@@ -372,7 +415,7 @@ def test_any_world_size_sees_the_same_batches(quick):
     seed = in_forward(3, "open(f'seed_{torch.initial_seed()}', 'w').close()")
     succeed([*ranks(2, *short, '--out_dir=two', cwd=quick, patch=seed), *ranks(4, *more, cwd=quick)])
     # the ranks draw different random numbers
-    assert sorted(path.name for path in quick.glob('seed_*')) == ['seed_44', 'seed_45']
+    assert len(list(quick.glob('seed_*'))) == 2
     for out in ('micro', 'two'):
         for step, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
             assert step == pytest.approx(alone, rel=1e-4), out
