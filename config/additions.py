@@ -2,7 +2,8 @@
 # it after a config: python train.py config/mhf_100m.py config/additions.py --out_dir=out/mhf_100m_additions
 # For Standard, use --embedding_scale=4.
 
-# informed signatures: in a short run, tokens that share a form, a shape or a frequency learn from each other
+# informed signatures: in a short run, tokens that share a form, a shape or a frequency learn from each other. If the
+# model will learn other languages, name a prepared folder with text of all languages instead
 counts_from = 'train'
 # the paper's loss makes P(w) overconfident; the exact loss trains the distribution that is sampled from
 loss = 'exact'

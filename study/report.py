@@ -26,6 +26,7 @@ from study.sweep import Study
 HERE = Path(__file__).resolve().parent
 MISSING = '–'
 INFORMED = 'MHF H4, informed signatures'
+PREPARED = f'{INFORMED}, counts of 4 languages'
 RANGES = 'MHF H4, frequency ranges'
 PLAIN = 'MHF H4, plain'
 ABLATIONS = ('Single-ID', 'mean gate', 'hard embeddings', 'no cascade', 'LSH', 'product loss')
@@ -269,7 +270,7 @@ def tables():
         lists = [read_groups(HERE / f'{source}.py', pattern) for source, pattern in sources]
         found[name] = comparison_table([group for groups in lists for group in groups.items()], references)
     found |= dict(front=front_table(), expansion=expansion_table('MHF H4'), temperature=temperature_table())
-    found |= dict(expansion_informed=expansion_table(INFORMED))
+    found |= dict(expansion_informed=expansion_table(INFORMED), expansion_counts=expansion_table(PREPARED))
     found |= dict(tenths=tenths_table('english', ['Standard', RANGES, INFORMED, 'MHF H4', BIAS, f'{BIAS}, {ALL}']))
     found |= dict(gpu=speed_table('gpu_speed.csv', 'c9fd018'), cpu=speed_table('cpu_speed.csv', 'b87d0d2'))
     return found
