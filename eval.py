@@ -203,8 +203,10 @@ def main():
     # only the results go to stdout; lm-eval prints there too, and fails on a closed pipe
     with contextlib.redirect_stdout(sys.stderr):
         results, path = evaluate()
-    path.write_text(json.dumps(results, indent=2, default=handle_non_serializable), encoding='utf-8')
-    print_results(results)
+    try:
+        path.write_text(json.dumps(results, indent=2, default=handle_non_serializable), encoding='utf-8')
+    finally:  # also if the disk is full
+        print_results(results)
     print(f'\n{path}')
 
 

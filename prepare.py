@@ -80,7 +80,10 @@ def group_files(files):
 
 
 def describe_sources(config, existing):
-    """Returns each source of the mixture and its units. Hub data sets keep the commit in the `existing` meta.json."""
+    """
+    Returns each source of the mixture and its units. Hub data sets, and lists of them alone, keep the commit in the
+    `existing` meta.json.
+    """
     previous = existing['sources'] if existing else []
     pinned = {s['dataset']: s['units'] for s in previous if all(map(sources.hub_folder, s['dataset'].split(',')))}
     described = []

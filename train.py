@@ -67,7 +67,7 @@ bottleneck = 64  # z, the hidden size of the gate and of the mixers
 rope_theta = 1e6
 norm_eps = 1e-6
 # '': the paper's signatures | train, or a prepared folder: informed signatures (hashing.py), from the token counts of
-# the training data, or of that folder
+# the training data, or of that folder (of a sample, if it has more than 268 M tokens)
 counts_from = ''
 ablation = ''  # mean_gate | hard_embeddings | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies; P(w) becomes overconfident | exact: -log P(w)

@@ -34,7 +34,7 @@ from hashing import fingerprint, informed_table, signature_table
 from mhf.errors import InputError
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
-COUNTED_TOKENS = 2**24  # read at a time to count them, up to 16 times
+COUNTED_TOKENS = 2**20  # read at a time to count them, up to 256 times
 HEADER = 128  # bytes of a shard's .npy header, padded by numpy
 SPLITS = ('train', 'val')
 
@@ -232,10 +232,10 @@ def get_table(config):
 
 
 def count_tokens(bins):
-    """Counts each token id in Bins, or in 8 to 16 parts, evenly spaced, of more than 250 M tokens -> (V,) int64."""
+    """Counts each token id in Bins, or in 128 to 256 parts, evenly spaced, of more than 268 M tokens -> (V,) int64."""
     counts = np.zeros(len(bins.tok.tokens), np.int64)
     starts = range(0, len(bins), COUNTED_TOKENS)
-    for start in starts[:: len(starts) // 16 + 1]:
+    for start in starts[:: len(starts) // 256 + 1]:
         counts += np.bincount(bins[start : start + COUNTED_TOKENS], minlength=len(counts))
     return counts
 

@@ -237,7 +237,7 @@ def open_lm(out_dir='', tokenizer='', bos=None, device=None, dtype=None):
     # cuDNN's attention compiles a plan for every prompt length, which takes tens of milliseconds
     torch.backends.cuda.enable_cudnn_sdp(False)
     opened = load(out_dir, tokenizer)
-    add_bos = opened.add_bos if bos is None else bos
+    add_bos = {None: opened.add_bos, True: True, False: False}[bos]
     bos = opened.tok.bos if add_bos else None
     lm = MHFLM(opened.model.to(device), opened.tok, bos, pick_dtype(dtype, device))
     lm.stop_ids = opened.stop_ids
@@ -312,11 +312,9 @@ def load_tasks(names, folder='', num_fewshot=None):
     torch.manual_seed(1234)
     loaded = dict(tasks={}, groups={}, group_map={})
     for name in names:
-        if name in PAPER:
-            specs = [paper_config(name, folder, num_fewshot)]
-        else:
-            specs = manager.match_tasks([name]) or [name]  # of a name without a match, load() raises an error
-        for kind, items in manager.load(specs).items():
+        matches = [name] if name in PAPER else manager.match_tasks([name])
+        specs = [paper_config(match, folder, num_fewshot) if match in PAPER else match for match in matches]
+        for kind, items in manager.load(specs or [name]).items():  # of a name without a match, an error
             loaded[kind] |= items
     for task in loaded['tasks'].values():
         own = task.config.num_fewshot or 0

@@ -98,7 +98,7 @@ def test_signatures_equal_ids(tmp_path, monkeypatch, name, H, B):
     assert (counts == np.bincount(ids[0], minlength=len(tok.tokens))).all()
     with monkeypatch.context() as patch:
         patch.setattr(data, 'COUNTED_TOKENS', 2)
-        assert 16 < count_tokens(Bins('s', 'train')).sum() <= 32 < len(ids[0])
+        assert 256 <= count_tokens(Bins('s', 'train')).sum() <= 512 < len(ids[0])
     shard = np.load('s/train_000000.bin', mmap_mode='r+')
     for hashes, bits in ((1, 0x8004), (slice(None), 0xFFFF)):  # the last is a row above all of the table
         shard[7, hashes] ^= bits

@@ -257,7 +257,7 @@ def test_a_fork_resumes_exactly(quick, number):
     A model with dropout, a running mean and tied parameters, resumed, ends with the bits of an uninterrupted run. A
     parameter that no step uses has a zero gradient on any number of processes: weight decay reduces matrices only.
     """
-    args = ('train.py', 'cfg.py', '--micro_batch_size=2', '--lr_decay_steps=24')
+    args = ('train.py', 'cfg.py', '--micro_batch_size=1', '--lr_decay_steps=24')
     for out, last in (('a', 4), ('b', 2), ('b', 4)):
         succeed(ranks(number, *args, f'--out_dir={out}', f'--max_steps={last}', cwd=quick, patch=STATEFUL))
     a = weights(quick, 'a')
@@ -415,7 +415,7 @@ def test_any_world_size_sees_the_same_batches(quick):
     seed = in_forward(3, "open(f'seed_{torch.initial_seed()}', 'w').close()")
     succeed([*ranks(2, *short, '--out_dir=two', cwd=quick, patch=seed), *ranks(4, *more, cwd=quick)])
     # the ranks draw different random numbers
-    assert len(list(quick.glob('seed_*'))) == 2
+    assert sorted(path.name for path in quick.glob('seed_*')) == ['seed_44', 'seed_45']
     for out in ('micro', 'two'):
         for step, alone in zip(steps(quick, out)[:4], steps(quick), strict=False):
             assert step == pytest.approx(alone, rel=1e-4), out
