@@ -142,7 +142,8 @@ def test_informed_table(old, new, H, B):
             assert 0 < table[k, i] < offset + size and (offset <= table[k, i] or i >= len(properties))
             assert totals[key_of(tokens[k])] / counts[used].sum() >= lower
     added = [w for w, _ in new if w is not None and w not in tokens]
-    grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges)
+    # frequent enough for other ranges than the rarest
+    grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 0.1), ranges)
     assert np.array_equal(grown[: len(table)], table)
     used += range(len(tokens), len(grown))
     assert len(set(map(tuple, grown[used].tolist()))) == len(used) and grown[used].all() and grown.max() < B
@@ -153,7 +154,7 @@ def test_informed_table(old, new, H, B):
         known = {key_of(tokens[k]) for k in used if k < len(tokens)}
         totals = Counter(map(key_of, added))
         for key in totals.keys() - known:
-            _, offset, size = [r for r in ranges[i] if sum([1e-3] * totals[key]) >= r[0]][-1]
+            _, offset, size = [r for r in ranges[i] if sum([0.1] * totals[key]) >= r[0]][-1]
             assert offset <= dict(pairs)[key] < offset + size
     # a model of frequency ranges, whose hashes all depend on strings, has one list
     grown = extend_informed_table(table, [*tokens, *added], np.full(len(added), 1e-3), ranges[-1])
