@@ -43,8 +43,6 @@ _LONGEST |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500)
 
 _LEARNING_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
 _STANDARD = dict(name='Standard', label='Standard, plain', learning_rates=_LEARNING_RATES, num_hashes=0)
-# takes about as long as MHF's run on a CPU
-_MORE_TOKENS = dict(name='Standard, 1.5 x the tokens', label='Standard, plain, trained on 4.61 M tokens')
 _MHF = dict(name='MHF H4 B7,966', label='MHF H4, plain', learning_rates=_LEARNING_RATES)
 _MHF |= dict(num_hashes=4, num_buckets=7966)
 _VARIANTS = [
@@ -75,7 +73,6 @@ RUNS = [
     _SHORT | _MHF | _HARD,
     _LONG | _STANDARD,
     _LONG | _MHF,
-    _LONG | _STANDARD | _MORE_TOKENS | dict(learning_rates=(1e-3, 2e-3, 4e-3), max_steps=2250, warmup_steps=225),
     _WIDE | _STANDARD,
     # B for as many parameters as Standard with d=384
     _WIDE | _MHF | dict(name='MHF H4 B7,934', num_buckets=7934),

@@ -59,10 +59,6 @@ RUNS = [
     | dict(name='MHF H4 B7,966, ranges, all counts', label='MHF H4, frequency ranges, counts of 39.5 M tokens')
     | dict(counts_from=_ENGLISH),
     _NARROW,
-    # takes about as long as MHF
-    _STANDARD
-    | dict(name='Standard, scale 4, half the tokens', label='Standard, trained on 1.54 M tokens')
-    | dict(max_steps=750, warmup_steps=75),
     _STANDARD | _SHORT,
     _INFORMED | _SHORT | dict(counts_from=_SHORT_SAMPLE),
     _RANGES | _SHORT | dict(counts_from=_SHORT_SAMPLE),

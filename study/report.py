@@ -26,7 +26,6 @@ from study.sweep import Study
 HERE = Path(__file__).resolve().parent
 MISSING = '–'
 INFORMED = 'MHF H4, informed signatures'
-PREPARED = f'{INFORMED}, counts of 4 languages'
 RANGES = 'MHF H4, frequency ranges'
 PLAIN = 'MHF H4, plain'
 ABLATIONS = ('Single-ID', 'mean gate', 'hard embeddings', 'no cascade', 'LSH', 'product loss')
@@ -56,9 +55,6 @@ TABLES = dict(
         [('english', '^1.02')],
         {'Standard': [ROWS], ROWS: [INFORMED], 'MHF H4': ['MHF H4, form and shape without counts', RANGES, INFORMED]},
     ),
-    vocabulary=([('vocabulary', '')], {'Standard, plain': [PLAIN]}),
-    time=(LARGE, {'Standard, trained on 1.54 M tokens': ['MHF H4']}),
-    time_plain=(SMALL, {'Standard, plain, trained on 4.61 M tokens': [PLAIN]}),
     parts=(
         SMALL,
         {'MHF H4': ['MHF H4, product loss', 'MHF H4, Gaussian W_s'], 'Standard': ['Standard, embeddings x 1']},
@@ -186,19 +182,23 @@ def comparison_table(groups, references):
     return markdown(['vocabulary', 'setup', 'model', 'parameters', 'seeds', *columns, 'top-1', 'verdict'], lines)
 
 
-def expansion_table(label):
-    """A model and Standard before and after the expansion: a line for each corpus."""
+def expansion_table():
+    """The models before and after the expansion, compared with Standard on each corpus."""
     lines = []
     for group, (corpora, models) in read_groups(HERE / 'expansion.py').items():
-        if label not in models:
-            continue
         for corpus in corpora:
             # another text than `english` of the other lists
             name = corpus if corpus == 'mixture' else f"the mixture's {corpus.title()}"
-            mhf, standard = (bits(models[model], corpus) for model in (label, 'Standard'))
-            lines.append([*split_group(group), name, number(mhf), number(standard), *difference(mhf, standard)])
-    columns = [f'bits per byte, {model}' for model in (label, 'Standard')]
-    return markdown(['vocabulary', 'setup', 'corpus', *columns, 'difference', "MHF's verdict"], lines)
+            reference = bits(models['Standard'], corpus)
+            for label in ['Standard', *(label for label in models if label != 'Standard')]:
+                seeds = models[label]
+                compared = (MISSING, 'reference')
+                if label != 'Standard':
+                    compared = difference(bits(seeds, corpus), reference)
+                cells = [name, label, millions(seeds), str(len(seeds)), number(bits(seeds, corpus)), *compared]
+                lines.append([*split_group(group), *cells])
+    columns = ('parameters', 'seeds', 'bits per byte', 'difference', 'verdict')
+    return markdown(['vocabulary', 'setup', 'corpus', 'model', *columns], lines)
 
 
 def front_table():
@@ -269,8 +269,7 @@ def tables():
     for name, (sources, references) in TABLES.items():
         lists = [read_groups(HERE / f'{source}.py', pattern) for source, pattern in sources]
         found[name] = comparison_table([group for groups in lists for group in groups.items()], references)
-    found |= dict(front=front_table(), expansion=expansion_table('MHF H4'), temperature=temperature_table())
-    found |= dict(expansion_informed=expansion_table(INFORMED), expansion_counts=expansion_table(PREPARED))
+    found |= dict(front=front_table(), expansion=expansion_table(), temperature=temperature_table())
     found |= dict(tenths=tenths_table('english', ['Standard', RANGES, INFORMED, 'MHF H4', BIAS, f'{BIAS}, {ALL}']))
     found |= dict(gpu=speed_table('gpu_speed.csv', 'c9fd018'), cpu=speed_table('cpu_speed.csv', 'b87d0d2'))
     return found
