@@ -134,7 +134,7 @@ def token_text(token):
 PROPERTIES = (form, shape)  # what the first two hashes of an informed signature depend on
 
 
-def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, properties=PROPERTIES):
+def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None):
     """
     Computes signatures that know how a token is spelled and how often it occurs. Hash 0 depends on a token's form only,
     hash 1 on its shape, the others on its string (with fewer than 3 hashes, all on its string). Tokens of one form
@@ -144,14 +144,14 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
     Forms and shapes depend on Python's version of Unicode, so a model stores its table.
 
     Args: tokens, num_hashes, num_buckets, pad_id as in signature_table; counts (V,), how often each token id occurs in
-        a sample of the training data; properties, functions token -> key of the first hashes.
+        a sample of the training data.
 
     Returns the table (V, H) uint16, and for each hash its ranges, a list of [lower, offset, size], rarest class first:
     the smallest relative frequency of the class (0 for the rarest), its first bucket and its number of buckets. Raises
     InputError for H or B out of range, and if there are too few buckets.
     """
     check_sizes(num_hashes, num_buckets)
-    properties = properties if num_hashes > len(PROPERTIES) else ()
+    properties = PROPERTIES if num_hashes > len(PROPERTIES) else ()
     used = [i for i, w in enumerate(tokens) if w is not None and i != pad_id]
     table = np.zeros((len(tokens), num_hashes), np.uint16)
     ranges = []
@@ -159,12 +159,12 @@ def informed_table(tokens, counts, num_hashes, num_buckets, pad_id=None, propert
         keys = [properties[i](tokens[k]) if i < len(properties) else tokens[k] for k in used]
         table[used, i], ranges_of_hash = hash_keys(keys, counts[used], num_buckets, num_hashes, i)
         ranges.append(ranges_of_hash)
+    frequencies = counts / counts[used].sum()
     taken = set()
     for k in used:
         if table[k].tobytes() in taken:
             shared = table[k, : len(properties)]
-            frequency = counts[k] / counts[used].sum()
-            table[k] = free_signature(tokens[k], frequency, ranges[-1], shared, num_hashes, taken)
+            table[k] = free_signature(tokens[k], frequencies[k], ranges[-1], shared, num_hashes, taken)
         taken.add(table[k].tobytes())
     return table, ranges
 
@@ -260,8 +260,8 @@ def free_signature(token, frequency, ranges, shared, num_hashes, taken):
     exponents = range(num_hashes - len(shared))
     first = hash128(token, 0)
     for _, offset, size in reversed([r for r in ranges if frequency >= r[0]]):
-        # tries the signatures of the range in turn, from the one that the hash selects; if as many as are taken and one
-        # more are tried, one is free
+        # tries the signatures of the range in turn, from the one that the hash selects. At most len(taken) of them are
+        # taken, so the last try finds a free one if there is one
         for number in range(first, first + min(size ** len(exponents), len(taken) + 1)):
             row[len(shared) :] = [offset + number // size**k % size for k in exponents]
             if row.tobytes() not in taken:

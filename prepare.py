@@ -32,7 +32,7 @@ from mhf.tokenizers import find_change, get_tokenizer, tokenizer_fingerprint
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
-# mixture with the tokens of each: a.jsonl@2e9,b.txt@1e9
+# mixture with the tokens of each: a.jsonl@2e9,b.txt@1e9. Without @, all files are one source
 dataset = 'fineweb-edu:sample-10BT'
 data_dir = ''  # where to write; '': data/<dataset>_<tokenizer>, for signatures with a suffix such as _H4B16384
 # mistral | tekken | a tiktoken encoding such as gpt2 | *.model, tokenizer.json or its folder | user/name[@revision]
@@ -113,18 +113,19 @@ def describe(config, tok, table, existing):
 
 
 def write_meta(folder, meta, tok):
-    """Writes meta.json, unless units are finished: then the existing one must be the same. Raises InputError."""
+    """Writes meta.json, unless there are shards: then the existing one must be the same. Raises InputError."""
     existing = data.read_json(folder / 'meta.json')
-    if existing and any(folder.glob('[0-9]*.json')):
-        data.check_tokenizer(folder, existing, tok)
-        for key, value in meta.items():
-            if key != 'tokenizer' and existing.get(key) != value:
-                values = f'{key}={existing.get(key)!s:.400}, now it is {value!s:.400}'
-                raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
-    elif not existing and (shards := sorted(folder.glob('*_[0-9]*.bin'))):
-        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
-    else:
+    shards = sorted([*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')])
+    if not shards:
         data.write_json(folder / 'meta.json', meta)
+        return
+    if not existing:
+        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
+    data.check_tokenizer(folder, existing, tok)
+    for key, value in meta.items():
+        if key != 'tokenizer' and existing.get(key) != value:
+            values = f'{key}={existing.get(key)!s:.400}, now it is {value!s:.400}'
+            raise InputError(f'{folder} was prepared with {values}; delete the folder, or change --data_dir')
 
 
 # -----------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def write_meta(folder, meta, tok):
 
 
 class ShardWriter:
-    """Writes the documents of one split of a unit to a .npy file. The file has a temporary name until close()."""
+    """Writes the documents of one split of a unit to a file in the .npy format, with a temporary name until close()."""
 
     def __init__(self, path, dtype):
         self.path = path
@@ -179,7 +180,7 @@ def encode(tok, texts):
 
 
 def is_complete(counts, limit):
-    """Returns whether the rest of a source is not read: it has reached its limit and holds out at least a document."""
+    """Returns whether a source is complete: it has as many tokens as its limit, and holds out at least a document."""
     return counts['tokens'] >= limit and counts['held_out_bytes'] > 0
 
 

@@ -7,11 +7,12 @@ Trains a MultiHashFormer or a Standard model. The defaults are the paper's 100M 
 
 Reads the shards that prepare.py writes with the same config. Writes to out_dir ckpt.pt, the newest checkpoint,
 ckpt_best.pt, the one with the lowest validation loss, and log.jsonl. If out_dir has a checkpoint, the run resumes from
-the newest; to go back to the best, delete ckpt.pt. run_identity (mhf/checkpoint.py) has what may not change.
+the newest; to go back to the best, delete ckpt.pt. run_identity in mhf/checkpoint.py lists what may not change.
 
 The global batch at a step depends only on (seed, step), so a run can resume on any number of processes; the random
 numbers of a rank also depend on this number. With the same number of processes and settings, on a CPU or with
---deterministic on a GPU, it ends with the same bits as an uninterrupted run. Checkpoints contain the buffers of rank 0.
+--deterministic on a GPU, it ends with the same bits as an uninterrupted run. If a fork has buffers, checkpoints
+contain those of rank 0.
 
 On SIGTERM, SIGINT (Ctrl-C), SIGHUP or SIGUSR1 a run finishes its step, saves a checkpoint and exits with 128 + signal.
 torchrun kills it 30 s after the signal (torch 2.13: TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds).
@@ -263,6 +264,9 @@ resumed = None  # its tensors are mapped to a file that the run will replace
 
 with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
     if master:
+        path = checkpoint.find_checkpoint(out_dir)
+        if path and checkpoint.read_file(path).step != first_step:
+            raise InputError(f'{path}: another run wrote it while this one started; rerun the command to resume')
         log = runtime.Log(Path(out_dir) / 'log.jsonl', first_step, config | asdict(model_config) if wandb else None)
     batches = prefetch(training_batches(train_bins, first_step))
     stop_signal = 0

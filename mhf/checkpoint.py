@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mhf.data import replace_durably
 from mhf.errors import InputError
-from mhf.runtime import describe_changes, is_rank0
+from mhf.runtime import describe_changes
 from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 from model import MHF, MHFConfig
 
@@ -51,7 +51,7 @@ class Checkpoint:
 
 def lock(out_dir):
     """Creates out_dir and returns a lock on it, which raises filelock.Timeout, an OSError, if another run has it."""
-    if not is_rank0():
+    if os.environ.get('RANK', '0') != '0':
         return contextlib.nullcontext()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     return FileLock(Path(out_dir, '.train.lock'), timeout=0)
@@ -60,11 +60,11 @@ def lock(out_dir):
 def save(out_dir, checkpoint, is_best):
     """
     Writes a checkpoint to a temporary file and reads it back. Only then does it replace ckpt_best.pt, if `is_best`, and
-    after that ckpt.pt. Raises InputError.
+    after that ckpt.pt. Raises InputError if a file cannot be written or read; earlier checkpoints stay.
     """
     newest = Path(out_dir, 'ckpt.pt')
     temporary = Path(out_dir, 'ckpt.pt.tmp')
-    second_name = Path(out_dir, 'ckpt_best.pt.tmp')
+    temporary_best = Path(out_dir, 'ckpt_best.pt.tmp')
     try:
         temporary.unlink(missing_ok=True)  # of a killed run; it may be a hard link to ckpt_best.pt
         with open(temporary, 'xb') as f:
@@ -72,16 +72,16 @@ def save(out_dir, checkpoint, is_best):
         read_file(temporary)
         if is_best:
             try:
-                os.link(temporary, second_name)
+                os.link(temporary, temporary_best)
             except OSError:  # a file system without hard links
-                shutil.copyfile(temporary, second_name)
-            replace_durably(second_name, newest.with_name('ckpt_best.pt'))
+                shutil.copyfile(temporary, temporary_best)
+            replace_durably(temporary_best, newest.with_name('ckpt_best.pt'))
         replace_durably(temporary, newest)
     except (OSError, RuntimeError, InputError) as e:
         reason = f'the checkpoint of step {checkpoint.step} could not be written ({first_cause(e)})'
         raise InputError(f'{newest}: {reason}') from e
     finally:
-        for path in (temporary, second_name):
+        for path in (temporary, temporary_best):
             path.unlink(missing_ok=True)
     tqdm.write(f'step {checkpoint.step}: saved {newest}')
 
@@ -149,7 +149,7 @@ def run_identity(model_config, settings, train_bins, val_bins):
 
 def check_identity(out_dir, checkpoint, identity):
     """Raises InputError if the run of a checkpoint had another identity."""
-    recorded = asdict(checkpoint.model_config) | checkpoint.identity  # a field that is new has its default
+    recorded = asdict(checkpoint.model_config) | checkpoint.identity  # a field that its version lacked has its default
     if changes := describe_changes(recorded, identity):
         found = f'{out_dir} contains a run with other settings: {changes}'
         raise InputError(f'{found}; undo the change, or choose another --out_dir for a new run')

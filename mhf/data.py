@@ -109,7 +109,7 @@ def token_dtype(meta):
     return np.dtype(np.uint16 if meta['vocab_size'] <= 65536 else np.uint32)
 
 
-def damage(path, reason):
+def damage_error(path, reason):
     """Returns the InputError of a damaged shard."""
     fix = f'delete {path.parent}/{path.stem[-6:]}.json, then rerun prepare.py'
     return InputError(f'{path} is damaged ({reason}); {fix}')
@@ -146,7 +146,7 @@ class Bins:
             expected = HEADER + shard['tokens'] * self.dtype.itemsize
             size = path.stat().st_size
             if size != expected:
-                raise damage(path, f'{size:,} bytes, expected {expected:,}')
+                raise damage_error(path, f'{size:,} bytes, expected {expected:,}')
 
     def __len__(self):
         return self.starts[-1]
@@ -169,15 +169,15 @@ class Bins:
 
     def find_ids(self, signatures, path):
         """Returns the token ids (n,) of signatures (n, H) of a shard. Raises InputError if the table lacks one."""
-        known, ids = self.signatures
+        known, ids = self.sorted_signatures
         keys = signatures.view(known.dtype)[:, 0]
         places = known.searchsorted(keys).clip(max=len(known) - 1)
         if (known[places] != keys).any():
-            raise damage(path, 'a signature belongs to no token')
+            raise damage_error(path, 'a signature belongs to no token')
         return ids[places]
 
     @functools.cached_property
-    def signatures(self):
+    def sorted_signatures(self):
         """The signatures of the folder's table, each as one value, sorted, and their token ids. Raises InputError."""
         table = build_table(self.meta, self.tok.tokens, self.meta['pad_id'])
         if fingerprint(table) != self.meta['table_sha256']:

@@ -29,8 +29,8 @@ class Engine:
     def compile(self, N, length):
         """
         Compiles the model's blocks for steps of N sequences of up to `length` tokens, including prompts. On a GPU,
-        captures a step as a CUDA graph, whose replay replaces 300 kernel launches. All streams then share one cache:
-        finish one before starting another.
+        captures a step as a CUDA graph, whose replay replaces hundreds of kernel launches. All streams then share one
+        cache: finish one before starting another.
         """
         # a multiple of 8, for attention on a GPU
         self.cache = self.new_cache(N, (length + 7) // 8 * 8)

@@ -19,11 +19,6 @@ from tqdm import tqdm
 
 from mhf.errors import InputError
 
-
-def is_rank0():
-    return os.environ.get('RANK', '0') == '0'
-
-
 # -----------------------------------------------------------------------------
 # device, precision, CUDA graphs
 
@@ -184,16 +179,18 @@ def all_reduce(tensor):
 class Log:
     """
     log.jsonl, one JSON object per line that starts with its step, and Weights & Biases if `wandb_config` are settings.
-    A run that resumes at `step` repeats what follows: later lines and an incomplete one are dropped. A new run gives
-    the log of another run another name.
+    A run that resumes at `step` repeats what follows: later lines and an incomplete one are dropped. The log of
+    another run or program gets another name.
     """
 
     def __init__(self, path, step, wandb_config=None):
-        if path.exists() and not step:
+        text = path.read_bytes() if path.exists() else b''
+        if text and not (step and text.startswith(b'{"step": ')):
             path.rename(path.with_name(f'log_{time.strftime("%Y%m%d_%H%M%S")}.jsonl'))
+            text = b''
         self.file = open(path, 'a', buffering=1)
         size = 0
-        for line in path.read_bytes().splitlines(keepends=True):
+        for line in text.splitlines(keepends=True):
             event = re.match(rb'{"step": (\d+), .*}\n', line)
             if not event or int(event[1]) > step:
                 break

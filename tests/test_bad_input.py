@@ -26,6 +26,7 @@ BAD = {
     'no such dtype': (TRAIN + '--dtype=0', 'dtype=0: must be bfloat16 or float32'),
     'no model': ('sample.py --out_dir=bins', 'bins has no checkpoint'),
     'a model of another tokenizer': ('sample.py --out_dir=out --tokenizer=tekken', "name 'mistral'"),
+    'a built-in tokenizer to write': ('expand.py --tokenizer=mistral --corpora=docs.jsonl', 'must end with .model'),
     'expand without text': (EXPAND + '--corpora=short.txt', 'too little text'),
     'expand over a held-out text': (EXPAND + '--corpora=docs.jsonl', 'new_docs.jsonl already exists'),
     'another tokenizer': (SHORTER, "does not extend base_tokenizer='mistral'"),

@@ -359,7 +359,10 @@ def test_other_files(tmp_path):
 
 
 def test_damaged_shards(tmp_path):
-    """A shard of another size is named with what to delete, and prepared again. A shard that shrinks is an error."""
+    """
+    A shard of another size is named with what to delete, and prepared again, but not from other files. A shard that
+    shrinks is an error.
+    """
     write_jsonl(tmp_path / 'a.jsonl', real_documents())
     prepared('d')
     before = snapshot(tmp_path / 'd')
@@ -371,6 +374,12 @@ def test_damaged_shards(tmp_path):
         prepared('d')
     (tmp_path / 'd/000000.json').unlink()
     prepared('d')
+    assert snapshot(tmp_path / 'd') == before
+    (tmp_path / 'd/000000.json').unlink()
+    write_jsonl(tmp_path / 'a.jsonl', real_documents()[1:])
+    before = snapshot(tmp_path / 'd')
+    with pytest.raises(InputError, match='was prepared with sources='):
+        prepared('d')
     assert snapshot(tmp_path / 'd') == before
 
 

@@ -341,12 +341,34 @@ def test_one_run_in_an_out_dir(quick):
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
 
 
-def test_a_new_run_keeps_the_log_of_another(quick):
-    """A new run in the out_dir of a run whose checkpoints were moved away keeps the other log under another name."""
-    log = (quick / 'out/log.jsonl').read_text()
-    for path in (quick / 'out').glob('*.pt'):
-        path.unlink()
-    ok('train.py', 'cfg.py', *until(1), '--warmup_steps=0', cwd=quick)
+def test_a_run_that_another_one_overtook(quick):
+    """A run whose set-up lasts longer than another run in its out_dir keeps that run's checkpoints and log."""
+    patch = """
+from mhf import checkpoint
+open_start = checkpoint.open_start
+def overtaken(*args):
+    result = open_start(*args)
+    shutil.copytree('out', 'b', dirs_exist_ok=True)
+    return result
+checkpoint.open_start = overtaken
+"""
+    before = snapshot(quick / 'out')
+    refused('train.py', 'cfg.py', '--out_dir=b', says='another run wrote it', cwd=quick, patch=f'import shutil{patch}')
+    assert before.items() <= snapshot(quick / 'b').items()
+
+
+@pytest.mark.parametrize('is_new', [True, False])
+def test_a_run_keeps_the_log_of_another(quick, is_new):
+    """
+    A new run in the out_dir of a run whose checkpoints were moved away keeps the other log under another name, and a
+    resumed run keeps a log that train.py did not write.
+    """
+    path = quick / 'out/log.jsonl'
+    log = path.read_text() if is_new else '{"epoch": 1}\n'
+    path.write_text(log)
+    for checkpoint in (quick / 'out').glob('*.pt') if is_new else ():
+        checkpoint.unlink()
+    ok('train.py', 'cfg.py', *(until(1) if is_new else until(25)), '--warmup_steps=0', cwd=quick)
     (other,) = (quick / 'out').glob('log_*.jsonl')
     assert other.read_text() == log and len(steps(quick)) == 1
 
