@@ -4,7 +4,8 @@ those of its form and of its shape (hashing.PROPERTIES), which it shares with ot
 
     $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0
 
-For the tokenizer mistral. Initially, a row's sum has Standard's variance.
+For the tokenizer mistral. Initially, a row's sum has Standard's variance. With --encoder_init=orthogonal, MHF's matrix
+W_s follows the sum of the input rows.
 """
 
 import torch
@@ -16,12 +17,15 @@ from hashing import PROPERTIES
 
 
 class SumOfRows(nn.Module):
-    def __init__(self, scale):
+    def __init__(self, config):
         super().__init__()
-        self.scale = scale
+        d = config.hidden_size
+        self.scale = config.embedding_scale
+        has_w_s = config.encoder_init == 'orthogonal'
+        self.out = nn.Linear(d, d) if has_w_s else None  # W_s; init_weights() sets its scale
 
     def forward(self, k):  # (..., 3, d) -> (..., d)
-        return k.sum(-2) * self.scale
+        return self.out(k.sum(-2)) if self.out else k.sum(-2) * self.scale
 
 
 class MHF(model.MHF):
@@ -38,11 +42,11 @@ class MHF(model.MHF):
             rows.append([row_of_key.setdefault(key, len(row_of_key)) for key in keys])
         self.register_buffer('rows', torch.tensor(rows), persistent=False)
         self.embed = nn.Embedding(len(row_of_key), self.config.hidden_size)
-        self.encoder = SumOfRows(self.config.embedding_scale)
+        self.encoder = SumOfRows(self.config)
 
     def init_weights(self):
         encoder = self.encoder
-        self.encoder = None  # it has no W_s to initialize
+        self.encoder = encoder if encoder.out else None  # there may be no W_s to initialize
         super().init_weights()
         self.encoder = encoder
         self.embed.weight.data.div_(3**0.5)

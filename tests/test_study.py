@@ -138,7 +138,7 @@ def test_rows_belong_to_entries(folder):
 EDITS = {
     'frozen_bias': ['--num_hashes=0', '--counts_from=bins'],
     'no_counts': ['--counts_from=train', '--num_buckets=4096'],
-    'spelling_rows': ['--num_hashes=0'],
+    'spelling_rows': ['--num_hashes=0', '--encoder_init=orthogonal'],
     'standard_w_s': ['--num_hashes=0'],
 }
 
