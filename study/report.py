@@ -33,8 +33,8 @@ DEMO = 'MHF H3 B2,048'
 SIZES = ('MHF H4 B16,384', DEMO, 'MHF H4')
 KINDS = ('informed signatures', 'frequency ranges')
 BIAS = 'Standard, frozen bias'
-ROWS = 'Standard with rows of form and shape'
-ROWS_W_S = 'Standard with W_s and rows of form and shape'
+CONTROLS = ['Standard', 'Standard with W_s']
+CONTROLS += ['Standard with rows of form and shape', 'Standard with W_s and rows of form and shape']
 NAMES = {'MHF H4': "MHF H4, the paper's signatures"}  # next to informed signatures
 ALL = 'counts of 39.5 M tokens'
 # lists and patterns of their groups
@@ -54,12 +54,7 @@ TABLES = dict(
     ),
     spelling=(
         [('english', '^1.02')],
-        {
-            'Standard': [ROWS],
-            ROWS: [INFORMED],
-            ROWS_W_S: [INFORMED],
-            'MHF H4': ['MHF H4, form and shape without counts', RANGES, INFORMED],
-        },
+        {INFORMED: ['MHF H4, form and shape without counts', RANGES, 'MHF H4', *CONTROLS]},
     ),
     parts=(
         SMALL,
