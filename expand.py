@@ -49,7 +49,7 @@ base_tokenizer = 'mistral'  # the tokenizer to expand: mistral, or a .model file
 corpora = ''  # one data set (as in prepare.py) per language, separated by commas; @5000: add 5,000 token ids for it
 num_new_tokens = 5118  # for a corpus without @; three corpora give the paper's 15,354
 max_bytes_per_language = 30000000  # of text to learn from
-tokenizer = 'expanded.model'  # the .model file to write; with a source_model it is used if it exists
+tokenizer = 'expanded.model'  # the .model file to write; with a source_model, one that exists is used
 # model
 source_model = ''  # the model to expand: an out_dir, a folder in the released format, or a hub id[@revision]; '': none
 output_dir = ''  # the folder for the expanded model, in the released format
@@ -273,10 +273,10 @@ def open_base():
 
 
 def main():
-    if not tokenizer.endswith('.model'):  # such as the name of a built-in tokenizer in a config
-        raise InputError(f'tokenizer={tokenizer}: expand.py writes a SentencePiece file, which must end with .model')
     languages, num_new = parse_corpora()
     use_existing = bool(source_model) and Path(tokenizer).exists()
+    if not use_existing and not tokenizer.endswith('.model'):  # such as the built-in tokenizer of a config
+        raise InputError(f'tokenizer={tokenizer}: expand.py writes a SentencePiece file, which must end with .model')
     file = Path(tokenizer)
     held_out_files = {name: file.with_name(f'{file.stem}_{name}.jsonl') for name in languages}
     outputs = [] if use_existing else [file, *held_out_files.values()]

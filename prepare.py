@@ -113,14 +113,14 @@ def describe(config, tok, table, existing):
 
 
 def write_meta(folder, meta, tok):
-    """Writes meta.json, unless there are shards: then the existing one must be the same. Raises InputError."""
+    """Writes meta.json, unless units are finished: then the existing one must be the same. Raises InputError."""
     existing = data.read_json(folder / 'meta.json')
-    shards = sorted([*folder.glob('*_[0-9]*.bin'), *folder.glob('[0-9]*.json')])
-    if not shards:
+    shards = sorted(folder.glob('*_[0-9]*.bin'))
+    if shards and not existing:
+        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
+    if not existing or not (shards or any(folder.glob('[0-9]*.json'))):
         data.write_json(folder / 'meta.json', meta)
         return
-    if not existing:
-        raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
     data.check_tokenizer(folder, existing, tok)
     for key, value in meta.items():
         if key != 'tokenizer' and existing.get(key) != value:

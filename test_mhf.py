@@ -589,6 +589,22 @@ def test_first_derivatives_only():
             function().backward(create_graph=True)
 
 
+@pytest.mark.parametrize('H', [3, 0])
+def test_unused_ids_are_not_in_the_softmax(H):
+    """-log P and its gradient are those of a softmax over the used ids, of logits in columns (MHF) or rows."""
+    m = random_model(num_hashes=H)
+    m.set_vocabulary(m.signatures, unused_ids=[0, 5])
+    used = [i for i in range(m.config.vocab_size) if i not in (0, 5)]
+    sizes = (20, m.config.buckets_per_coordinate)
+    o = [torch.randn(sizes, dtype=torch.float64, requires_grad=True) for _ in range(m.config.num_coordinates)]
+    y = torch.randint(len(used), (20,))
+    nats = m.negative_log_likelihood(o, torch.tensor(used)[y])
+    expected = -plain(m.token_logits, o)[:, used].log_softmax(1).gather(1, y[:, None])[:, 0]
+    results = [[loss, *torch.autograd.grad(loss.sum(), o)] for loss in (nats, expected)]
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-14) for a, b in zip(*results, strict=True))
+    assert m.used_token_logits(o).stride() == m.token_logits(o).stride()
+
+
 @pytest.mark.parametrize('H', [0, 3])
 def test_ties_and_unused_ids(H):
     """The first of the likeliest ids is the top-1 prediction on every path, and an unused id has probability 0."""

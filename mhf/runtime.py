@@ -185,16 +185,15 @@ class Log:
 
     def __init__(self, path, step, wandb_config=None):
         text = path.read_bytes() if path.exists() else b''
-        if text and not (step and text.startswith(b'{"step": ')):
-            path.rename(path.with_name(f'log_{time.strftime("%Y%m%d_%H%M%S")}.jsonl'))
-            text = b''
-        self.file = open(path, 'a', buffering=1)
         size = 0
         for line in text.splitlines(keepends=True):
             event = re.match(rb'{"step": (\d+), .*}\n', line)
             if not event or int(event[1]) > step:
                 break
             size += len(line)
+        if text and not (step and size):
+            path.rename(path.with_name(f'log_{time.strftime("%Y%m%d_%H%M%S")}.jsonl'))
+        self.file = open(path, 'a', buffering=1)
         self.file.truncate(size)
         self.wandb_run = None
         if wandb_config is not None:

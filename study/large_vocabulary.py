@@ -2,7 +2,8 @@
 A large vocabulary, tekken's 131,072 tokens; 1.02 M to 10.2 M tokens of english_edu, read in shuffled order.
 
 Both held-out corpora are those of study/english.py. All models are tuned: lr 1e-3, embedding lr x4, beta2 0.99.
-`orthogonal` initializes W_s to 8 times an orthogonal matrix; `scale 4` multiplies Standard's input embeddings by 4.
+`orthogonal` initializes W_s to 8 times an orthogonal matrix (4 times in Standard); `scale 4` multiplies Standard's
+input embeddings by 4.
 `informed` signatures know the counts and the spelling of tokens, `ranges` the counts alone, which was counts_from's
 table until the commit in `recorded`. `frozen bias` gives Standard the same counts (study/frozen_bias.py).
 """

@@ -253,7 +253,7 @@ def temperature_table():
 
 def speed_table(name, commit):
     """The training steps of a CSV at a commit, and their time relative to Standard's with the same tokens."""
-    rows = [row for row in read_csv(HERE / name) if row['commit'] == commit and not row['kind'].startswith('-log P')]
+    rows = [row for row in read_csv(HERE / name) if row['commit'] == commit]
     lines = []
     for row in rows:
         same = [other for other in rows if other['tokens'] == row['tokens'] and 'Standard' in other['name']]

@@ -2,10 +2,10 @@
 A control: Standard that knows the spelling of tokens. The input and output row of a token is the sum of its own row and
 those of its form and of its shape (hashing.PROPERTIES), which it shares with other tokens.
 
-    $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0
+    $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0 --embedding_scale=4
 
-For the tokenizer mistral. Initially, a row's sum has Standard's variance. With --encoder_init=orthogonal, MHF's matrix
-W_s follows the sum of the input rows.
+For the tokenizer mistral. Initially, a row's sum has Standard's variance. With encoder_init=orthogonal, as in this
+config, MHF's matrix W_s follows the sum of the input rows; with --encoder_init=normal, the model has no W_s.
 """
 
 import torch

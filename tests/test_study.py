@@ -11,6 +11,7 @@ import torch
 from conftest import REPO, events, ok, run
 
 from configurator import find_settings
+from mhf.checkpoint import read_file
 from mhf.errors import InputError
 from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
@@ -135,19 +136,22 @@ def test_rows_belong_to_entries(folder):
         assert re.search(rf'{re.escape(changed)}[^(]*\(its row: ', str(error.value)), changed
 
 
-EDITS = {
-    'frozen_bias': ['--num_hashes=0', '--counts_from=bins'],
-    'no_counts': ['--counts_from=train', '--num_buckets=4096'],
-    'spelling_rows': ['--num_hashes=0', '--encoder_init=orthogonal'],
-    'standard_w_s': ['--num_hashes=0'],
-}
+# (module, flags, what its checkpoints have)
+EDITS = [
+    ('frozen_bias', '--num_hashes=0 --counts_from=bins', lambda c: 'bias' in c.model),
+    ('no_counts', '--counts_from=train --num_buckets=4096', lambda c: c.model_config.frequency_ranges == []),
+    ('spelling_rows', '--num_hashes=0 --encoder_init=normal', lambda c: len(c.model['embed.weight']) > 40000),
+    ('spelling_rows', '--num_hashes=0 --encoder_init=orthogonal', lambda c: 'encoder.out.weight' in c.model),
+    ('standard_w_s', '--num_hashes=0', lambda c: 'encoder.out.weight' in c.model),
+]
 
 
-@pytest.mark.parametrize('name', EDITS)
-def test_edits(quick, name):
+@pytest.mark.parametrize('name, flags, is_edited', EDITS)
+def test_edits(quick, name, flags, is_edited):
     """A module that changes model.py or hashing.py trains a model, and eval.py agrees with its validation."""
     edit = ('study.edit', f'study.{name}')
-    ok(*edit, str(REPO / 'train.py'), 'cfg.py', *EDITS[name], '--max_steps=5', '--out_dir=edited', cwd=quick)
+    ok(*edit, str(REPO / 'train.py'), 'cfg.py', *flags.split(), '--max_steps=5', '--out_dir=edited', cwd=quick)
+    assert is_edited(read_file(quick / 'edited/ckpt.pt'))
     bits = ('--tasks=bits_per_byte', '--text=bins', '--out_dir=edited', '--dtype=float32')
     printed = ok(*edit, str(REPO / 'eval.py'), *bits, cwd=quick).stdout
     validated = events(quick, 'edited')[-1]['val_nats']
@@ -178,7 +182,7 @@ def test_every_figure_is_of_a_table():
     """Every number with ± or an interval in README and RESULTS.md, tables included, is one of the report's."""
     tables = ''.join(report.tables().values())
     for name in ('study/RESULTS.md', 'README.md'):
-        for number in re.findall(r'[+-]?\d+\.\d+%? ± [\d.]+%?|\[[+-]\d.*?\]', (REPO / name).read_text()):
+        for number in re.findall(r'[+-]?\d+\.\d+%? ± \d+\.\d+%?|\[[+-]\d.*?\]', (REPO / name).read_text()):
             assert number in tables, number
 
 
