@@ -113,7 +113,7 @@ def describe(config, tok, table, existing):
 
 
 def write_meta(folder, meta, tok):
-    """Writes meta.json, unless units are finished: then the existing one must be the same. Raises InputError."""
+    """Writes meta.json, unless there are shards of it: then the existing one must be the same. Raises InputError."""
     existing = data.read_json(folder / 'meta.json')
     shards = sorted(folder.glob('*_[0-9]*.bin'))
     if shards and not existing:

@@ -193,6 +193,7 @@ class Log:
             size += len(line)
         if text and not (step and size):
             path.rename(path.with_name(f'log_{time.strftime("%Y%m%d_%H%M%S")}.jsonl'))
+            size = 0
         self.file = open(path, 'a', buffering=1)
         self.file.truncate(size)
         self.wandb_run = None

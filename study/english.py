@@ -42,9 +42,8 @@ _LONG_WIDE = _WIDE | dict(group='3.07 M tokens, d=384, 6 layers', max_steps=1500
 _LONGEST = _COMMON | dict(group='10.2 M tokens', train='data/study_english_10m', seeds=(1, 2))
 _LONGEST |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500)
 
-_LEARNING_RATES = (1e-3, 2e-3, 4e-3, 5e-4)
-_STANDARD = dict(name='Standard', label='Standard, plain', learning_rates=_LEARNING_RATES, num_hashes=0)
-_MHF = dict(name='MHF H4 B7,966', label='MHF H4, plain', learning_rates=_LEARNING_RATES)
+_STANDARD = dict(num_hashes=0)
+_MHF = dict(name='MHF H4 B7,966', label='MHF H4, plain', learning_rates=(1e-3, 2e-3, 4e-3, 5e-4))
 _MHF |= dict(num_hashes=4, num_buckets=7966)
 _VARIANTS = [
     dict(name='MHF H3 B10,686', label='MHF H3 B10,686, plain', num_hashes=3, num_buckets=10686),

@@ -350,6 +350,10 @@ def test_other_files(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(raw[:middle] + raw[middle:].replace(b'e', b'E', 1))
     with pytest.raises(InputError, match='sources=.*a.jsonl.*, now it is .*a.jsonl.*; delete'):
         prepared('d')
+    # a user's files in data_dir are not units
+    (tmp_path / 'own').mkdir()
+    write_jsonl(tmp_path / 'own/2024.json', real_documents())
+    prepared('own', dataset='own/2024.json')
     (tmp_path / 'foreign').mkdir()
     (tmp_path / 'foreign/train_000007.bin').write_text('x')
     before = snapshot(tmp_path)

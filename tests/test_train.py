@@ -364,7 +364,7 @@ def test_a_run_keeps_the_log_of_another(quick, is_new):
     resumed run keeps a log that train.py did not write.
     """
     path = quick / 'out/log.jsonl'
-    log = path.read_text() if is_new else '{"step": 900, "loss": 1}\n'
+    log = '{"step": 0, "loss": 9}\n' + path.read_text() if is_new else '{"step": 900, "loss": 1}\n'
     path.write_text(log)
     for checkpoint in (quick / 'out').glob('*.pt') if is_new else ():
         checkpoint.unlink()
