@@ -6,6 +6,7 @@ Both held-out corpora are those of study/english.py. All models are tuned: lr 1e
 input embeddings by 4.
 `informed` signatures know the counts and the spelling of tokens, `ranges` the counts alone, which was counts_from's
 table until the commit in `recorded`. `frozen bias` gives Standard the same counts (study/frozen_bias.py).
+`rows of form and shape` give Standard with W_s the same spelling (study/spelling_rows.py).
 """
 
 _ENGLISH = 'data/large_vocabulary'
@@ -39,6 +40,10 @@ _H4 |= dict(encoder_init='orthogonal', embedding_scale=8.0)
 _INFORMED = _H4 | dict(name='MHF H4 B7,966, informed', label='MHF H4, informed signatures', counts_from=_SAMPLE)
 _W_S = _STANDARD | dict(name='Standard with W_s, orthogonal', label='Standard with W_s', edit='study.standard_w_s')
 _W_S |= dict(encoder_init='orthogonal')
+_SPELLING = _W_S | dict(name='Standard, orthogonal, rows of form and shape', edit='study.spelling_rows')
+_SPELLING |= dict(label='Standard with W_s and rows of form and shape')
+_NO_COUNTS = _H4 | dict(name='MHF H4 B7,966, informed without counts', edit='study.no_counts')
+_NO_COUNTS |= dict(label='MHF H4, form and shape without counts')
 _RANGES = _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SAMPLE)
 _RANGES |= dict(recorded='8e19a3c')
 _SHORT = dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1, 2), max_steps=500, warmup_steps=50)
@@ -63,6 +68,9 @@ RUNS = [
     _STANDARD | _SHORT,
     _INFORMED | _SHORT | dict(counts_from=_SHORT_SAMPLE),
     _RANGES | _SHORT | dict(counts_from=_SHORT_SAMPLE),
+    _SPELLING | _SHORT,
+    _NO_COUNTS | _SHORT | dict(counts_from=_SHORT_SAMPLE),
+    _W_S | _SHORT,
     _H4 | _B16 | dict(name='MHF H4 B16,384, orthogonal', label='MHF H4 B16,384'),
     _RANGES
     | _B16

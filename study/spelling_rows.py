@@ -4,7 +4,7 @@ those of its form and of its shape (hashing.PROPERTIES), which it shares with ot
 
     $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0 --embedding_scale=4
 
-For the tokenizer mistral. Initially, a row's sum has Standard's variance. With encoder_init=orthogonal, as in this
+For the tokenizers mistral and tekken. Initially, a row's sum has Standard's variance. With encoder_init=orthogonal, as in this
 config, MHF's matrix W_s follows the sum of the input rows; with --encoder_init=normal, the model has no W_s.
 """
 
@@ -14,6 +14,8 @@ from torch import nn
 
 import model
 from hashing import PROPERTIES
+
+TOKENIZERS = {32768: 'mistral', 131072: 'tekken'}
 
 
 class SumOfRows(nn.Module):
@@ -34,7 +36,7 @@ class MHF(model.MHF):
         from mhf.tokenizers import get_tokenizer  # imports modules that import model.MHF
 
         super().set_vocabulary(table, unused_ids)
-        tokens = get_tokenizer('mistral').tokens
+        tokens = get_tokenizer(TOKENIZERS[self.config.vocab_size]).tokens
         row_of_key = {}
         rows = []
         for i, token in enumerate(tokens):
