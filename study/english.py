@@ -96,7 +96,8 @@ _SPELLING = dict(name='Standard, tuned, scale 4, rows of form and shape', label=
 _SPELLING |= dict(edit='study.spelling_rows')
 _SPELLING_W_S = dict(name='Standard, tuned, orthogonal, rows of form and shape', encoder_init='orthogonal')
 _SPELLING_W_S |= dict(label='Standard with W_s and rows of form and shape')
-RUNS += [_SHORT | _SCALED | _SPELLING, _SHORT | _SCALED | _SPELLING | _SPELLING_W_S]
+RUNS += [_SHORT | _SCALED | _SPELLING]
+RUNS += [_group | _SCALED | _SPELLING | _SPELLING_W_S for _group in (_SHORT, _LONG)]
 _NO_COUNTS = dict(name='MHF H4 B7,966, tuned, orthogonal, informed without counts', edit='study.no_counts')
 _NO_COUNTS |= dict(label='MHF H4, form and shape without counts', counts_from=_SHORT_SAMPLE)
 _PRODUCT = dict(name='MHF H4 B7,966, tuned, orthogonal, product loss', label='MHF H4, product loss', loss='product')
