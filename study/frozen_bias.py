@@ -22,8 +22,7 @@ class MHF(model.MHF):
         from mhf.data import Bins, count_tokens  # these modules import model.MHF
 
         super().init_weights()
-        flag = '--counts_from='  # which train.py ignores for Standard
-        folder = next(argument.removeprefix(flag) for argument in sys.argv if argument.startswith(flag))
+        folder = sys.modules['__main__'].counts_from  # the setting of train.py, which ignores it for Standard
         counts = torch.tensor(count_tokens(Bins(folder, 'train')))
         self.bias.copy_(((counts + 1) / (counts + 1).sum()).log())
 

@@ -86,7 +86,8 @@ class Study:
         settings |= dict(train=self.data[entry['train']], corpora=corpora)
         settings |= dict(source=entry.get('source'), edit=entry.get('edit'))
         settings['dtype'] = entry['dtype']  # the default depends on the machine
-        settings['counts_from'] = settings['counts_from'] and self.data[settings['counts_from']]
+        if counted := settings['counts_from']:
+            settings['counts_from'] = self.data[entry['train'] if counted == 'train' else counted]
         return json.loads(json.dumps(settings, sort_keys=True))
 
     def dataset(self, folder):
@@ -176,7 +177,7 @@ class Study:
         settings = json.dumps(self.settings(entry))
         folder = self.folder(key)
         record = folder / 'settings.json'
-        if (folder / 'ckpt.pt').exists() and record.exists() and record.read_text() != settings:
+        if record.exists() and record.read_text() != settings:
             fix = 'give the entry a new name, or delete the folder'
             raise InputError(f'{folder} contains a run of {key} with other settings; {fix}')
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +250,7 @@ def training_columns(folder):
     parts = dict(embed='embedding', encoder='hash', hash_decoder='hash')
     counts = Counter(embedding=0, hash=0, decoder=0)
     for name, tensor in state['model'].items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and name != 'bias':  # frozen_bias.py's
             counts[parts.get(name.split('.')[0], 'decoder')] += tensor.numel()
     log = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
     row = dict(dtype=state['settings']['dtype'], trained_tokens=log[-1]['tokens'])
@@ -271,7 +272,7 @@ def prepare(study):
 def sweep(study, jobs, corpus_dir):
     """Runs what has no row yet, `jobs` runs at a time. Raises InputError at the end if runs failed."""
     if not study.pending(study.rows()):
-        print(f'{study.path.name}: nothing is left to do, {study.csv.name} has every run', flush=True)
+        print(f'{study.path.name}: no run is left that can start; finished ones are in {study.csv.name}', flush=True)
         return
     os.environ.setdefault('OMP_NUM_THREADS', str(max(1, os.cpu_count() // jobs)))  # of each run
     study.corpus_dir = corpus_dir

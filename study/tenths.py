@@ -84,9 +84,11 @@ def main():
     for entry in study.entries:
         for row in study.best_rows(entry, finished):
             folder = study.folder(study.key(entry, float(row['learning_rate']), row['seed']))
-            run = dict(list=study.path.stem, group=entry['group'], model=entry['label'], seed=row['seed'])
-            known = [{name: row[name] for name in run} for row in read_csv(path)]
-            if run not in known and (folder / 'ckpt.pt').exists():
+            model = dict(list=study.path.stem, group=entry['group'], model=entry['label'])
+            run = model | dict(seed=row['seed'])
+            # a row may be the mean of several seeds: 1+2
+            is_known = any(row['seed'] in r['seed'].split('+') and model.items() <= r.items() for r in read_csv(path))
+            if not is_known and (folder / 'ckpt.pt').exists():
                 measured = measure(study, entry, folder)
                 rows = [run | dict(commit=commit(), corpus=corpus) | columns for corpus, columns in measured.items()]
                 write_csv(path, [*read_csv(path), *rows])

@@ -17,8 +17,8 @@ from mhf.lm import MHFLM
 from mhf.tokenizers import get_tokenizer
 from study import card660, rank, report
 from study import sweep as sweep_module
-from study.rows import read_csv, values, write_csv
-from study.sweep import ENTRY_KEYS, Study, sweep
+from study.rows import parameters, read_csv, values, write_csv
+from study.sweep import ENTRY_KEYS, Study, sweep, training_columns
 from study.unigram_fit import fit
 from test_mhf import random_model
 
@@ -60,7 +60,6 @@ def test_a_started_run_of_other_settings(folder):
     runs = Study('runs.py')
     key = next(iter(runs.pending({})))
     runs.folder(key).mkdir(parents=True)
-    (runs.folder(key) / 'ckpt.pt').touch()
     (runs.folder(key) / 'settings.json').write_text('{}')
     with pytest.raises(InputError, match='with other settings'):
         runs.run(key, runs.entries[0])
@@ -148,10 +147,16 @@ EDITS = [
 
 @pytest.mark.parametrize('name, flags, is_edited', EDITS)
 def test_edits(quick, name, flags, is_edited):
-    """A module that changes model.py or hashing.py trains a model, and eval.py agrees with its validation."""
+    """
+    A module that changes model.py or hashing.py trains a model. eval.py agrees with its validation, and sweep.py counts
+    its parameters.
+    """
     edit = ('study.edit', f'study.{name}')
-    ok(*edit, str(REPO / 'train.py'), 'cfg.py', *flags.split(), '--max_steps=5', '--out_dir=edited', cwd=quick)
+    train = (*edit, str(REPO / 'train.py'), 'cfg.py', *flags.split(), '--max_steps=5', '--out_dir=edited')
+    started = ok(*train, cwd=quick).stdout
     assert is_edited(read_file(quick / 'edited/ckpt.pt'))
+    hashes, decoder = re.search(r'([\d,]+) parameters in E .* \+ ([\d,]+) in layers', started).groups()
+    assert parameters(training_columns(quick / 'edited')) == sum(int(n.replace(',', '')) for n in (hashes, decoder))
     bits = ('--tasks=bits_per_byte', '--text=bins', '--out_dir=edited', '--dtype=float32')
     printed = ok(*edit, str(REPO / 'eval.py'), *bits, cwd=quick).stdout
     validated = events(quick, 'edited')[-1]['val_nats']
