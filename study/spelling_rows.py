@@ -4,8 +4,8 @@ those of its form and of its shape (hashing.PROPERTIES), which it shares with ot
 
     $ python -m study.edit study.spelling_rows train.py config/mhf_tiny.py --num_hashes=0 --embedding_scale=4
 
-For the tokenizers mistral and tekken. Initially, a row's sum has Standard's variance. With encoder_init=orthogonal, as in this
-config, MHF's matrix W_s follows the sum of the input rows; with --encoder_init=normal, the model has no W_s.
+For the tokenizers mistral and tekken. Initially, a row's sum has Standard's variance. With encoder_init=orthogonal, as
+in this config, MHF's matrix W_s follows the sum of the input rows; with --encoder_init=normal, the model has no W_s.
 """
 
 import torch
