@@ -33,8 +33,7 @@ DEMO = 'MHF H3 B2,048'
 SIZES = ('MHF H4 B16,384', DEMO, 'MHF H4')
 KINDS = ('informed signatures', 'frequency ranges')
 BIAS = 'Standard, frozen bias'
-CONTROLS = ['Standard', 'Standard with W_s']
-CONTROLS += ['Standard with rows of form and shape', 'Standard with W_s and rows of form and shape']
+ROWS = 'rows of form and shape'
 NAMES = {'MHF H4': "MHF H4, the paper's signatures"}  # next to informed signatures
 ALL = 'counts of 39.5 M tokens'
 # lists and patterns of their groups
@@ -53,8 +52,8 @@ TABLES = dict(
         {RANGES: [INFORMED, f'{RANGES}, {ALL}'], f'{DEMO}, frequency ranges': [f'{DEMO}, informed signatures']},
     ),
     spelling=(
-        [('english', '^1.02')],
-        {INFORMED: ['MHF H4, form and shape without counts', RANGES, 'MHF H4', *CONTROLS]},
+        SMALL + LARGE,
+        {INFORMED: [f'Standard with W_s and {ROWS}', f'Standard with {ROWS}', 'MHF H4, form and shape without counts']},
     ),
     parts=(
         SMALL,
