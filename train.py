@@ -184,8 +184,7 @@ first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
 dtype = resumed.settings['dtype'] if resumed and dtype is None else dtype
 dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
-architecture = asdict(raw_model.config) if raw_model else {}
-folder = data_folder(config | architecture)
+folder = data_folder(config)
 tok = get_tokenizer(tokenizer)
 train_bins, val_bins = (Bins(folder, split, tok) for split in SPLITS)
 meta = train_bins.meta

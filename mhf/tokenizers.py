@@ -173,7 +173,7 @@ def get_tokenizer(name):
         files = [file / JSON_FILES[0], *file.glob('tokenizer.model*')]
         file = next((path for path in files if path.exists()), files[0])
     elif name not in known and not re.search(r'\.(json|model(\.v\d+)?)$', name):
-        if '/' not in name:
+        if '/' not in name or file.exists():
             choices = f'{", ".join(known)}, *.model, tokenizer.json or its folder, a hub id user/name'
             raise InputError(f"unknown tokenizer '{name}'{did_you_mean(name, known)} (known: {choices})")
         file = download_from_hub(name, JSON_FILES) / JSON_FILES[0]

@@ -14,11 +14,13 @@ SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=shorter.m
 # (command, part of the line that is printed)
 BAD = {
     'unknown tokenizer': ('prepare.py --data_dir=new --tokenizer=mistrel', "did you mean 'mistral'"),
+    'a tokenizer of another kind': ('prepare.py --data_dir=new --tokenizer=./short.txt', 'unknown tokenizer'),
     'val_fraction in percent': ('prepare.py --data_dir=new --val_fraction=50', 'val_fraction=50.0'),
     'too many buckets': ('prepare.py --data_dir=new --dataset=docs.jsonl --num_buckets=65537', 'num_buckets=65537'),
     'shards of another tokenizer': (TRAIN + '--tokenizer=tekken', "another tokenizer ('mistral')"),
     'counts for a model': (TRAIN + '--counts_from=bins --init_from=out', 'need a new model'),
     'no heads': (TRAIN + '--num_heads=0', 'num_heads=0, num_kv_heads'),
+    'head_dim': (TRAIN + '--head_dim=15', 'head_dim even'),
     'an ablation of Standard': (TRAIN + '--num_hashes=0 --ablation=mean_gate', 'needs a MultiHashFormer'),
     'block_size over the data': (TRAIN + '--block_size=1000000', 'block_size=1000000'),
     'a batch in unequal parts': (TRAIN + '--batch_size=9', 'batch_size=9: must be a multiple'),
