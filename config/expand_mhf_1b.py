@@ -13,8 +13,8 @@ base_tokenizer = 'mistral'
 _corpora = ['fineweb-2:arb_Arab', 'fineweb-2:cmn_Hani', 'fineweb-2:hin_Deva']
 corpora = ','.join(_corpora)
 dataset = ','.join(f'{_source}@2.1e9' for _source in (*_corpora, 'fineweb-edu:sample-10BT'))
-# as in expand.py, so that its held-out documents are not in the training data. The base model has read most of the
-# English ones: it held out fewer documents
+# as in expand.py, so that its held-out documents are not in the training data. The base model may have read most
+# of the English ones: it held out fewer documents
 val_fraction = 0.05
 
 # train the first two and the last two layers; E, hash encoder, hash decoder and the final norm are always trained

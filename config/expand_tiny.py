@@ -16,7 +16,7 @@ _tokens = {f'assets/text/{_name}.jsonl.xz': _n for _name, _n in dict(ar=44000, z
 _tokens['stdlib'] = 125000
 dataset = ','.join(f'{_source}@{_n}' for _source, _n in _tokens.items())
 # as in expand.py, so that its held-out documents are not in the training data. The base model has read most of the
-# English ones: it held out fewer documents
+# Python ones: it held out fewer documents
 val_fraction = 0.05
 max_steps = 240
 warmup_steps = 24

@@ -73,7 +73,7 @@ def test_source(folder):
     (folder / 'same.model').write_bytes(get_tokenizer('mistral').sp.serialized_model_proto())
     data = "DATA['larger'] = DATA['data'] | dict(dataset='{corpus_dir}/docs.jsonl', tokenizer='same.model')\n"
     entry = "dict(name='continued', source='H3', train='larger', corpora=dict(docs='larger'), learning_rates=(1e-6,))"
-    informed = "RUNS[1] |= dict(counts_from='data', num_buckets=1000)\n"
+    informed = "RUNS[1] |= dict(counts_from='train', num_buckets=1000)\n"
     (folder / 'runs.py').write_text(f'{LIST}{data}RUNS.insert(0, RUNS[0] | {entry})\n{informed}')
     runs = Study('runs.py')
     assert list(runs.pending({})) == [('tiny', 'H3', 1e-3, 1), ('tiny', 'H3', 1e-2, 1)]
