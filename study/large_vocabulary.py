@@ -46,7 +46,7 @@ _NO_COUNTS = _H4 | dict(name='MHF H4 B7,966, informed without counts', edit='stu
 _NO_COUNTS |= dict(label='MHF H4, form and shape without counts')
 _RANGES = _H4 | dict(name='MHF H4 B7,966, ranges', label='MHF H4, frequency ranges', counts_from=_SAMPLE)
 _RANGES |= dict(recorded='8e19a3c')
-_SHORT = dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1, 2), max_steps=500, warmup_steps=50)
+_SHORT = dict(group='vocabulary of 131,072, 1.02 M tokens', seeds=(1, 2, 3), max_steps=500, warmup_steps=50)
 _LONG = dict(group='vocabulary of 131,072, 10.2 M tokens', seeds=(1, 2), max_steps=5000, warmup_steps=500)
 _B16 = _SHORT | dict(seeds=(1,), num_buckets=16384)
 
