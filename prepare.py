@@ -45,7 +45,7 @@ num_buckets = 16384
 num_lsh = 0
 single_id = False
 # held-out text: every n-th document, n = round(1/val_fraction), until val_bytes, of which the sources of a mixture have
-# equal shares; of a source with fewer than 3 n documents, the end of each
+# equal shares; of a source with fewer than 3 n documents, the ends of three
 val_fraction = 0.005
 val_bytes = 4000000
 
@@ -82,10 +82,10 @@ def group_files(files):
 def describe_sources(config, existing):
     """
     Returns each source of the mixture and its units. Hub data sets, and lists of them alone, keep the commit in the
-    `existing` meta.json.
+    `existing` meta.json, unless HUB names another folder now.
     """
     previous = existing['sources'] if existing else []
-    pinned = {s['dataset']: s['units'] for s in previous if all(map(sources.hub_folder, s['dataset'].split(',')))}
+    pinned = {s['dataset']: s['units'] for s in previous if sources.are_on_hub(s['dataset'], s['units'])}
     described = []
     known = set()
     for name, limit in sources.parse_mixture(config['dataset']):
@@ -215,7 +215,8 @@ def prepare_source(folder, meta, source, tok, table, bar):
                 first_texts = [text[:2000].rstrip() for text in itertools.islice(sources.read_files(all_paths), 8)]
                 if change := find_change(tok, [PROBE, *first_texts]):
                     bar.write(f"warning: tokenizer '{tok.name}' changes texts: {change}", sys.stderr)
-            texts = sources.read_files([path for path, *_ in unit], counts['separate_ends'])
+            paths = [path for path, *_ in unit]
+            texts = sources.read_files(paths, counts['separate_ends'], counts['n'], counts['documents'])
             dtype = data.token_dtype(meta)
             writers = {split: ShardWriter(folder / f'{split}_{number:06}.bin', dtype) for split in SPLITS}
             val_bytes = meta['val_bytes'] // len(meta['sources'])

@@ -49,6 +49,12 @@ def hub_folder(dataset):
     return HUB.get(dataset, template.replace('LANGUAGE', language))
 
 
+def are_on_hub(dataset, units):
+    """Returns whether all files of a data set's units are in its folders on the hub."""
+    folders = tuple(f'hf://datasets/{hub_folder(name)}/' for name in dataset.split(','))
+    return all(re.sub('@[^/]+', '', path, count=1).startswith(folders) for unit in units for path, *_ in unit)
+
+
 def parse_mixture(dataset):
     """
     Returns the sources of a mixture and their limits in training tokens: 'a@2e9,b' -> [('a', 2000000000), ('b', None)].
@@ -107,15 +113,17 @@ def hub_files(folder):
 # documents
 
 
-def read_files(paths, separate_ends=0.0):
+def read_files(paths, separate_ends=0.0, n=0, start=0):
     """
-    Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, each is two
-    documents: the last separate_ends of its characters, if possible from a line end on, are the second, and the first
-    may be empty. Raises InputError.
+    Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, some are two
+    documents, and every n-th one, counted from `start`, is such an end: the last separate_ends of the characters, if
+    possible from a line end on. The first part may be empty. Raises InputError.
     """
+    number = start % n if separate_ends else 0
     for path in paths:
         for text in map(str.strip, read_documents(path)):
-            if text and separate_ends:
+            number += bool(text)
+            if text and separate_ends and number % (n - 1) == 0:
                 end = len(text) - math.ceil(len(text) * separate_ends)
                 end = max(end, text.find('\n', end, (end + len(text)) // 2))
                 yield text[:end].strip()
@@ -184,14 +192,15 @@ def split_long_text(text):
 
 def start_counts(paths, val_fraction):
     """
-    Returns the counts before the first document of a source, and how it holds out text. n = round(1 / val_fraction).
-    With 3 n documents or more, every n-th one is held out. With fewer, of which a few may be short, read_files splits
-    each into two, and the second, its end, is held out.
+    Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
+    round(1 / val_fraction). Of fewer than 3 n documents, the ends of three are held out, or of each if there are fewer
+    than six, and read_files makes every end an n-th document.
     """
     n = round(1 / val_fraction)
-    has_few = sum(1 for _ in itertools.islice(read_files(paths), 3 * n)) < 3 * n
-    counts = dict(documents=0, tokens=0, held_out_bytes=0)
-    return counts | dict(n=2, separate_ends=val_fraction) if has_few else counts | dict(n=n, separate_ends=0.0)
+    found = sum(1 for _ in itertools.islice(read_files(paths), 3 * n))
+    every = max(1, found // 3)
+    few = dict(n=every + 1, separate_ends=every * val_fraction)
+    return dict(documents=0, tokens=0, held_out_bytes=0) | (few if found < 3 * n else dict(n=n, separate_ends=0.0))
 
 
 def is_held_out(counts, val_bytes):
