@@ -151,7 +151,7 @@ def print_results(results):
         published = results['published']
         print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]} (lm-eval 0.4.8, bos=False)')
     for task, scores in results.get('results', {}).items():
-        if task in PAPER:
+        if task in PAPER and results['n-shot'][task] == int(PAPER[task]['shots']):
             metric = PAPER[task]['metric']
             score = 100 * scores[f'{metric},none']
             count = results['n-samples'][task]['effective']

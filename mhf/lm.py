@@ -292,7 +292,8 @@ def paper_config(name, folder, num_fewshot):
     file = EVAL_TASKS / f'{name}.yaml'
     if not file.exists():
         file = Path(lm_eval.__file__).parent / 'tasks' / PAPER[name]['yaml']
-    config = load_yaml(file) | dict(num_fewshot=int(PAPER[name]['shots']) if num_fewshot is None else num_fewshot)
+    config = dict(num_fewshot=int(PAPER[name]['shots'])) | load_yaml(file)
+    config |= {} if num_fewshot is None else dict(num_fewshot=num_fewshot)
     return config | (local_config(name, config, folder) if folder else {})
 
 
@@ -311,7 +312,7 @@ def load_tasks(names, folder='', num_fewshot=None):
     np.random.seed(1234)
     torch.manual_seed(1234)
     loaded = dict(tasks={}, groups={}, group_map={})
-    for name in names:
+    for name in sorted(names, key=PAPER.__contains__):  # the paper's number of examples replaces that of a group
         matches = [name] if name in PAPER else manager.match_tasks([name])
         specs = [paper_config(match, folder, num_fewshot) if match in PAPER else match for match in matches]
         for kind, items in manager.load(specs or [name]).items():  # of a name without a match, an error

@@ -82,12 +82,14 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
 def test_num_fewshot(tmp_path, monkeypatch):
     """
     num_fewshot replaces the number of examples in the prompts of every task. A file in eval_tasks/ replaces lm-eval's
-    task of that name, also one of the paper's.
+    task of that name, also one of the paper's, and may have its own number. A group that contains a task of the paper
+    does not change its number.
     """
     small_tasks(tmp_path)
     monkeypatch.setattr(tasks, 'EVAL_TASKS', tmp_path)
     config = load_yaml(Path(lm_eval.__file__).parent / 'tasks/piqa/piqa.yaml')
-    (tmp_path / 'piqa.yaml').write_text(json.dumps(config | dict(doc_to_text='Question: mine {{goal}}\nAnswer:')))
+    config |= dict(doc_to_text='Question: mine {{goal}}\nAnswer:', num_fewshot=3)
+    (tmp_path / 'piqa.yaml').write_text(json.dumps(config))
     for number in (0, 2):
         loaded = tasks.load_tasks(['arc_easy', 'piqa'], str(tmp_path), number)
         for name, task in loaded['tasks'].items():
@@ -95,6 +97,11 @@ def test_num_fewshot(tmp_path, monkeypatch):
             prompts = [instance.args[0] for instance in task.instances]
             assert {prompt.count('Question:') for prompt in prompts} == {number + 1}, name
             assert name != 'piqa' or all(prompt.count('mine Do.') == number + 1 for prompt in prompts)
+    arc = tasks.paper_config('arc_easy', str(tmp_path), None) | dict(num_fewshot=None)
+    (tmp_path / 'arc_easy.yaml').write_text(json.dumps({key: value for key, value in arc.items() if value is not None}))
+    (tmp_path / 'mine.yaml').write_text(json.dumps(dict(group='mine', task=['arc_easy'])))
+    loaded = tasks.load_tasks(['arc_easy', 'piqa', 'mine'], str(tmp_path))['tasks']
+    assert {name: task.config.num_fewshot for name, task in loaded.items()} == dict(arc_easy=5, piqa=3)
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
