@@ -70,7 +70,7 @@ norm_eps = 1e-6
 # '': the paper's signatures | train, or a prepared folder: informed signatures (hashing.py), from the token counts of
 # the training data, or of that folder (of a sample, if it has more than 268 M tokens)
 counts_from = ''
-ablation = ''  # mean_gate | hard_embeddings | no_cascade
+ablation = ''  # mean_gate | no_cascade
 loss = 'product'  # product: the paper's sum of cross-entropies; P(w) becomes overconfident | exact: -log P(w)
 encoder_init = 'normal'  # initialization of W_s (HashEncoder.out): normal, std 0.02 | orthogonal
 embedding_scale = 1.0  # multiplies W_s at initialization (MHF) or the embedding row (Standard)
@@ -178,8 +178,8 @@ def validate(model, bins, autocast):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-with checkpoint.lock(out_dir):  # ends a second run before it takes memory, if the first is training
-    raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
+lock = checkpoint.lock(out_dir) if master else None  # the variable keeps it
+raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
 first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
 dtype = resumed.settings['dtype'] if resumed and dtype is None else dtype
@@ -261,11 +261,8 @@ resumed = None  # its tensors are mapped to a file that the run will replace
 # -----------------------------------------------------------------------------
 # training loop
 
-with checkpoint.lock(out_dir), runtime.stop_signals(world_size) as received:
+with runtime.stop_signals(world_size) as received:
     if master:
-        path = checkpoint.find_checkpoint(out_dir)
-        if path and checkpoint.read_file(path).step != first_step:
-            raise InputError(f'{path}: another run wrote it while this one started; rerun the command to resume')
         log = runtime.Log(Path(out_dir) / 'log.jsonl', first_step, config | asdict(model_config) if wandb else None)
     batches = prefetch(training_batches(train_bins, first_step))
     stop_signal = 0

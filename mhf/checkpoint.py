@@ -4,8 +4,6 @@ ckpt.pt, the newest checkpoint, and ckpt_best.pt, which has the lowest validatio
 from which a run can resume.
 """
 
-import contextlib
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,11 +48,10 @@ class Checkpoint:
 
 
 def lock(out_dir):
-    """Creates out_dir and returns a lock on it, which raises filelock.Timeout, an OSError, if another run has it."""
-    if os.environ.get('RANK', '0') != '0':
-        return contextlib.nullcontext()
+    """Creates out_dir and locks it until the process ends. Raises filelock.Timeout, an OSError, if another run does."""
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    return FileLock(Path(out_dir, '.train.lock'), timeout=0)
+    # a notebook may run train.py again in the same process
+    return FileLock(Path(out_dir, '.train.lock'), timeout=0, is_singleton=True).acquire()
 
 
 def save(out_dir, checkpoint, is_best):
@@ -66,15 +63,13 @@ def save(out_dir, checkpoint, is_best):
     temporary = Path(out_dir, 'ckpt.pt.tmp')
     temporary_best = Path(out_dir, 'ckpt_best.pt.tmp')
     try:
-        temporary.unlink(missing_ok=True)  # of a killed run; it may be a hard link to ckpt_best.pt
+        temporary.unlink(missing_ok=True)  # of a killed run
         with open(temporary, 'xb') as f:
             torch.save(vars(checkpoint), f)
         read_file(temporary)
         if is_best:
-            try:
-                os.link(temporary, temporary_best)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(temporary, temporary_best)
+            # no hard link: who writes an older checkpoint to ckpt.pt would change ckpt_best.pt, too
+            shutil.copyfile(temporary, temporary_best)
             replace_durably(temporary_best, newest.with_name('ckpt_best.pt'))
         replace_durably(temporary, newest)
     except (OSError, RuntimeError, InputError) as e:

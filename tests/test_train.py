@@ -341,22 +341,6 @@ def test_one_run_in_an_out_dir(quick):
     assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
 
 
-def test_a_run_that_another_one_overtook(quick):
-    """A run whose set-up lasts longer than another run in its out_dir keeps that run's checkpoints and log."""
-    patch = """
-from mhf import checkpoint
-open_start = checkpoint.open_start
-def overtaken(*args):
-    result = open_start(*args)
-    shutil.copytree('out', 'b', dirs_exist_ok=True)
-    return result
-checkpoint.open_start = overtaken
-"""
-    before = snapshot(quick / 'out')
-    refused('train.py', 'cfg.py', '--out_dir=b', says='another run wrote it', cwd=quick, patch=f'import shutil{patch}')
-    assert before.items() <= snapshot(quick / 'b').items()
-
-
 @pytest.mark.parametrize('is_new', [True, False])
 def test_a_run_keeps_the_log_of_another(quick, is_new):
     """
