@@ -440,7 +440,7 @@ def differing(measured, expected, tolerance=1e-10):
 
 KINDS = [{}, dict(num_hashes=1, num_buckets=400), dict(num_hashes=0), dict(vocab_size=70, pad_id=69)]
 KINDS += [dict(num_hashes=4), dict(num_hashes=8)]
-KINDS += [dict(ablation=name) for name in ('mean_gate', 'hard_embeddings', 'no_cascade')]
+KINDS += [dict(ablation=name) for name in ('mean_gate', 'no_cascade')]
 
 
 def check_equal_to_plain_torch(m):
@@ -634,12 +634,6 @@ def test_ablations_are_what_they_are_called(tmp_path):
     k = torch.randn(2, 5, 3, 32, dtype=torch.float64)
     assert torch.allclose(m.encoder(k), m.encoder.out((k[:, :, 0] + k[:, :, 1] + k[:, :, 2]) / 3), rtol=1e-12)
     h = torch.randn(6, 32, dtype=torch.float64)
-    m = random_model(ablation='hard_embeddings')
-    o = m.hash_decoder(h, m.head_matrices())
-    c = h
-    for i, E_i in enumerate(m.embed.weight.split(40)):
-        assert torch.allclose(o[i], c @ E_i.T, rtol=1e-12)
-        c = c + m.hash_decoder[i](torch.cat([c, E_i[o[i].argmax(1)]], dim=1)) if i < 2 else None
     m = random_model(ablation='no_cascade')
     assert torch.allclose(torch.cat(m.hash_decoder(h, m.head_matrices()), dim=1), h @ m.embed.weight.T, rtol=1e-12)
     with pytest.raises(InputError, match='ablation=no_cascade cannot be exported'):
@@ -676,10 +670,9 @@ def test_init_weights(encoder_init):
         assert W.std().item() == pytest.approx(4 * 0.02, rel=0.05)
 
 
-@pytest.mark.parametrize('ablation', ['', 'hard_embeddings'])
-def test_estimated_flops(ablation):
+def test_estimated_flops():
     """estimate_flops equals the counted FLOPs of a training step, less the masked half of attention."""
-    m = random_model(dtype=torch.float32, loss='product', ablation=ablation)
+    m = random_model(dtype=torch.float32, loss='product')
     c = m.config
     x = torch.randint(0, 300, (1, c.block_size))
     masked_half = 3 * 2 * c.num_layers * c.num_heads * c.head_dim * (c.block_size - 1)

@@ -33,13 +33,14 @@ _COMMON |= dict(config='config/mhf_tiny_paper.py', loss='exact', seeds=(1, 2, 3)
 _COMMON |= dict(encoder_init='normal', embedding_scale=1.0)
 # for a GPU: compiling takes longer than a run, and a repeated run gives the same numbers
 _COMMON |= dict(micro_batch_size=8, compile=False, deterministic=True, dtype='bfloat16')
-_SHORT = _COMMON | dict(group='1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
-_LONG = _COMMON | dict(group='3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
-_WIDE = _SHORT | dict(group='1.02 M tokens, d=384, 6 layers')
+_SHORT = _COMMON | dict(group='vocabulary of 32,768, 1.02 M tokens', max_steps=500, eval_interval=250, warmup_steps=50)
+_LONG = _COMMON | dict(group='vocabulary of 32,768, 3.07 M tokens', max_steps=1500, eval_interval=500, warmup_steps=150)
+_WIDE = _SHORT | dict(group='vocabulary of 32,768, 1.02 M tokens, d=384, 6 layers')
 _WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152)
-
-_LONG_WIDE = _WIDE | dict(group='3.07 M tokens, d=384, 6 layers', max_steps=1500, eval_interval=500, warmup_steps=150)
-_LONGEST = _COMMON | dict(group='10.2 M tokens', train='data/study_english_10m', seeds=(1, 2))
+_LONG_WIDE = _WIDE | dict(
+    group='vocabulary of 32,768, 3.07 M tokens, d=384, 6 layers', max_steps=1500, eval_interval=500, warmup_steps=150
+)
+_LONGEST = _COMMON | dict(group='vocabulary of 32,768, 10.2 M tokens', train='data/study_english_10m', seeds=(1, 2))
 _LONGEST |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500)
 
 _STANDARD = dict(num_hashes=0)
@@ -52,6 +53,7 @@ _VARIANTS = [
     dict(name='MHF H4 B7,966, LSH:MMH3 2:2', label='MHF H4, plain, LSH', num_lsh=2),
 ]
 _HARD = dict(name='MHF H4 B7,966, hard embeddings', label='MHF H4, plain, hard embeddings', ablation='hard_embeddings')
+_HARD |= dict(recorded='0c7d810')
 
 _TUNED = dict(learning_rates=(1e-3,), embedding_lr_mult=4.0, beta2=0.99)
 _SCALED = _STANDARD | _TUNED | dict(name='Standard, tuned, scale 4', label='Standard', embedding_scale=4.0)

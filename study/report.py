@@ -66,7 +66,7 @@ TABLES = dict(
 )
 # README's table: {(list, group): models}
 FRONT = {
-    ('english', '3.07 M tokens'): [INFORMED, 'Standard', 'Standard with W_s'],
+    ('english', 'vocabulary of 32,768, 3.07 M tokens'): [INFORMED, 'Standard', 'Standard with W_s'],
     ('large_vocabulary', 'vocabulary of 131,072, 3.07 M tokens'): [
         *(INFORMED, 'Standard', 'Standard with W_s', 'Standard, d=84', 'MHF H4')
     ],
@@ -132,16 +132,15 @@ def read_groups(path, pattern=''):
 
 
 def split_group(group):
-    """'vocabulary of 131,072, 3.07 M tokens' -> ['131,072', '3.07 M tokens']; without a vocabulary, it is 32,768."""
+    """'vocabulary of 131,072, 3.07 M tokens' -> ['131,072', '3.07 M tokens']; 'small' -> [MISSING, 'small']."""
     found = re.fullmatch(r'vocabulary of ([\d,]+), (.*)', group)
-    return list(found.groups()) if found else ['32,768', group]
+    return list(found.groups()) if found else [MISSING, group]
 
 
 def scale(group):
     """What groups are sorted by: vocabulary size, width and training tokens."""
-    vocabulary, name = split_group(group)
-    found = [re.search(pattern, name) for pattern in (r'd=(\d+)', r'([\d.]+) M tokens')]
-    return [int(vocabulary.replace(',', '')), *(float(match[1]) if match else 0 for match in found)]
+    found = [re.search(pattern, group) for pattern in (r'^vocabulary of ([\d,]+)', r'd=(\d+)', r'([\d.]+) M tokens')]
+    return [float(match[1].replace(',', '')) if match else 0 for match in found]
 
 
 def bits(seeds, corpus):
@@ -219,9 +218,14 @@ def front_table():
     return markdown(['vocabulary', 'model', 'parameters', 'seeds', *columns], lines)
 
 
+def read_tenths():
+    """The rows of tenths.csv; a mean of seeds, 1+2, once for each of them."""
+    return [row for row in read_csv(HERE / 'tenths.csv') for _ in row['seed'].split('+')]
+
+
 def tenths_table(corpus, labels):
     """Nats per token of each tenth of a corpus, after 3.07 M tokens with a vocabulary of 131,072."""
-    rows = [row for row in read_csv(HERE / 'tenths.csv') if row['corpus'] == corpus]
+    rows = [row for row in read_tenths() if row['corpus'] == corpus]
     rows = [row for row in rows if row['group'] == 'vocabulary of 131,072, 3.07 M tokens']
     measured = {label: seeds for label in labels if (seeds := [row for row in rows if row['model'] == label])}
     lines = []
@@ -229,22 +233,21 @@ def tenths_table(corpus, labels):
         nats = [statistics.mean(values(seeds, f'nats_{k}')) for seeds in measured.values()]
         count = statistics.mean(values(rows, f'count_{k}'))
         lines.append([str(k), f'{count:,.0f}', *(f'{mean:.3f}' for mean in nats)])
-    # a row may be a mean of seeds: 1+2
-    counts = [sum(len(row['seed'].split('+')) for row in seeds) for seeds in measured.values()]
-    heads = [f'{label} ({count} seeds)' for label, count in zip(measured, counts, strict=True)]
+    heads = [f'{label} ({len(seeds)} seeds)' for label, seeds in measured.items()]
     return markdown(['tenth', 'mean count', *heads], lines)
 
 
 def temperature_table():
     """The product loss at the best temperature of P(w), from tenths.csv."""
-    rows = [row for row in read_csv(HERE / 'tenths.csv') if row['temperature'] not in ('', '1.0')]
+    rows = [row for row in read_tenths() if row['temperature'] not in ('', '1.0')]
     found = {}
     for row in rows:
         found.setdefault((row['group'], row['model'], row['corpus']), []).append(row)
     columns = ('nats_per_token', 'temperature', 'nats_at_it')
     lines = []
-    for key, seeds in found.items():
-        lines.append([*key, str(len(seeds)), *(number(values(seeds, column), '.2f') for column in columns)])
+    for (group, *key), seeds in found.items():
+        numbers = [number(values(seeds, column), '.2f') for column in columns]
+        lines.append([split_group(group)[1], *key, str(len(seeds)), *numbers])
     return markdown(
         ['setup', 'model', 'corpus', 'seeds', 'nats per token', 'best temperature', 'nats at this temperature'], lines
     )
