@@ -11,7 +11,7 @@ tokenizer = 'out/tokenizer/ar_zh_hi.model'
 out_dir = 'out/expand_mhf_1b'
 base_tokenizer = 'mistral'
 _corpora = ['fineweb-2:arb_Arab', 'fineweb-2:cmn_Hani', 'fineweb-2:hin_Deva']
-corpora = ','.join(_corpora)
+corpora = ','.join((*_corpora, 'fineweb-edu:sample-10BT@0'))
 dataset = ','.join(f'{_source}@2.1e9' for _source in (*_corpora, 'fineweb-edu:sample-10BT'))
 # as in expand.py, so that its held-out documents are not in the training data. The base model may have read most
 # of the English ones: it held out fewer documents

@@ -11,7 +11,7 @@ out_dir = 'out/expand_tiny'
 base_tokenizer = 'mistral'
 counts_from = ''  # the expanded model has its signatures
 # 240 paragraphs each; assets/text/README.md names their source and license
-corpora = ','.join(f'assets/text/{_name}.jsonl.xz' for _name in ('ar', 'zh', 'hi'))
+corpora = ','.join(f'assets/text/{_name}.jsonl.xz' for _name in ('ar', 'zh', 'hi')) + ',stdlib@0'
 _tokens = {f'assets/text/{_name}.jsonl.xz': _n for _name, _n in dict(ar=44000, zh=34400, hi=46100).items()}
 _tokens['stdlib'] = 125000
 dataset = ','.join(f'{_source}@{_n}' for _source, _n in _tokens.items())

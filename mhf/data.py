@@ -235,7 +235,7 @@ def count_tokens(bins):
     """Counts each token id in Bins, or in 128 to 256 parts, evenly spaced, of more than 268 M tokens -> (V,) int64."""
     counts = np.zeros(len(bins.tok.tokens), np.int64)
     starts = range(0, len(bins), COUNTED_TOKENS)
-    for start in starts[:: len(starts) // 256 + 1]:
+    for start in starts[:: (len(starts) - 1) // 256 + 1]:
         counts += np.bincount(bins[start : start + COUNTED_TOKENS], minlength=len(counts))
     return counts
 
