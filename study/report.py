@@ -11,6 +11,7 @@ the 95% interval of Welch's t. A model is better or worse if the interval exclud
 
 import argparse
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -186,8 +187,10 @@ def expansion_table():
     lines = []
     for group, (corpora, models) in read_groups(HERE / 'expansion.py').items():
         for corpus in corpora:
-            # another text than `english` of the other lists
-            name = corpus if corpus == 'mixture' else f"the mixture's {corpus.title()}"
+            row = models['Standard'][0]
+            total_bits = float(row[f'{corpus}_tokens']) * float(row[f'{corpus}_nats_per_token']) / math.log(2)
+            # `english` of the other lists is another text
+            name = f'{corpus.title()}, {total_bits / float(row[f"{corpus}_bits_per_byte"]) / 1000:.0f} kB'
             reference = bits(models['Standard'], corpus)
             for label in ['Standard', *(label for label in models if label != 'Standard')]:
                 seeds = models[label]
