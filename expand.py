@@ -18,7 +18,7 @@ with informed signatures, new tokens share the buckets of known forms and shapes
 frequencies in the corpora, which have equal weights. Name all corpora of the training; one with @0 adds no tokens.
 
 Every 20th document, up to 400 kB per corpus, is held out and written next to the tokenizer as .jsonl for eval.py; of
-fewer than 60 documents, the ends of three. prepare.py holds out the same text if each corpus is one of at most 10
+fewer than 60 documents, the ends of up to five. prepare.py holds out the same text if each corpus is one of at most 10
 sources of a mixture (ar.jsonl@2e9,zh.jsonl@2e9) with val_fraction=0.05 and the default val_bytes, as in
 config/expand_*.py.
 """

@@ -45,7 +45,7 @@ num_buckets = 16384
 num_lsh = 0
 single_id = False
 # held-out text: every n-th document, n = round(1/val_fraction), until val_bytes, of which the sources of a mixture have
-# equal shares; of a source with fewer than 3 n documents, the ends of three
+# equal shares; of a source with fewer than 3 n documents, the ends of up to five
 val_fraction = 0.005
 val_bytes = 4000000
 

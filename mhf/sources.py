@@ -193,8 +193,8 @@ def split_long_text(text):
 def start_counts(paths, val_fraction):
     """
     Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
-    round(1 / val_fraction). Of fewer than 3 n documents, the ends of three are held out, or of each if there are fewer
-    than six, and read_files makes every end an n-th document.
+    round(1 / val_fraction). Of fewer than 3 n documents, the ends of three to five are held out, or of all if there are
+    fewer, and read_files makes every end an n-th document.
     """
     n = round(1 / val_fraction)
     found = sum(1 for _ in itertools.islice(read_files(paths), 3 * n))
