@@ -147,18 +147,19 @@ def print_results(results):
         print(f'\n{make_table(results)}')
     if results.get('groups'):
         print(make_table(results, 'groups'))
-    if 'published' in results:
+    shots = results.get('n-shot', {})
+    paper = [task for task in shots if task in PAPER and shots[task] == int(PAPER[task]['shots'])]
+    if paper:
         published = results['published']
         print(f'{"task":<18}{"metric":>10}{"score":>8}  published: {published["model"]} (lm-eval 0.4.8, bos=False)')
-    for task, scores in results.get('results', {}).items():
-        if task in PAPER and results['n-shot'][task] == int(PAPER[task]['shots']):
-            metric = PAPER[task]['metric']
-            score = 100 * scores[f'{metric},none']
-            count = results['n-samples'][task]['effective']
-            task_config = results['configs'][task]
-            split = task_config['test_split'] or task_config['validation_split']
-            documents = f'{count:,} of {int(PAPER[task]["documents"]):,}, {split}'
-            print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}  {documents}')
+    for task in paper:
+        metric = PAPER[task]['metric']
+        score = 100 * results['results'][task][f'{metric},none']
+        count = results['n-samples'][task]['effective']
+        task_config = results['configs'][task]
+        split = task_config['test_split'] or task_config['validation_split']
+        documents = f'{count:,} of {int(PAPER[task]["documents"]):,}, {split}'
+        print(f'{task:<18}{metric:>10}{score:>8.2f}{published[PAPER[task]["column"]]:>13.2f}  {documents}')
     for path, values in results.get('bits_per_byte', {}).items():
         print(f'\nbits_per_byte, {path}')
         for key, value in values.items():

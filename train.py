@@ -178,7 +178,7 @@ def validate(model, bins, autocast):
 # -----------------------------------------------------------------------------
 # setup: the start of the run, data
 
-lock = checkpoint.lock(out_dir) if master else None  # the variable keeps it
+lock = checkpoint.lock(out_dir) if master else None
 raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
 first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
@@ -329,6 +329,8 @@ with runtime.stop_signals(world_size) as received:
         if stop_signal:
             break
 
+if master:
+    lock.release()
 if world_size > 1:
     torch.distributed.destroy_process_group()
 if done < max_steps:

@@ -48,10 +48,12 @@ class Checkpoint:
 
 
 def lock(out_dir):
-    """Creates out_dir and locks it until the process ends. Raises filelock.Timeout, an OSError, if another run does."""
+    """Creates out_dir and locks it. Returns the lock. Raises filelock.Timeout, an OSError, if another run has it."""
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    # a notebook may run train.py again in the same process
-    return FileLock(Path(out_dir, '.train.lock'), timeout=0, is_singleton=True).acquire()
+    found = FileLock(Path(out_dir, '.train.lock'), timeout=0, is_singleton=True)
+    found.release(force=True)  # a notebook holds it after a run that failed, even if out_dir was removed since
+    found.acquire()
+    return found
 
 
 def save(out_dir, checkpoint, is_best):

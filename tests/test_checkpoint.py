@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, refused, steps, weights
+from filelock import FileLock
 
-from mhf.checkpoint import Checkpoint, find_checkpoint, open_start, read_file, save
+from mhf.checkpoint import Checkpoint, find_checkpoint, lock, open_start, read_file, save
 from mhf.errors import InputError
 from mhf.runtime import Log
 
@@ -75,6 +76,18 @@ def test_a_file_that_cannot_be_read_back(tmp_path):
     with pytest.raises(InputError, match=r'ckpt.pt: the checkpoint of step 2 .*Unsupported global: GLOBAL numpy'):
         save(tmp_path, checkpoint(2, learning_rate=np.float64(0.1)), is_best=True)
     assert written(tmp_path) == {'ckpt.pt': 1, 'ckpt_best.pt': 1} and len(list(tmp_path.iterdir())) == 2
+
+
+def test_lock(tmp_path):
+    """A process that removes out_dir and runs train.py again, as a notebook may, locks the new folder."""
+    lock(tmp_path / 'out')
+    shutil.rmtree(tmp_path / 'out')
+    held = lock(tmp_path / 'out')
+    other = FileLock(tmp_path / 'out/.train.lock', timeout=0)
+    with pytest.raises(OSError, match='.train.lock'):
+        other.acquire()
+    held.release()
+    other.acquire()
 
 
 def test_disk_full_while_training(quick):
