@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_read_back(tmp_path):
 
 def test_lock(tmp_path):
     """A process that removes out_dir and runs train.py again, as a notebook may, locks the new folder."""
-    lock(tmp_path / 'out')
+    of_removed = lock(tmp_path / 'out')
     shutil.rmtree(tmp_path / 'out')
     held = lock(tmp_path / 'out')
     other = FileLock(tmp_path / 'out/.train.lock', timeout=0)
@@ -88,6 +88,7 @@ def test_lock(tmp_path):
         other.acquire()
     held.release()
     other.acquire()
+    del of_removed  # until here, as a notebook keeps its variables
 
 
 def test_disk_full_while_training(quick):
