@@ -50,10 +50,11 @@ class Checkpoint:
 def lock(out_dir):
     """Creates out_dir and locks it. Returns the lock. Raises filelock.Timeout, an OSError, if another run has it."""
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    found = FileLock(Path(out_dir, '.train.lock'), timeout=0, is_singleton=True)
-    found.release(force=True)  # a notebook holds it after a run that failed, even if out_dir was removed since
-    found.acquire()
-    return found
+    file_lock = FileLock(Path(out_dir, '.train.lock'), timeout=0, is_singleton=True)
+    # a notebook still has the lock after a run that failed, also if out_dir was removed since
+    file_lock.release(force=True)
+    file_lock.acquire()
+    return file_lock
 
 
 def save(out_dir, checkpoint, is_best):
@@ -70,7 +71,7 @@ def save(out_dir, checkpoint, is_best):
             torch.save(vars(checkpoint), f)
         read_file(temporary)
         if is_best:
-            # no hard link: who writes an older checkpoint to ckpt.pt would change ckpt_best.pt, too
+            # not a hard link, because a user who overwrites ckpt.pt would change ckpt_best.pt, too
             shutil.copyfile(temporary, temporary_best)
             replace_durably(temporary_best, newest.with_name('ckpt_best.pt'))
         replace_durably(temporary, newest)

@@ -115,9 +115,9 @@ def hub_files(folder):
 
 def read_files(paths, separate_ends=0.0, n=0, start=0):
     """
-    Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, some are two
-    documents, and every n-th one, counted from `start`, is such an end: the last separate_ends of the characters, if
-    possible from a line end on. The first part may be empty. Raises InputError.
+    Yields the documents of files, stripped and not empty; long ones in pieces. With separate_ends, every (n - 1)-th
+    document is two, so the second is number n: the last separate_ends of the characters, if possible from a line end
+    on. The first may be empty. Numbers continue from `start`. Raises InputError.
     """
     number = start % n if separate_ends else 0
     for path in paths:
@@ -193,8 +193,8 @@ def split_long_text(text):
 def start_counts(paths, val_fraction):
     """
     Returns the counts before the first document of a source, and how it holds out text: every n-th document, n =
-    round(1 / val_fraction). Of fewer than 3 n documents, the ends of three to five are held out, or of all if there are
-    fewer, and read_files makes every end an n-th document.
+    round(1 / val_fraction). Of fewer than 3 n documents, the ends of three to five are held out, or of all if fewer
+    exist. Then n is another number, and read_files makes each end an n-th document.
     """
     n = round(1 / val_fraction)
     found = sum(1 for _ in itertools.islice(read_files(paths), 3 * n))

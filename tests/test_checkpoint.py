@@ -80,15 +80,14 @@ def test_a_file_that_cannot_be_read_back(tmp_path):
 
 def test_lock(tmp_path):
     """A process that removes out_dir and runs train.py again, as a notebook may, locks the new folder."""
-    of_removed = lock(tmp_path / 'out')
+    file_lock = lock(tmp_path / 'out')
     shutil.rmtree(tmp_path / 'out')
-    held = lock(tmp_path / 'out')
+    assert lock(tmp_path / 'out') is file_lock
     other = FileLock(tmp_path / 'out/.train.lock', timeout=0)
     with pytest.raises(OSError, match='.train.lock'):
         other.acquire()
-    held.release()
+    file_lock.release()
     other.acquire()
-    del of_removed  # until here, as a notebook keeps its variables
 
 
 def test_disk_full_while_training(quick):

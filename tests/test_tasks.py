@@ -99,8 +99,8 @@ def test_num_fewshot(tmp_path, monkeypatch):
             assert name != 'piqa' or all(prompt.count('mine Do.') == number + 1 for prompt in prompts)
     arc = tasks.paper_config('arc_easy', str(tmp_path), None) | dict(num_fewshot=None)
     (tmp_path / 'arc_easy.yaml').write_text(json.dumps({key: value for key, value in arc.items() if value is not None}))
-    (tmp_path / 'mine.yaml').write_text(json.dumps(dict(group='mine', task=['arc_easy'])))
-    loaded = tasks.load_tasks(['arc_easy', 'piqa', 'mine'], str(tmp_path))['tasks']
+    (tmp_path / 'arc.yaml').write_text(json.dumps(dict(group='arc', task=['arc_easy'])))
+    loaded = tasks.load_tasks(['arc_easy', 'piqa', 'arc'], str(tmp_path))['tasks']
     assert {name: task.config.num_fewshot for name, task in loaded.items()} == dict(arc_easy=5, piqa=3)
 
 

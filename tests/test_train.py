@@ -328,9 +328,13 @@ def test_from_weights_of_another_run(quick):
     assert state['identity'] == weights(quick, 'moved')['identity'] | dict(init_from='out', loss='product')
 
 
-def test_one_run_in_an_out_dir(quick):
-    """A second run in an out_dir ends in one line that names the first; a killed run does not block the next."""
-    slow = in_forward(20, "open('slow', 'w').close(); import time; time.sleep(60)")
+SLEEP = "open('slow', 'w').close(); import time; time.sleep(60)"
+SLOW_SETUP = f'from mhf import checkpoint\ndef slow(*_): {SLEEP}\ncheckpoint.open_start = slow\n'
+
+
+@pytest.mark.parametrize('slow', [in_forward(20, SLEEP), SLOW_SETUP])
+def test_one_run_in_an_out_dir(quick, slow):
+    """A run blocks its out_dir from its setup on. A second one ends in one line; a killed run blocks no other."""
     command = ('train.py', 'cfg.py', '--out_dir=b')
     first = started(*command, cwd=quick, wait_for='slow', patch=slow)
     before = snapshot(quick)
@@ -338,7 +342,7 @@ def test_one_run_in_an_out_dir(quick):
     assert snapshot(quick) == before
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
-    assert 'resumed at step 8' in ok(*command, cwd=quick).stdout
+    assert ('resumed at step 8' in ok(*command, cwd=quick).stdout) == (slow != SLOW_SETUP)
 
 
 @pytest.mark.parametrize('is_new', [True, False])
