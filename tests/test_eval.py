@@ -98,6 +98,8 @@ def test_eval(trained, tmp_path, monkeypatch, capsys):
     pattern = settings | dict(tasks='recor?', text='', output_path=str(tmp_path / 'pattern'))
     assert evaluate(monkeypatch, **pattern)['results'] == {'record': results['results']['record']}
     assert 'published: 100M H3B10K' in capsys.readouterr().out
+    evaluation.print_results(results | {'n-shot': dict(lambada_openai=1, record=1)})
+    assert 'published' not in capsys.readouterr().out
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(evaluation, 'make_table', lambda *_: 1 / 0)
         evaluate(monkeypatch, **pattern)

@@ -312,7 +312,6 @@ def test_hub(tmp_path, mistral, monkeypatch):
     prepared('broken', dataset='fineweb-2:arb_Arab')
     assert snapshot(tmp_path / 'broken') == snapshot(tmp_path / 'good')
     assert prepared('list', dataset=both)[0] == train
-    # HUB names another folder
     monkeypatch.setitem(sources.HUB, 'fineweb-2:LANGUAGE', 'HuggingFaceFW/fineweb-2/data/LANGUAGE/test')
     with pytest.raises(AssertionError, match='listed again'):
         prepared('good', dataset='fineweb-2:arb_Arab')
