@@ -13,10 +13,8 @@ the input, mhf/data.py the output.
 """
 
 import hashlib
-import itertools
 import math
 import os
-import sys
 from collections import Counter
 
 import numpy as np
@@ -28,7 +26,7 @@ from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.errors import InputError
-from mhf.tokenizers import find_change, get_tokenizer, tokenizer_fingerprint
+from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
@@ -53,7 +51,6 @@ config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
-PROBE = 'If x:\n        e\u0301 \u00bd \u4e2d\u6587'  # what a tokenizer may change: case, white space, forms of Unicode
 
 # -----------------------------------------------------------------------------
 # meta.json
@@ -212,9 +209,6 @@ def prepare_source(folder, meta, source, tok, table, bar):
             if counts is None:
                 all_paths = [path for unit in source['units'] for path, *_ in unit]
                 counts = sources.start_counts(all_paths, meta['val_fraction'])
-                first_texts = [text[:2000].rstrip() for text in itertools.islice(sources.read_files(all_paths), 8)]
-                if change := find_change(tok, [PROBE, *first_texts]):
-                    bar.write(f"warning: tokenizer '{tok.name}' changes texts: {change}", sys.stderr)
             paths = [path for path, *_ in unit]
             texts = sources.read_files(paths, counts['separate_ends'], counts['n'], counts['documents'])
             dtype = data.token_dtype(meta)

@@ -8,7 +8,6 @@ Samples text from a trained model and streams it to the terminal.
 
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -62,13 +61,6 @@ engine = Engine(model, temperature, top_k, top_p)
 # sampling
 
 
-def stream_ids():
-    """Yields the ids of a sample. Reading an id waits for the GPU, so the GPU computes eight at a time."""
-    stream = engine.stream(ids, max_new_tokens, generator)
-    while chunk := list(islice(stream, 1 if device == 'cpu' else 8)):
-        yield from torch.cat(chunk).tolist()
-
-
 def print_text(ids, printed):
     """Prints the text of `ids` after its first `printed` characters. Returns the new number of printed characters."""
     # decode() ends with replacement characters while the last character lacks some of its tokens
@@ -81,7 +73,7 @@ def print_sample():
     """Prints a sample up to the end of its document. Returns the number of tokens."""
     written = list(prompt)
     printed = print_text(written, 0)
-    for token in stream_ids():
+    for token in map(int, engine.stream(ids, max_new_tokens, generator)):
         if token in loaded.stop_ids:
             break
         written.append(token)

@@ -318,24 +318,16 @@ def load_tasks(names, folder='', num_fewshot=None):
         for kind, items in manager.load(specs or [name]).items():  # of a name without a match, an error
             loaded[kind] |= items
     for task in loaded['tasks'].values():
-        own = task.config.num_fewshot or 0
+        config = task.config
+        own = config.num_fewshot or 0
         task.set_config(key='num_fewshot', value=own if num_fewshot is None else num_fewshot)
-        check_examples(task)
+        scored = config.test_split or config.validation_split
+        split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
+        if config.num_fewshot and split == scored and task.fewshot_cfg.samples is None:
+            # if the two are equal, lm-eval leaves the scored document out of its examples
+            config.test_split = task.fewshot_cfg.split = scored
         task.set_fewshot_seed(1234)
     return loaded
-
-
-def check_examples(task):
-    """Raises InputError if the examples in a task's prompts may contain the scored document with its answer."""
-    config = task.config
-    scored = config.test_split or config.validation_split
-    split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
-    # lm-eval leaves the scored document out if the two that it compares are equal
-    leaves_out = task.fewshot_cfg.split == config.test_split or task.fewshot_cfg.samples is not None
-    if config.num_fewshot and split == scored and not leaves_out:
-        fix = f'set another fewshot_split, or test_split and fewshot_split to {split}, in eval_tasks/{config.task}.yaml'
-        problem = f"it has no split of examples besides the scored one, '{split}'"
-        raise InputError(f'{config.task}: num_fewshot={config.num_fewshot}, but {problem}; use 0, or {fix}')
 
 
 def run_tasks(lm, loaded, limit=None):

@@ -10,7 +10,6 @@ the 95% interval of Welch's t. A model is better or worse if the interval exclud
 """
 
 import argparse
-import json
 import math
 import re
 import statistics
@@ -308,27 +307,6 @@ def draw_parameters(path):
         fig.savefig(path, metadata=dict(Date=None, Creator=None))
 
 
-def draw_validations(groups, path):
-    """Validation bits per byte against training tokens: a panel for each group, a line for each seed."""
-    labels = list(dict.fromkeys(label for _, models in groups.values() for label in models))
-    fig = Figure(figsize=(9, 3.6))
-    panels = fig.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for ax, (group, (_, models)) in zip(panels, groups.items(), strict=True):
-        for label, seeds in models.items():
-            for k, row in enumerate(seeds):
-                tokens, bits = zip(*json.loads(row['validation']), strict=True)
-                name = None if k else f'{label}: {millions(seeds)} parameters'
-                x = [count / 1e6 for count in tokens]
-                ax.plot(x, bits, marker='.', color=f'C{labels.index(label)}', label=name)
-        ax.set(title=group, xlabel='training tokens, millions', ylabel='bits per byte, validation without overlap')
-        ax.label_outer()
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
-    fig.tight_layout()
-    # without matplotlib's version, so that the bytes do not depend on it
-    fig.savefig(path, dpi=110, metadata=dict(Software=None))
-
-
 def write():
     """Rewrites the tables and figures of RESULTS.md and README.md."""
     for path in (HERE / 'RESULTS.md', HERE.parent / 'README.md'):
@@ -337,7 +315,6 @@ def write():
             text = re.sub(rf'(?<=<!-- table: {name} -->\n)(\|.*\n)*', lambda _, lines=lines: lines, text)
         path.write_text(text, encoding='utf-8')
     draw_parameters(HERE / 'parameters.svg')
-    draw_validations(read_groups(HERE / 'longer.py'), HERE / 'longer.png')
 
 
 def main():

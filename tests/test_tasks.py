@@ -57,7 +57,7 @@ def test_known_answers(tmp_path, mistral):
 
 @pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own'])
 def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
-    """Examples never contain the scored document: a task without another split for them is refused in one line."""
+    """Examples never contain the scored document, also in a task without another split for them."""
     write_rows(tmp_path / 'rows.jsonl', [dict(prompt=f'{k} is', choices=[' a', ' b'], label=0) for k in range(8)])
     monkeypatch.setattr(tasks, 'EVAL_TASKS', tmp_path)
     config = load_yaml(REPO / 'eval_tasks/mubench_hellaswag_ar.yaml') | dict(task=name, dataset_path='json')
@@ -65,14 +65,7 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     config |= dict(dataset_name=None, dataset_kwargs=dict(data_files=files))
     if name == 'own':
         config |= dict(test_split=None, validation_split='validation', fewshot_split='validation')
-    file = tmp_path / f'{name}.yaml'
-    file.write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f'{name}: num_fewshot=4, but .*; use 0, or set'):
-        tasks.load_tasks([name], num_fewshot=4)
-    tasks.load_tasks([name], num_fewshot=0)
-    # as the error advises
-    split = config['test_split'] or 'validation'
-    file.write_text(json.dumps(config | dict(test_split=split, fewshot_split=split)))
+    (tmp_path / f'{name}.yaml').write_text(json.dumps(config))
     (task,) = tasks.load_tasks([name], num_fewshot=4)['tasks'].values()
     task.build_all_requests()
     for request in task.instances:
@@ -155,9 +148,3 @@ def test_task_files_equal_lm_eval_s(tmp_path, monkeypatch):
     new_version, [(new, _), *_] = theirs['race_v2']
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
     assert old == new.replace('He was b', ' _  .b') and old_version == new_version - 1
-
-
-def test_a_task_that_does_not_exist():
-    """A task that does not exist is lm-eval's error, which names it, and not left out."""
-    with pytest.raises(KeyError, match='mubench_mmlu_e'):
-        tasks.load_tasks(['mubench_mmlu_e'])
