@@ -96,6 +96,8 @@ def read_config(path, defaults=()):
     Returns {name: value} of a config file. Raises InputError for names that are neither in `defaults` nor settings in
     the source of a script.
     """
+    if Path(path).suffix != '.py':  # a line of JSON, for example, is valid Python without settings
+        raise InputError(f'{path} is not a config (*.py); write settings as --name=value')
     scope = runpy.run_path(str(path) if Path(path).is_file() else str(HERE / path))
     settings = {k: v for k, v in scope.items() if not (k.startswith('_') or isinstance(v, types.ModuleType))}
     check_known(settings, set().union(defaults, *map(find_settings, SCRIPTS)), path)

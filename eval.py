@@ -130,10 +130,10 @@ def bits_per_byte(lm, ids, num_bytes, lost_bytes):
 def nearest_published(lm):
     """Returns the row of the paper's tables whose model is nearest in kind and size."""
     num_hashes = lm.model.config.num_hashes
-    decoder = lm.model.num_params()[1]
+    layers = lm.model.num_params()[1]
 
     def distance(row):
-        size_ratio = row['decoder_millions'] * 1e6 / decoder
+        size_ratio = row['decoder_millions'] * 1e6 / layers
         return abs(math.log(size_ratio)), abs(row['num_hashes'] - num_hashes)
 
     same_kind = [row for row in PUBLISHED if (row['num_hashes'] == 0) == (num_hashes == 0)]

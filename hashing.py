@@ -8,8 +8,9 @@ Signatures: the buckets of a token string, one for each hash (section 3 of the p
     signatures = table[ids]                                                               # (n, H) uint16
 
 The paper's hashes are not independent: MurmurHash3 x64_128 applies seed and length by XOR before it adds its halves,
-so the buckets of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. Choose B as a
-multiple of 8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048, 7,968, 8,192, 20,480 or 32,768.
+so the buckets of seeds 2j and 2j + 1 agree modulo gcd(2^65 + 1, B - 1) more often than by chance. For the paper's
+signatures, choose B as a multiple of 8, for GPUs, such that B - 1 is not divisible by 3, 11, 131 or 2,731: 2,048,
+7,968, 8,192, 20,480 or 32,768. The paper's sizes, such as 16,384, do not follow this rule.
 """
 
 import hashlib
@@ -74,8 +75,8 @@ def hash128(token, seed):
 
 def hash_word(token, i):
     """
-    Returns a 32-bit hash of a token (str or bytes), a word of a 128-bit hash. These words are independent; hashes with
-    consecutive seeds, as in signature_table, are not.
+    Returns a 32-bit hash of a token (str or bytes), a word of a 128-bit hash. The four words of a hash are independent;
+    hashes with consecutive seeds, as in signature_table, are not.
     """
     return hash128(token, i // 4) >> 32 * (i % 4) & 0xFFFFFFFF
 
@@ -174,7 +175,7 @@ def hash_keys(keys, counts, num_buckets, num_hashes, i):
     ids_of_keys = {}
     key_ids = [ids_of_keys.setdefault(key, len(ids_of_keys)) for key in keys]
     totals = np.bincount(key_ids, counts)
-    words = np.array([hash_word(key, i) for key in ids_of_keys])
+    hashes = np.array([hash_word(key, i) for key in ids_of_keys])
     classes = (2 * np.log1p(totals)).astype(int)
     members = [np.flatnonzero(classes == k) for k in np.unique(classes)]
     sizes = range_sizes([totals[ids] for ids in members], num_hashes, num_buckets)
@@ -182,8 +183,8 @@ def hash_keys(keys, counts, num_buckets, num_hashes, i):
     ranges = []
     offset = 1  # bucket 0 is padding
     for ids, size in zip(members, sizes, strict=True):
-        ranks = words[ids].argsort(kind='stable').argsort()
-        buckets[ids] = offset + ranks % size
+        in_order = ids[hashes[ids].argsort(kind='stable')]
+        buckets[in_order] = offset + np.arange(len(ids)) % size
         lower = totals[ids].min() / totals.sum() if ranges else 0.0  # a key that is added later may be rarer than all
         ranges.append([float(lower), offset, int(size)])
         offset += int(size)
@@ -257,17 +258,22 @@ def free_signature(token, frequency, ranges, shared, num_hashes, taken):
     """
     row = np.zeros(num_hashes, np.uint16)
     row[: len(shared)] = shared
-    exponents = range(num_hashes - len(shared))
+    count = num_hashes - len(shared)
     first = hash128(token, 0)
     for _, offset, size in reversed([r for r in ranges if frequency >= r[0]]):
         # tries the signatures of the range in turn, from the one that the hash selects. At most len(taken) of them are
         # taken, so the last try finds a free one if there is one
-        for number in range(first, first + min(size ** len(exponents), len(taken) + 1)):
-            row[len(shared) :] = [offset + number // size**k % size for k in exponents]
+        for number in range(first, first + min(size**count, len(taken) + 1)):
+            row[len(shared) :] = [offset + number // size**k % size for k in range(count)]  # the digits in base `size`
             if row.tobytes() not in taken:
                 return row
     fix = f'add fewer tokens, or use a model with more than num_hashes={num_hashes}'
     raise InputError(f'token {token!r}: all signatures of its frequency range and of rarer ones are taken; {fix}')
+
+
+def fingerprint(table):
+    """SHA-256 of the bytes of a table (uint16, little endian, C order), as hex."""
+    return hashlib.sha256(np.ascontiguousarray(table, '<u2').tobytes()).hexdigest()
 
 
 # -----------------------------------------------------------------------------
@@ -295,8 +301,3 @@ def lsh_buckets(strings, num_lsh, B):
     parts = bits.flatten(1).split(4096)  # the products are (4096, B - 1)
     buckets = [torch.cat([(part @ rotate[:, j]).argmax(1) for part in parts]) for j in range(num_lsh)]
     return torch.stack(buckets, dim=1).numpy() + 1
-
-
-def fingerprint(table):
-    """SHA-256 of the bytes of a table (uint16, little endian, C order), as hex."""
-    return hashlib.sha256(np.ascontiguousarray(table, '<u2').tobytes()).hexdigest()

@@ -13,8 +13,10 @@ the input, mhf/data.py the output.
 """
 
 import hashlib
+import itertools
 import math
 import os
+import sys
 from collections import Counter
 
 import numpy as np
@@ -26,7 +28,7 @@ from hashing import fingerprint
 from mhf import data, sources
 from mhf.data import SPLITS
 from mhf.errors import InputError
-from mhf.tokenizers import get_tokenizer, tokenizer_fingerprint
+from mhf.tokenizers import find_change, get_tokenizer, tokenizer_fingerprint
 
 # stdlib | fineweb-edu | fineweb-edu:sample-100BT | fineweb-edu-dedup | fineweb-2:arb_Arab | files and globs, separated
 # by commas: .txt (one document), .jsonl, .ndjson, .json (a document per line), also .gz .xz .zst, or .parquet | a
@@ -51,6 +53,7 @@ config = configure(globals())
 
 UNIT_BYTES = 1_000_000_000  # maximum size of a unit of several files
 BATCH_CHARS = 4 << 20  # per call of the tokenizer, which divides the texts among its threads
+PROBE = 'If x:\n        e\u0301 \u00bd \u4e2d\u6587'  # what a tokenizer may change: case, white space, forms of Unicode
 
 # -----------------------------------------------------------------------------
 # meta.json
@@ -115,7 +118,7 @@ def write_meta(folder, meta, tok):
     shards = sorted(folder.glob('*_[0-9]*.bin'))
     if shards and not existing:
         raise InputError(f'{shards[0]} could be overwritten, because {folder} has no meta.json; change --data_dir')
-    if not existing or not (shards or any(folder.glob('[0-9]*.json'))):
+    if not (existing and (shards or any(folder.glob('[0-9]*.json')))):  # nothing is prepared yet
         data.write_json(folder / 'meta.json', meta)
         return
     data.check_tokenizer(folder, existing, tok)
@@ -202,13 +205,16 @@ def prepare_source(folder, meta, source, tok, table, bar):
     """
     limit = source['limit'] or math.inf
     units = []
-    counts = None
+    counts = None  # after the unit before
     for number, unit in enumerate(source['units'], source['first_unit']):
-        path = folder / f'{number:06}.json'
-        if not path.exists():
+        finished = folder / f'{number:06}.json'
+        if not finished.exists():
             if counts is None:
                 all_paths = [path for unit in source['units'] for path, *_ in unit]
                 counts = sources.start_counts(all_paths, meta['val_fraction'])
+                first_texts = [text[:2000].rstrip() for text in itertools.islice(sources.read_files(all_paths), 8)]
+                if change := find_change(tok, [PROBE, *first_texts]):
+                    bar.write(f"warning: tokenizer '{tok.name}' changes texts: {change}", sys.stderr)
             paths = [path for path, *_ in unit]
             texts = sources.read_files(paths, counts['separate_ends'], counts['n'], counts['documents'])
             dtype = data.token_dtype(meta)
@@ -219,8 +225,8 @@ def prepare_source(folder, meta, source, tok, table, bar):
                 writers[split].add(text, ids if table is None else table[ids])
                 bar.update(len(ids))
             shards = {split: writer.close() for split, writer in writers.items()}
-            data.write_json(path, shards | dict(counts=counts))
-        units.append(data.read_json(path))
+            data.write_json(finished, shards | dict(counts=counts))
+        units.append(data.read_json(finished))
         counts = units[-1]['counts']
         if is_complete(counts, limit):
             break

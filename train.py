@@ -61,7 +61,7 @@ head_dim = 64
 hidden_size = 768  # d
 intermediate_size = 2560
 num_hashes = 4  # H; 0 is the Standard model
-num_buckets = 16384  # B; hashing.py names the best sizes
+num_buckets = 16384  # B; hashing.py names the best sizes for the paper's signatures
 num_lsh = 0
 single_id = False
 bottleneck = 64  # z, the hidden size of the gate and of the mixers
@@ -91,7 +91,7 @@ device = None  # cuda | cuda:1 | cpu | mps; None: a GPU if available, else the C
 # instructions for it. Parameters and optimizer are float32
 dtype = None
 compile = None  # torch.compile, which needs a C compiler; None: on a GPU
-# with compile, one process and no activation_checkpointing: capture a micro-batch as a CUDA graph; False if the model
+# with compile, on one GPU without activation_checkpointing: capture a micro-batch as a CUDA graph; False if the model
 # synchronizes with the CPU, or reads a Python value that changes during training, because the graph keeps the first one
 cuda_graph = True
 deterministic = False  # bit-reproducible on a GPU, slower
@@ -183,7 +183,7 @@ raw_model, resumed = checkpoint.open_start(out_dir, init_from, tokenizer)
 first_step = resumed.step if resumed else 0
 best_val_loss = resumed.best_val_loss if resumed else math.inf
 dtype = resumed.settings['dtype'] if resumed and dtype is None else dtype
-dtype = config['dtype'] = runtime.pick_dtype(dtype, device)
+dtype = config['dtype'] = runtime.pick_dtype(dtype, device)  # checkpoints store config
 folder = data_folder(config)
 tok = get_tokenizer(tokenizer)
 train_bins, val_bins = (Bins(folder, split, tok) for split in SPLITS)
@@ -193,8 +193,8 @@ if num_sequences < 1:
     raise InputError(f'block_size={block_size}: must be below the {len(train_bins):,} training tokens in {folder}')
 model_config = checkpoint.run_config(config, meta, raw_model)
 identity = checkpoint.run_identity(model_config, config, train_bins, val_bins)
-versions = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
-runtime.check_same_on_all_ranks(config | identity | versions | dict(out_dir='', data_dir=''))  # folders may differ
+facts = {'checkpoint step': first_step, 'device type': torch.device(device).type, 'torch': torch.__version__}
+runtime.check_same_on_all_ranks(config | identity | facts | dict(out_dir='', data_dir=''))  # folders may differ
 if resumed:
     checkpoint.check_identity(out_dir, resumed, identity)
 
@@ -203,7 +203,7 @@ if resumed:
 
 if raw_model:
     raw_model.to(device)
-    raw_model.config = model_config
+    raw_model.config = model_config  # another block_size or loss changes no module
 else:
     # of rank 0, because forms and shapes depend on Python's version of Unicode
     table, model_config.frequency_ranges = runtime.broadcast(get_table(config) if master else None)
@@ -224,7 +224,7 @@ model = runtime.wrap_ddp(raw_model, micro_batch_size, autocast) if world_size > 
 
 
 def compute_gradients(x, y):
-    """Adds the gradients of a micro-batch. Returns its share of the mean loss over all tokens of the step."""
+    """Adds the gradients of a micro-batch. Returns its share of this process's mean loss over the step."""
     with autocast:
         micro_loss = model(x, y) / accumulation
     micro_loss.backward()
@@ -280,18 +280,18 @@ with runtime.stop_signals(world_size) as received:
         loss_sum = torch.zeros((), device=device)
         for k in range(accumulation):
             x, y = next(batches)
-            model.require_backward_grad_sync = k == accumulation - 1  # DDP exchanges gradients once per step
+            model.require_backward_grad_sync = k == accumulation - 1  # for DDP: exchange gradients once per step
             loss_sum += compute_gradients(x, y)
-        for p in trainable:  # the gradient of an unused parameter is None on one process, and zero under DDP
+        for p in trainable:  # AdamW decays an unused parameter, too, as under DDP, where its gradient is zero
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         stop_signal = received[0] if received else 0
-        shared = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_full((), stop_signal)]))
+        totals = runtime.all_reduce(torch.stack([loss_sum / world_size, loss_sum.new_tensor(stop_signal)]))
         grad_norm = torch.nn.utils.clip_grad_norm_(trainable, grad_clip if grad_clip > 0 else math.inf).item()
-        mean_loss, any_signal = shared.tolist()
+        mean_loss, any_signal = totals.tolist()
         if any_signal and not stop_signal:
             stop_signal = signal.SIGTERM  # another rank received it
-        done = step + 1
         optimizer.step()
+        done = step + 1
         seconds = time.perf_counter() - start_time
 
         validates = done % eval_interval == 0 or done == max_steps
@@ -317,7 +317,7 @@ with runtime.stop_signals(world_size) as received:
                 model=raw_model.state_dict(),
                 vocabulary=raw_model.vocabulary(),
                 optimizer=checkpoint.optimizer_state(optimizer, raw_model),
-                identity=identity | asdict(raw_model.config),
+                identity=identity | asdict(raw_model.config),  # with the frequency ranges
                 settings={name: value for name, value in config.items() if name not in identity},
                 tokenizer=meta['tokenizer'],
                 step=done,
@@ -325,7 +325,7 @@ with runtime.stop_signals(world_size) as received:
             )
             checkpoint.save(out_dir, contents, is_best)
         if validates or stop_signal:
-            runtime.all_reduce(torch.zeros(1))  # waits up to an hour for the checkpoint
+            runtime.all_reduce(torch.zeros(1))  # a barrier: wait, for up to an hour, until rank 0 has saved
         if stop_signal:
             break
 

@@ -1,5 +1,5 @@
 """
-Checkpoints: train.py writes them and resumes from them, and every script loads trained models by load(). A run writes
+Checkpoints: train.py writes them and resumes from them, and other scripts load trained models by load(). A run writes
 ckpt.pt, the newest checkpoint, and ckpt_best.pt, which has the lowest validation loss. Each is a complete Checkpoint,
 from which a run can resume.
 """
@@ -132,7 +132,7 @@ def open_start(out_dir, init_from, tokenizer):
 
 
 def run_config(settings, meta, model=None):
-    """Returns the MHFConfig of a run. A model to start with decides all fields but block_size and loss."""
+    """Returns the MHFConfig of a run. The model of init_from decides all fields but block_size and loss."""
     fields = asdict(model.config) if model else dict(vocab_size=meta['vocab_size'], pad_id=meta['pad_id'])
     names = MHFConfig.__annotations__ if settings['init_from'] == 'scratch' else ('block_size', 'loss')
     return MHFConfig(**fields | {name: settings[name] for name in names if name in settings})

@@ -157,7 +157,7 @@ class Bins:
         k = bisect_right(self.starts, start) - 1
         while start < stop:
             count = min(stop, self.starts[k + 1]) - start
-            # unlike np.fromfile, these raise an error if the disk fails or the file has become shorter
+            # not np.fromfile, which returns fewer values if the disk fails or the file has become shorter
             with open(self.paths[k], 'rb') as file:
                 file.seek(HEADER + (start - self.starts[k]) * self.dtype.itemsize)
                 raw = file.read(count * self.dtype.itemsize)
@@ -195,7 +195,7 @@ class Bins:
 
 
 def build_table(config, tokens, pad_id):
-    """Returns the signatures (V, H) uint16 of a tokenizer. `config` is a config or the contents of meta.json."""
+    """Returns the signatures (V, H) uint16 of a tokenizer. `config`: a config, meta.json or fields of an MHFConfig."""
     sizes = (config[key] for key in ('num_hashes', 'num_buckets', 'num_lsh'))
     return cached_table(tuple(tokens), *sizes, pad_id, unique=not config['single_id'])
 
@@ -224,10 +224,6 @@ def get_table(config):
     folder = own if config['counts_from'] == 'train' else Path(config['counts_from'])
     counts = count_tokens(Bins(folder, 'train', tok))
     print(f'{counts.sum():,} tokens counted in {folder}')
-    if folder != own:
-        own_counts = count_tokens(Bins(own, 'train', tok))
-        never = own_counts[counts == 0].sum() / own_counts.sum()
-        print(f'{never:.1%} of the training tokens in {own} never occurred in {folder}')
     return informed_table(tok.spellings, counts, config['num_hashes'], config['num_buckets'], tok.pad)
 
 

@@ -10,9 +10,9 @@ from copy import copy
 import torch
 import torch.nn as nn
 
-from mhf.head import allow_compilations, product_dtype
+from mhf.head import allow_compilations, product_dtype, upcast
 from mhf.runtime import capture
-from model import sample_token, upcast
+from model import sample_token
 
 
 class Engine:
@@ -28,7 +28,7 @@ class Engine:
     @torch.no_grad()
     def compile(self, N, length):
         """
-        Compiles the model's blocks for steps of N sequences of up to `length` tokens, including prompts. On a GPU,
+        Compiles blocks, head and sampling for steps of N sequences of up to `length` tokens, with prompts. On a GPU,
         captures a step as a CUDA graph, whose replay replaces hundreds of kernel launches. All streams then share one
         cache: finish one before starting another.
         """
@@ -37,7 +37,7 @@ class Engine:
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
-        # blocks of the engine's own with the same parameters, because compile() changes a block
+        # blocks of the engine's own with the same parameters, because compile() changes a block. A copy shares _modules
         self.model = copy(self.model)
         self.model._modules = self.model._modules | dict(layers=nn.ModuleList(map(copy, self.model.layers)))
         allow_compilations(len(self.model.layers))
@@ -74,7 +74,7 @@ class Engine:
 
     def next_token(self, ids, cache, slots, mask, noise):
         """Token ids (N, T) -> next token ids (N,); the other arguments as in hidden_states and sample_token."""
-        h = self.model.hidden_states(ids, cache, slots, slots, mask)
+        h = self.model.hidden_states(ids, cache, slots, positions=slots, mask=mask)
         return self.sample(h[:, -1], noise)
 
     def sample(self, h, noise):
@@ -107,7 +107,7 @@ class Engine:
                 token = self.compiled_step().clone()  # the next step overwrites it
             else:
                 slots = torch.arange(cached, T, device=ids.device)
-                # prompts have many lengths, so they are not compiled
+                # prompts have many lengths, so they are not compiled. Without later slots, a whole prompt needs no mask
                 with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
                     token = self.next_token(ids[:, cached:], cache[..., :T, :], slots, None, noise)
                 if self.compiled_step:  # continues from here

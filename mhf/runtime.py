@@ -38,8 +38,8 @@ def pick_device(device=None):
 
 def pick_dtype(dtype, device):
     """
-    Returns the precision of matrix products: the requested one, else bfloat16 on a device with instructions for it.
-    Raises InputError for another precision.
+    Returns the precision of matrix products: the requested one, else bfloat16 on a GPU or x86 CPU with instructions for
+    it. Raises InputError for another precision.
     """
     if dtype not in (None, 'bfloat16', 'float32'):
         raise InputError(f'dtype={dtype}: must be bfloat16 or float32 (float16 would need loss scaling)')
@@ -52,8 +52,8 @@ def pick_dtype(dtype, device):
 
 def capture(function, *tensors):
     """
-    Captures function(*tensors) as a CUDA graph. Returns a function that copies its arguments into `tensors` and replays
-    the graph: one launch instead of hundreds. Its next call overwrites its result.
+    Captures function(*tensors) as a CUDA graph. Returns a function that copies its arguments into clones of `tensors`
+    and replays the graph: one launch instead of hundreds. Its next call overwrites its result.
     """
     tensors = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     stream = torch.cuda.Stream()  # as torch.cuda.graph's documentation requires
@@ -98,7 +98,7 @@ def keep_freed_memory():
 
 
 # -----------------------------------------------------------------------------
-# distributed runs; a single process has no process group, and the collective functions return its own value
+# distributed runs; a single process has no process group, and keeps its own values
 
 
 def init_distributed(device=None, deterministic=False):

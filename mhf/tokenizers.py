@@ -215,3 +215,13 @@ def tokenizer_fingerprint(tok):
     """Returns a SHA-256 of all that determines ids: the tokenizer's definition and its bos, eos and pad."""
     roles = json.dumps([tok.bos, tok.eos, tok.pad]).encode()
     return hashlib.sha256(roles + tok.definition).hexdigest()
+
+
+def find_change(tok, texts):
+    """Describes the first difference between texts and what a tokenizer decodes from their ids, '' if none differs."""
+    for text, ids in zip(texts, tok.encode(texts), strict=True):
+        decoded = tok.decode([i for i in ids if i != tok.unk])
+        if decoded != text:
+            k = len(os.path.commonprefix([text, decoded]))
+            return f'{text[k : k + 20]!r} becomes {decoded[k : k + 20]!r}'
+    return ''

@@ -24,7 +24,7 @@ from conftest import library_texts, ok, real_documents, snapshot, started, write
 from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 import eval as evaluation
 import prepare
@@ -153,8 +153,8 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
         assert bins[a:b].tolist() == expected[0][a:b]
 
 
-def test_text_that_the_tokenizer_changes(tmp_path):
-    """Bits per byte state the bytes that a tokenizer loses, white space included."""
+def test_text_that_the_tokenizer_changes(tmp_path, capsys):
+    """A warning says that a tokenizer changes text; bits per byte state the lost bytes, white space included."""
     words = {word: i for i, word in enumerate(['<e>', '[UNK]', 'if', 'plain', 'words'])}
     tok = tokenizers.Tokenizer(models.WordLevel(words, unk_token='[UNK]'))
     tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -165,8 +165,18 @@ def test_text_that_the_tokenizer_changes(tmp_path):
     (tmp_path / 'tok').mkdir()
     tok.save('tok/tokenizer.json')
     (tmp_path / 'tok/tokenizer_config.json').write_text('{"eos_token": "<e>"}')
+    prepared('d', tokenizer='tok')
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'tok' changes texts: 'If x:" in line
     tok = get_tokenizer('tok')
     assert evaluation.read_ids('docs.jsonl', SimpleNamespace(tok=tok, bos=tok.bos))[2] == lost
+    # characters of the fixed text are tokens, but not all of this data set
+    tok = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(['<e>', *sorted(set(prepare.PROBE))])}, []))
+    tok.decoder = decoders.Fuse()
+    tok.save('tok/tokenizer.json')
+    prepared('e', tokenizer='tok')
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "changes texts: 'if" in line
 
 
 def test_long_documents_are_split(monkeypatch):

@@ -138,7 +138,7 @@ import torch.nn.functional as F
 from model import MHF, Block
 forward = Block.forward
 Block.forward = lambda self, *args: F.dropout(forward(self, *args), 0.2, self.training)
-MHF.loss_per_position = lambda self, o, y, nats=None: 3 * self.negative_log_likelihood(o, y)
+MHF.loss_per_position = lambda self, o, y: 3 * self.negative_log_likelihood(o, y)
 """
 
 
@@ -166,8 +166,7 @@ def test_informed_signatures(quick):
     """A new model counts tokens once; several processes and exports use its table and ranges."""
     data = ('cfg.py', '--data_format=ids', '--data_dir=ids', *until(6))
     ok('prepare.py', *data[:3], cwd=quick)
-    done = ok('train.py', *data, '--counts_from=bins', '--out_dir=a', cwd=quick)  # the same text, as signatures
-    assert '0.0% of the training tokens in ids never occurred in bins' in done.stdout
+    ok('train.py', *data, '--counts_from=bins', '--out_dir=a', cwd=quick)  # the same text, as signatures
     ok('train.py', 'cfg.py', *until(6), '--counts_from=train', '--out_dir=own', cwd=quick)  # shards of other signatures
     assert_same(weights(quick, 'own')['model'], weights(quick, 'a')['model'])
     args = ('--counts_from=ids', '--out_dir=c', '--micro_batch_size=4')
