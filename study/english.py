@@ -40,7 +40,7 @@ _WIDE |= dict(hidden_size=384, num_layers=6, num_heads=6, intermediate_size=1152
 _LONG_WIDE = _WIDE | dict(
     group='vocabulary of 32,768, 3.07 M tokens, d=384, 6 layers', max_steps=1500, eval_interval=500, warmup_steps=150
 )
-_LONGEST = _COMMON | dict(group='vocabulary of 32,768, 10.2 M tokens', train='data/study_english_10m', seeds=(1, 2))
+_LONGEST = _COMMON | dict(group='vocabulary of 32,768, 10.2 M tokens', train='data/study_english_10m')
 _LONGEST |= dict(max_steps=5000, eval_interval=1000, warmup_steps=500)
 
 _STANDARD = dict(num_hashes=0)

@@ -226,17 +226,16 @@ def read_tenths():
     return [row for row in read_csv(HERE / 'tenths.csv') for _ in row['seed'].split('+')]
 
 
-def tenths_table(corpus, labels):
-    """Nats per token of each tenth of a corpus, after 3.07 M tokens with a vocabulary of 131,072."""
-    rows = [row for row in read_tenths() if row['corpus'] == corpus]
-    rows = [row for row in rows if row['group'] == 'vocabulary of 131,072, 3.07 M tokens']
+def tenths_table(group, corpus, labels):
+    """Nats per token of each tenth of a corpus."""
+    rows = [row for row in read_tenths() if (row['group'], row['corpus']) == (group, corpus)]
     measured = {label: seeds for label in labels if (seeds := [row for row in rows if row['model'] == label])}
     lines = []
     for k in range(1, 11):
         nats = [statistics.mean(values(seeds, f'nats_{k}')) for seeds in measured.values()]
         count = statistics.mean(values(rows, f'count_{k}'))
         lines.append([str(k), f'{count:,.0f}', *(f'{mean:.3f}' for mean in nats)])
-    heads = [f'{label} ({len(seeds)} seeds)' for label, seeds in measured.items()]
+    heads = [f'{label} (seeds: {len(seeds)})' for label, seeds in measured.items()]
     return markdown(['tenth', 'mean count', *heads], lines)
 
 
@@ -276,7 +275,11 @@ def tables():
         lists = [read_groups(HERE / f'{source}.py', pattern) for source, pattern in sources]
         found[name] = comparison_table([group for groups in lists for group in groups.items()], references)
     found |= dict(front=front_table(), expansion=expansion_table(), temperature=temperature_table())
-    found |= dict(tenths=tenths_table('english', ['Standard', RANGES, INFORMED, 'MHF H4', BIAS, f'{BIAS}, {ALL}']))
+    labels = ['Standard', RANGES, 'MHF H4', BIAS, f'{BIAS}, {ALL}']
+    found |= dict(tenths=tenths_table('vocabulary of 131,072, 3.07 M tokens', 'english', labels))
+    for corpus in ('english', 'fineweb'):
+        labels = [INFORMED, 'Standard with W_s']
+        found[f'tenths_{corpus}'] = tenths_table('vocabulary of 32,768, 10.2 M tokens', corpus, labels)
     found |= dict(gpu=speed_table('gpu_speed.csv', 'c9fd018'), cpu=speed_table('cpu_speed.csv', 'b87d0d2'))
     return found
 
