@@ -37,7 +37,7 @@ class Engine:
         self.noise = self.new_noise(N)
         self.token = torch.zeros(N, dtype=torch.int64, device=self.cache.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
-        # blocks of the engine's own with the same parameters, because compile() changes a block. A copy shares _modules
+        # blocks of the engine's own with the same parameters, because compile() changes a block; copy() shares _modules
         self.model = copy(self.model)
         self.model._modules = self.model._modules | dict(layers=nn.ModuleList(map(copy, self.model.layers)))
         allow_compilations(len(self.model.layers))
@@ -107,7 +107,7 @@ class Engine:
                 token = self.compiled_step().clone()  # the next step overwrites it
             else:
                 slots = torch.arange(cached, T, device=ids.device)
-                # prompts have many lengths, so they are not compiled. Without later slots, a whole prompt needs no mask
+                # prompts have many lengths, so they are not compiled. With T slots, a whole prompt needs no mask
                 with torch.compiler.set_stance('force_eager') if self.compiled_step else nullcontext():
                     token = self.next_token(ids[:, cached:], cache[..., :T, :], slots, None, noise)
                 if self.compiled_step:  # continues from here

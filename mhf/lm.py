@@ -324,8 +324,11 @@ def load_tasks(names, folder='', num_fewshot=None):
         scored = config.test_split or config.validation_split
         split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
         if config.num_fewshot and split == scored and task.fewshot_cfg.samples is None:
-            # if the two are equal, lm-eval leaves the scored document out of its examples
+            # if the splits are equal, lm-eval leaves the scored document out of its examples, which must be the same
             config.test_split = task.fewshot_cfg.split = scored
+            task.sampler.replace_df(list(task.task_docs))
+        # process_docs of some tasks shuffles the choices, and lm-eval would call it again for the scores
+        task.test_docs = task.validation_docs = lambda docs=task.task_docs: docs
         task.set_fewshot_seed(1234)
     return loaded
 

@@ -60,17 +60,19 @@ def random_tokens(model, count):
 @torch.no_grad()
 def measure(name, weights, model, ids):
     """
-    A model over the contexts ids (N, T) -> its row of the CSV. A rank near the number of contexts or columns is limited
-    by it.
+    A model over the contexts ids (N, T) -> its row of the CSV, and the singular values of log P. A rank near the number
+    of contexts or columns is limited by it.
     """
     c = model.config
     model.double()
     columns = random_tokens(model, COLUMNS)
     # one sequence at a time, because log_probs returns the whole vocabulary
     matrix = torch.cat([model.log_probs(sequence[None])[0, :, columns] for sequence in ids]).numpy()
-    rank = int(np.linalg.matrix_rank(matrix))  # up to rounding errors
+    singular = np.linalg.svd(matrix, compute_uv=False)
+    # numpy's threshold, that of rounding errors
+    rank = int((singular > max(matrix.shape) * np.finfo(np.float64).eps * singular[0]).sum())
     row = dict(model=name, weights=weights, d=c.hidden_size, H=c.num_hashes, B=c.buckets_per_coordinate, z=c.bottleneck)
-    return row | dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c)
+    return row | dict(V=c.vocab_size, contexts=len(matrix), columns=matrix.shape[1], rank=rank) | bounds(c), singular
 
 
 def measure_run(folder):
@@ -83,7 +85,7 @@ def measure_run(folder):
     fresh = MHF(trained.config, **trained.vocabulary())
     fresh.init_weights()
     models = dict(fresh=fresh, trained=trained)
-    return [measure(folder, weights, model, contexts) for weights, model in models.items()]
+    return [measure(folder, weights, model, contexts)[0] for weights, model in models.items()]
 
 
 def main():

@@ -55,7 +55,16 @@ def test_known_answers(tmp_path, mistral):
     assert got['configs']['social_iqa']['fewshot_split'] == 'validation'
 
 
-@pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own'])
+# choices in another order at each call, as in lm-eval's gpqa_*_n_shot
+SHUFFLE = """
+import random
+rng = random.Random(0)
+def shuffle(docs):
+    return docs.map(lambda doc: doc | dict(choices=rng.sample(doc['choices'], 2)))
+"""
+
+
+@pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own', 'shuffled'])
 def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     """Examples never contain the scored document, also in a task without another split for them."""
     write_rows(tmp_path / 'rows.jsonl', [dict(prompt=f'{k} is', choices=[' a', ' b'], label=0) for k in range(8)])
@@ -65,9 +74,12 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     config |= dict(dataset_name=None, dataset_kwargs=dict(data_files=files))
     if name == 'own':
         config |= dict(test_split=None, validation_split='validation', fewshot_split='validation')
-    (tmp_path / f'{name}.yaml').write_text(json.dumps(config))
+    process = ', "process_docs": !function own.shuffle' if name == 'shuffled' else ''
+    (tmp_path / 'own.py').write_text(SHUFFLE)
+    (tmp_path / f'{name}.yaml').write_text(f'{json.dumps(config)[:-1]}{process}}}')
     (task,) = tasks.load_tasks([name], num_fewshot=4)['tasks'].values()
     task.build_all_requests()
+    assert [request.doc for request in task.instances[::2]] == list(task.eval_docs)
     for request in task.instances:
         assert request.args[0].count(f'{request.doc["prompt"]}') == 1 and request.args[0].count(' is') == 5
 
@@ -148,3 +160,9 @@ def test_task_files_equal_lm_eval_s(tmp_path, monkeypatch):
     new_version, [(new, _), *_] = theirs['race_v2']
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
     assert old == new.replace('He was b', ' _  .b') and old_version == new_version - 1
+
+
+def test_a_task_that_does_not_exist():
+    """A task that does not exist is lm-eval's error, which names it, and not left out."""
+    with pytest.raises(KeyError, match='mubench_mmlu_e'):
+        tasks.load_tasks(['mubench_mmlu_e'])
