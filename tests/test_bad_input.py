@@ -14,7 +14,6 @@ SHORTER = 'expand.py --source_model=out --output_dir=grown --tokenizer=shorter.m
 # (command, part of the line that is printed)
 BAD = {
     'a data set in place of a config': ('prepare.py cfg.py docs.jsonl --data_dir=new', 'docs.jsonl is not a config'),
-    'a space for =': ('sample.py --out_dir out', 'out is not a config'),
     'unknown tokenizer': ('prepare.py --data_dir=new --tokenizer=mistrel', "did you mean 'mistral'"),
     'a tokenizer of another kind': ('prepare.py --data_dir=new --tokenizer=./short.txt', 'unknown tokenizer'),
     'val_fraction in percent': ('prepare.py --data_dir=new --val_fraction=50', 'val_fraction=50.0'),

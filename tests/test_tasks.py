@@ -64,7 +64,7 @@ def shuffle(docs):
 """
 
 
-@pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own', 'shuffled'])
+@pytest.mark.parametrize('name', ['mubench_hellaswag_ar', 'own'])
 def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     """Examples never contain the scored document, also in a task without another split for them."""
     write_rows(tmp_path / 'rows.jsonl', [dict(prompt=f'{k} is', choices=[' a', ' b'], label=0) for k in range(8)])
@@ -73,10 +73,9 @@ def test_examples_from_the_scored_split(tmp_path, monkeypatch, name):
     files = dict.fromkeys(('test', 'validation'), str(tmp_path / 'rows.jsonl'))
     config |= dict(dataset_name=None, dataset_kwargs=dict(data_files=files))
     if name == 'own':
-        config |= dict(test_split=None, validation_split='validation', fewshot_split='validation')
-    process = ', "process_docs": !function own.shuffle' if name == 'shuffled' else ''
+        config |= dict(test_split=None, validation_split='validation', fewshot_split='validation', process_docs='@')
     (tmp_path / 'own.py').write_text(SHUFFLE)
-    (tmp_path / f'{name}.yaml').write_text(f'{json.dumps(config)[:-1]}{process}}}')
+    (tmp_path / f'{name}.yaml').write_text(json.dumps(config).replace('"@"', '!function own.shuffle'))
     (task,) = tasks.load_tasks([name], num_fewshot=4)['tasks'].values()
     task.build_all_requests()
     assert [request.doc for request in task.instances[::2]] == list(task.eval_docs)
@@ -107,6 +106,8 @@ def test_num_fewshot(tmp_path, monkeypatch):
     (tmp_path / 'arc.yaml').write_text(json.dumps(dict(group='arc', task=['arc_easy'])))
     loaded = tasks.load_tasks(['arc_easy', 'piqa', 'arc'], str(tmp_path))['tasks']
     assert {name: task.config.num_fewshot for name, task in loaded.items()} == dict(arc_easy=5, piqa=3)
+    with pytest.raises(KeyError, match='mubench_mmlu_e'):  # lm-eval's error; an unknown task is not left out
+        tasks.load_tasks(['mubench_mmlu_e'])
 
 
 def test_requests_are_checked_before_scoring(tmp_path, mistral, monkeypatch):
@@ -160,9 +161,3 @@ def test_task_files_equal_lm_eval_s(tmp_path, monkeypatch):
     new_version, [(new, _), *_] = theirs['race_v2']
     assert new == 'Article: Text.\n\nHe was b\nQuestion: Who?\nAnswer: b\nWhy?'
     assert old == new.replace('He was b', ' _  .b') and old_version == new_version - 1
-
-
-def test_a_task_that_does_not_exist():
-    """A task that does not exist is lm-eval's error, which names it, and not left out."""
-    with pytest.raises(KeyError, match='mubench_mmlu_e'):
-        tasks.load_tasks(['mubench_mmlu_e'])
